@@ -108,6 +108,10 @@ class JsonRecord:
         known = {name: codecs[name].dump(getattr(self, name)) for name in self._keys if name in codecs}
         return {**known, **self.extra}
 
+    def merged(self, other: Self) -> Self:
+        """Return the record with the values that ``other`` was made with."""
+        return self.replace(**{name: getattr(other, name) for name in other._keys})
+
     def replace(self, **changes: Any) -> Self:
         """Return the record with other values. Keys that it does not have, and that do not change, stay unwritten."""
         return type(self)(**{**{name: getattr(self, name) for name in self._keys}, **changes})
@@ -370,3 +374,23 @@ class AttemptRecord(FileRecord):
     def begun(self) -> float:
         """Return when its job was submitted. If that is unknown return when it started."""
         return self.submitted or self.started
+
+
+# --------------------------------------------------------------------------------------------------------- result.json
+
+_ENDS = tuple(state for state in RunState if state.is_over)
+
+
+@dataclass(frozen=True)
+class RunResult(FileRecord):
+    """``result.json``: how the run ended."""
+
+    state: Annotated[RunState, Codec(records.one_of(*_ENDS), RunState, str)]
+    attempts: int = 0
+    step: int | None = None
+    epoch: int | None = None
+    samples: int | None = None
+    metrics: Metrics = field(default_factory=dict)
+    wall_s: float | None = None
+    goodput: Seconds = field(default_factory=dict)
+    why: str | None = None

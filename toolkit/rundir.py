@@ -30,7 +30,7 @@ from toolkit.records import (
     OrNull,
     Record,
 )
-from toolkit.run_files import AttemptRecord, AttemptStatus, RunStatus
+from toolkit.run_files import AttemptRecord, AttemptStatus, RunResult, RunState, RunStatus
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -43,22 +43,6 @@ _METRICS = MapOf(OrNull(NUMBER))
 #: Seconds by name, see `toolkit.metrics.goodput`.
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
 _EXECUTOR = records.one_of("slurm", "local", "debug")
-#: The state of a run that has ended, but whose result can no longer be read.
-UNREADABLE = "unreadable"
-#: ``result.json``: how the run ended.
-RESULT = Record(
-    {
-        "state": records.one_of("completed", "stopped", "failed", "cancelled", UNREADABLE),
-        "attempts": Maybe(COUNT),
-        **dict.fromkeys(("step", "epoch", "samples"), Maybe(OrNull(COUNT))),
-        "metrics": Maybe(_METRICS),
-        "wall_s": Maybe(NUMBER),
-        "goodput": Maybe(_SECONDS),
-        "why": Maybe(TEXT),
-    }
-)
-#: The part of a result that rank 0 reports.
-REACHED = Record({key: shape for key, shape in RESULT.keys.items() if key != "state"})
 #: ``owner.json``: which job or process has the run now.
 _OWNER = Record(
     {
@@ -195,30 +179,29 @@ class RunDir:
         """Replace ``status.json``. It is rewritten twice a second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status.to_file(), durable=False)
 
-    def result(self, damage: list[str] | None = None) -> dict[str, Any] | None:
+    def result(self, damage: list[str] | None = None) -> RunResult | None:
         """Return ``result.json``, or None while the run has not ended.
 
         A damaged one is a result of the state ``unreadable``: the run has ended, and nothing says how.
         """
         try:
-            result: dict[str, Any] | None = records.read(self.path / "result.json", RESULT, damage)
+            return RunResult.read(self.path / "result.json", damage)
         except DamagedFileError as error:
             records.note(str(error), damage)
-            return {"state": UNREADABLE, "attempts": 0, "metrics": {}, "why": str(error)}
-        return result
+            return RunResult(RunState.UNREADABLE, attempts=0, metrics={}, why=str(error))
 
-    def write_result(self, result: dict[str, Any]) -> None:
+    def write_result(self, result: RunResult) -> None:
         """Replace ``result.json``, durably."""
-        fsio.write_json(self.path / "result.json", result)
+        fsio.write_json(self.path / "result.json", result.to_file())
 
     def clear_result(self) -> None:
         """Remove the result of a run that goes on: a waiting program must not read the previous one.
 
         A damaged one is kept under another name: it may be all that says how the run ended.
         """
-        path = self.path / "result.json"
-        damage: list[str] = []
-        if (self.result(damage) or {}).get("state") == UNREADABLE and damage:
+        path, damage = self.path / "result.json", list[str]()
+        result = self.result(damage)
+        if result is not None and result.state is RunState.UNREADABLE and damage:
             records.set_aside(path, damage)
         path.unlink(missing_ok=True)
 

@@ -59,10 +59,10 @@ def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ra
     run = trained(tmp_path, strategy, ranks)
     found, result = json.loads(said(*TOOLKIT, "evaluate", str(run.path), "--json", folder=tmp_path)), run.result()
     assert result is not None
-    assert found["step"] == result["step"] == 12
-    assert found["metrics"]["eval/accuracy"] == result["metrics"]["eval/accuracy"]
-    assert found["metrics"]["eval/loss"] == pytest.approx(result["metrics"]["eval/loss"], rel=1e-6)
-    assert found["recorded"] == {name: value for name, value in result["metrics"].items() if name.startswith("eval/")}
+    assert found["step"] == result.step == 12
+    assert found["metrics"]["eval/accuracy"] == result.metrics["eval/accuracy"]
+    assert found["metrics"]["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
+    assert found["recorded"] == {name: value for name, value in result.metrics.items() if name.startswith("eval/")}
 
 
 def test_an_exported_program_needs_torch_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.watch import node_watch
 from toolkit.launch.watch.silence import SilenceWatch, start_watch
+from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -46,13 +47,15 @@ def start(env: dict[str, str], folder: Path, kind: str, *overrides: str, pause_s
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """The result of the same run in which nothing hangs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     env = {**os.environ, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
     with start(env, folder, "none") as process:
         assert process.wait(PATIENCE * END_S) == 0
-    return the_run(env).result() or {}
+    result = the_run(env).result()
+    assert result is not None
+    return result
 
 
 def hangs_itself(env: dict[str, str], run: RunDir) -> int:
@@ -85,7 +88,7 @@ STORIES: dict[str, tuple[str, list[str], Callable[[dict[str, str], RunDir], int]
     "story", [pytest.param(name, marks=[] if name == "stopped" else pytest.mark.soak) for name in STORIES]
 )
 def test_the_rank_that_is_behind_is_named_and_the_run_completes(
-    env: dict[str, str], tmp_path: Path, undisturbed: dict[str, Any], story: str
+    env: dict[str, str], tmp_path: Path, undisturbed: RunResult, story: str
 ) -> None:
     kind, overrides, act, doing = STORIES[story]
     with start(env, tmp_path, kind, *overrides) as process:
@@ -106,7 +109,7 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
     assert recorded(run, 0)["entries"]
     if kind != "none":
-        assert (run.result() or {})["metrics"] == undisturbed["metrics"]
+        assert run.result().metrics == undisturbed.metrics
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
 
 

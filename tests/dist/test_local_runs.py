@@ -85,7 +85,7 @@ def test_a_run_that_is_cancelled_in_its_first_moment_never_trains(env: dict[str,
     code = "from toolkit import submit; submit('configs/digits_ddp.yaml', executor='local').cancel()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     run = the_run(env)
-    assert wait_for(run.result, END_S, "a result")["state"] == "cancelled"
+    assert wait_for(run.result, END_S, "a result").state == "cancelled"
     assert [attempt.step_end for attempt in run.attempts()] in ([], [None])
 
 
@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, 
     assert second.step_start % 20 == 0
     result = run.result()
     assert result is not None
-    assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
+    assert (result.state, result.attempts, result.step) == ("completed", 2, 2695)
     steps = [json.loads(line)["step"] for line in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(e
     ours, theirs = run.result(), undisturbed.result()
     assert ours is not None
     assert theirs is not None
-    assert (ours["step"], ours["metrics"]) == (theirs["step"], theirs["metrics"])
+    assert (ours.step, ours.metrics) == (theirs.step, theirs.metrics)
 
 
 def test_nothing_outlives_a_supervisor_killed_with_sigkill(env: dict[str, str]) -> None:
@@ -174,7 +174,7 @@ def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str
     assert process.returncode == 1
     result = run.result()
     assert result is not None
-    assert result["state"] == "cancelled"
+    assert result.state == "cancelled"
 
 
 def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_told(
@@ -199,7 +199,7 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
     run = the_run(env)
     assert [line.decision for line in run.attempts()] == ["restart", "give_up"]
     wait_for(lambda: nobody_left(env), 30, "the end of the command that tells somebody")
-    assert json.loads((run.logs / "notify.log").read_text()) == run.result()
+    assert json.loads((run.logs / "notify.log").read_text()) == run.result().to_json()
     assert "ValueError: no such thing" in (project / "told").read_text()
 
 
@@ -263,14 +263,14 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     run = the_run(env)
     assert run.result() is None
     assert toolkit(env, "cancel", run.id)[0] == 0
-    assert wait_for(run.result, START_S, "a result")["state"] == "cancelled"
+    assert wait_for(run.result, START_S, "a result").state == "cancelled"
     assert toolkit(env, "cancel", run.id) == (0, f"run {run.id} has already ended: cancelled\n")
     wait_for(lambda: nobody_left(env), START_S, "the end of the first supervisor")
     resumes = [subprocess.Popen([*TOOLKIT, "resume", run.id], cwd=ROOT, env=env, text=True) for _ in range(2)]
     assert sorted(process.wait(START_S) for process in resumes) == [0, 2]
     wait_for(lambda: run.status().state == "starting", START_S, "the start of the ranks")
     assert toolkit(env, "stop", run.id)[0] == 0
-    assert wait_for(run.result, START_S, "a result")["state"] == "stopped"
+    assert wait_for(run.result, START_S, "a result").state == "stopped"
     assert [line.attempt for line in run.attempts()] == [run.status().attempt]
 
 
@@ -291,7 +291,7 @@ def test_one_rank_alone_torchrun_and_torchs_minimal_environment_reach_the_same_l
     assert [process.wait(PATIENCE * END_S) for process in ranks] == [0, 0]
     names = ("alone", "torchrun", "minimal")
     results = [rundir.find(name, Path(env["TOOLKIT_RUNS"])).result() for name in names]
-    losses = [result["metrics"]["train/loss"] for result in results if result]
+    losses = [result.metrics["train/loss"] for result in results if result]
     assert losses == [pytest.approx(losses[0], rel=1e-5)] * 3
 
 
@@ -313,16 +313,16 @@ def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_
     assert (attempt.cause, attempt.decision) == ("crashed", "give_up")
     result = run.result()
     assert result is not None
-    assert result["state"] == "failed"
-    told = re.search(r"train.on_nan: the loss is not finite since step (\d+)", result["why"])
-    assert told, result["why"]
+    assert result.state == "failed"
+    told = re.search(r"train.on_nan: the loss is not finite since step (\d+)", result.why)
+    assert told, result.why
     bad = int(told[1])
     assert bad <= attempt.step_end <= bad + 10, "what two lines of the log tell apart"
-    assert "would fail again unchanged" in result["why"]
+    assert "would fail again unchanged" in result.why
     for command in ("status", "why"):
         page = subprocess.run(
             [*TOOLKIT, command, run.id], env=env, cwd=ROOT, capture_output=True, text=True, check=True
         )
-        assert result["why"] in page.stdout
+        assert result.why in page.stdout
     newest = newest_step(run.checkpoints)
     assert newest is None or newest < bad, "no checkpoint of such weights was made"

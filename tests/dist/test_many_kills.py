@@ -28,6 +28,7 @@ from toolkit.data.loader import Loader
 from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan
 from toolkit.ranks.session import Session
+from toolkit.run_files import RunResult
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
@@ -85,7 +86,7 @@ def undisturbed(folder: Path, steps: int, workers: int) -> RunDir:
     run.path.mkdir()
     results = run_ranks(RANKS, train, run, 1, steps, workers, None, limit_s=LONGEST_S)
     note_attempt(run, 1, RANKS, 0)
-    run.write_result({"state": "completed", **results[0]})
+    run.write_result(RunResult.from_json({"state": "completed", **results[0]}))
     return run
 
 
@@ -96,7 +97,7 @@ def killed(folder: Path, kills: int, steps: int, workers: int) -> RunDir:
         newest = newest_step(run.checkpoints) or 0
         if attempt > kills:
             results = run_ranks(RANKS, train, run, attempt, steps, workers, None, limit_s=LONGEST_S)
-            run.write_result({"state": "completed", **results[0]})
+            run.write_result(RunResult.from_json({"state": "completed", **results[0]}))
             note_attempt(run, attempt, RANKS, newest)
             break
         blow = random_blow(dice, newest, steps)

@@ -78,7 +78,7 @@ def ended(folder: Path, job: str) -> RunDir:
 def test_a_job_by_path_has_its_params_and_its_neighbours_on_each_rank(tmp_path: Path) -> None:
     result = ended(tmp_path, MAIN).result()
     assert result is not None
-    assert result["metrics"] == {"size": 48, "scale": 5.0}
+    assert result.metrics == {"size": 48, "scale": 5.0}
 
 
 def test_a_loop_has_its_params_and_shows_them_in_tensorboard(tmp_path: Path) -> None:

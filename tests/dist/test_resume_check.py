@@ -29,7 +29,7 @@ from toolkit.data.memory import InMemory
 from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
-from toolkit.run_files import AttemptRecord
+from toolkit.run_files import AttemptRecord, RunResult
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
@@ -169,7 +169,7 @@ def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport
             results = run_ranks(count, train, run.path, attempt, off, dies, small)
             start = 0 if attempt == 1 else SAVED
             note_attempt(run, attempt, count, start)
-        run.write_result({"state": "completed", **results[0]})
+        run.write_result(RunResult.from_json({"state": "completed", **results[0]}))
     return compare(whole, killed, plan, "rank 1")
 
 

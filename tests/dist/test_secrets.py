@@ -52,7 +52,7 @@ def test_no_planted_secret_is_in_any_file_command_line_or_variable_of_ours(tmp_p
         argv, cwd=project, env=environ, umask=0, timeout=PATIENCE * 120, capture_output=True, text=True
     )
     (run,) = rundir.all_runs(tmp_path / "runs")
-    assert (run.result() or {}).get("state") == "completed", done.stdout + done.stderr
+    assert run.result().state == "completed", done.stdout + done.stderr
     assert list(run.tensorboard.glob("*tfevents*"))
 
     allowed = {f"{name}={SECRET}" for name in planted}  # the user's own variables reach the job, as everywhere

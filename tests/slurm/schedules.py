@@ -171,10 +171,10 @@ def settle(it: Watched) -> None:
         it.wait_until_at_rest()
         it.check_trace()
         result = it.run.result()
-        state = (result or {}).get("state")
-        it.note(f"at rest: {state}, {(result or {}).get('why')}; ended by somebody: {it.ended}")
-        if re.match(r"the supervisor failed: (?!OSError)\w+Error", str((result or {}).get("why"))):
-            raise Violation(f"an error of our own: {(result or {}).get('why')}")
+        state, why = (None, None) if result is None else (result.state, result.why)
+        it.note(f"at rest: {state}, {why}; ended by somebody: {it.ended}")
+        if re.match(r"the supervisor failed: (?!OSError)\w+Error", why or ""):
+            raise Violation(f"an error of our own: {why}")
         if state == "completed":
             check_completed(it)
             return
@@ -185,7 +185,7 @@ def settle(it: Watched) -> None:
         if "toolkit resume" not in it.output:
             raise Violation(f"nobody goes on with it and `why` does not say what to do: {it.output[-1500:]}")
         if not it.ended:
-            it.note(f"NEEDED A PERSON: {result['why'] if result else it.run.status().why}")
+            it.note(f"NEEDED A PERSON: {result.why if result else it.run.status().why}")
         it.resume()  # on a full disk, say, a person tries again
     raise Violation(f"resumed {ADVICE} times, and not completed")
 
@@ -194,9 +194,9 @@ def check_completed(it: Watched) -> None:
     done = [line for line in it.trace() if line[2:] == ["0", "done"]]
     if not done:
         raise Violation(f"completed, and rank 0 has not said so: {it.trace()[-3:]}")
-    result = it.run.result() or {}
-    if not it.is_exec and result.get("step") != STEPS:
-        raise Violation(f"completed at step {result.get('step')}")
+    result = it.run.result()
+    if not it.is_exec and result.step != STEPS:
+        raise Violation(f"completed at step {result.step}")
     if it.run.attempts()[-1].cause != "completed":
         raise Violation(f"completed, and its last attempt is {it.run.attempts()[-1]}")
 

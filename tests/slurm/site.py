@@ -6,13 +6,12 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
 from toolkit.launch.record import ownership
-from toolkit.run_files import AttemptRecord, RunStatus
+from toolkit.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.rundir import RunDir
 
 START_S = 60
@@ -58,7 +57,7 @@ class Site:
 
         return wait_for(only, START_S, "a run folder")
 
-    def result(self, name: str) -> dict[str, Any]:
+    def result(self, name: str) -> RunResult:
         result = self.find(name).result()
         assert result is not None
         return result

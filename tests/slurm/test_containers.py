@@ -82,8 +82,8 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
 
     ranks = [pid for pid, command in site.box.processes() if f"-P -m toolkit run {run.config}" in command]
     os.kill(max(ranks), signal.SIGKILL)
-    wait_for(lambda: (run.result() or {}).get("state"), END_S, "the end")
-    assert run.result()["state"] == "completed"
+    wait_for(run.result, END_S, "the end")
+    assert run.result().state == "completed"
     first, second = run.attempts()
     assert (first.cause, first.decision) == ("crashed", "restart")
     assert second.step_start >= 20

@@ -268,12 +268,12 @@ def ends_with_the_weights_of_an_undisturbed_run(site: Site, draw: Callable[[rand
 def finish(site: Site, run: RunDir) -> int:
     """Stopped, its end set to a few steps later, resumed and completed; the number of its steps."""
     site.run("toolkit", "stop", run.id)
-    assert wait_for(run.result, END_S, "a result")["state"] == "stopped"
+    assert wait_for(run.result, END_S, "a result").state == "stopped"
     steps = run.attempts()[-1].step_end + SAVE_EVERY
     run.config.write_text(re.sub(r"max_steps: \d+", f"max_steps: {steps}", run.config.read_text()))
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), END_S, "an empty queue")
     site.run("toolkit", "resume", run.id)
-    assert completed(site, run)["step"] == steps
+    assert completed(site, run).step == steps
     return steps
 
 

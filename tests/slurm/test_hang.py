@@ -103,7 +103,7 @@ def test_silent_ranks_of_a_script_on_several_nodes_are_named_and_started_again(s
     size = [f"cluster.nodes={len(NODES)}", "cluster.tasks_per_node=1", f"dist.timeout_s={SILENCE_S}"]
     site.run("toolkit", "submit", "script.py", *size, cwd=project)
     run = site.only_run()
-    assert wait_for(run.result, END_S, "a result")["state"] == "completed"
+    assert wait_for(run.result, END_S, "a result").state == "completed"
     hung, after = run.attempts()
     assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
     named = hung.first_failure

@@ -47,7 +47,7 @@ def submitted(site: Site, library: str, name: str, *, is_slow: bool) -> RunDir:
 )
 def test_a_preempted_and_killed_script_ends_as_the_undisturbed_one(site: Site, library: str) -> None:
     quick = submitted(site, library, "quick", is_slow=False)
-    assert wait_for(quick.result, END_S, "a result")["state"] == "completed"
+    assert wait_for(quick.result, END_S, "a result").state == "completed"
     run = submitted(site, library, "slow", is_slow=True)
     wait_for(lambda: list(run.checkpoints.glob("step-*/manifest.json")), END_S, "a checkpoint")
     site.preempt()
@@ -55,7 +55,7 @@ def test_a_preempted_and_killed_script_ends_as_the_undisturbed_one(site: Site, l
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
     os.kill(ranks(site)[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
-    assert (result["state"], result["step"]) == ("completed", STEPS.get(library, 96))
+    assert (result.state, result.step) == ("completed", STEPS.get(library, 96))
     assert [attempt.decision for attempt in run.attempts()] == ["requeue", "restart", "finish"]
     ends = [weights(site.folder / name / END.get(library, "end.pt")) for name in ("quick", "slow")]
     assert ends[0].keys() == ends[1].keys()

@@ -31,8 +31,8 @@ def test_sbatch_trains_on_four_nodes(site: Site, tasks_per_node: int) -> None:
     run = site.only_run()
     result = run.result()
     assert result is not None
-    assert result["state"] == "completed"
-    assert result["metrics"]["eval/accuracy"] >= 0.97
+    assert result.state == "completed"
+    assert result.metrics["eval/accuracy"] >= 0.97
     (attempt,) = run.attempts()
     assert attempt.nodes == ("node1", "node2", "node3", "node4")
     assert attempt.world_size == 4 * tasks_per_node
@@ -74,7 +74,7 @@ def test_submit_waits_and_reports(site: Site) -> None:
     run = site.only_run()
     result = run.result()
     assert result is not None
-    assert result["metrics"]["eval/accuracy"] >= 0.97
+    assert result.metrics["eval/accuracy"] >= 0.97
     assert json.loads((run.submitit / "submission.json").read_text())["executor"] == "slurm"
     assert "completed" in site.run("toolkit", "status")
     assert "completed" in site.run("toolkit", "logs", run.id)
@@ -139,7 +139,7 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(site: Site) -> Non
     assert [run.attempts()[0].nodes for run in runs] == [("node1", "node2")] * 2
     assert runs[0].attempts()[0].started < runs[1].attempts()[0].ended
     assert runs[1].attempts()[0].started < runs[0].attempts()[0].ended
-    assert site.result("first")["metrics"] == site.result("second")["metrics"]
+    assert site.result("first").metrics == site.result("second").metrics
 
 
 def test_every_launcher_reaches_the_same_loss(site: Site) -> None:
@@ -155,8 +155,8 @@ def test_every_launcher_reaches_the_same_loss(site: Site) -> None:
     for name, argv in launchers.items():
         out = site.run(*argv, f"name={name}")
         assert "no supervisor" in out or name == "pmix"
-    losses = {name: site.result(name)["metrics"]["train/loss"] for name in launchers}
-    accuracies = {name: site.result(name)["metrics"]["eval/accuracy"] for name in launchers}
+    losses = {name: site.result(name).metrics["train/loss"] for name in launchers}
+    accuracies = {name: site.result(name).metrics["eval/accuracy"] for name in launchers}
     assert losses == pytest.approx(dict.fromkeys(losses, losses["python"]), rel=1e-5)
     assert len(set(accuracies.values())) == 1
 
@@ -184,7 +184,7 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     assert second.step_start >= 20
     result = run.result()
     assert result is not None
-    assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
+    assert (result.state, result.attempts, result.step) == ("completed", 2, 2695)
 
 
 def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
@@ -196,7 +196,7 @@ def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
         site.run("toolkit", "cancel", name)
         run = site.find(name)
         wait_for(run.result, 30, "a result")
-        assert site.result(name)["state"] == "cancelled"
+        assert site.result(name).state == "cancelled"
         assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "CANCELLED"
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
 

@@ -54,7 +54,7 @@ def killed(site: Site, node: str) -> Iterator[float]:
 def ended_as_undisturbed(site: Site, run: RunDir) -> list[AttemptRecord]:
     """The attempts of a run that completed, each going on from a checkpoint of the one before."""
     result = completed(site, run)
-    assert result["step"] == STEPS
+    assert result.step == STEPS
     assert run.status().progress.step == STEPS
     attempts = run.attempts()
     for before, after in itertools.pairwise(attempts):
@@ -160,7 +160,7 @@ def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[s
     """Slurm cannot open the ranks' output there. Its srun ends with exit code 0."""
     with without_runs_folder(site, "node2"):
         run = submit(site, slow_project(site, 0.0), "train.max_steps=20", "cluster.preflight=false", *how)
-        assert completed(site, run)["step"] == 20
+        assert completed(site, run).step == 20
     first, last = run.attempts()
     assert (first.cause, first.lost_nodes) == ("node_failure", ("node2",))
     assert "rank 1 on node2: could not be started" in first.line
@@ -176,7 +176,7 @@ def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: S
         assert advice in site.run("toolkit", "status", run.id)
         assert advice in site.run("toolkit", "why", run.id)
         site.run(*advice.split())
-        assert completed(site, run)["step"] == 20
+        assert completed(site, run).step == 20
     assert "node1" not in run.attempts()[0].nodes
 
 
@@ -208,7 +208,7 @@ def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site
         named = "drained: new fan, please by root"
         assert f"node2 is not used: {named}" in site.run("toolkit", "status", moves.id)
         wait_for(lambda: f"node node2: {named}" in site.run("toolkit", "status", stays.id), 120, "its name")
-        assert completed(site, moves)["step"] == completed(site, stays)["step"] == STEPS
+        assert completed(site, moves).step == completed(site, stays).step == STEPS
     first, last = moves.attempts()
     nothing_lost(moves)
     assert (first.cause, first.decision, first.left_nodes) == ("moved", "restart", ("node2",))

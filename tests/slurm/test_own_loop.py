@@ -62,7 +62,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     (project / "quick.py").write_text(SCRIPT.format(pause_s=0.0))
     (project / "slow.py").write_text(SCRIPT.format(pause_s=0.05))
     quick = submitted(site, project, how, "quick")
-    assert wait_for(quick.result, END_S, "a result")["state"] == "completed"
+    assert wait_for(quick.result, END_S, "a result").state == "completed"
     run = submitted(site, project, how, "slow")
     wait_for(lambda: list(run.checkpoints.glob("step-*")), END_S, "a checkpoint")
     site.preempt()
@@ -70,7 +70,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
     os.kill(ranks(site)[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
-    assert (result["state"], result["step"]) == ("completed", STEPS)
+    assert (result.state, result.step) == ("completed", STEPS)
     causes = [(attempt.cause, attempt.decision) for attempt in run.attempts()]
     assert [decision for _, decision in causes] == ["requeue", "restart", "finish"]
     stores = [CheckpointStore(each.checkpoints) for each in (quick, run)]

@@ -116,6 +116,6 @@ def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, typed: str) 
     env: dict[str, Any] = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}
     site.run("bash", "-euxc", text, cwd=project, timeout=3 * END_S, **env)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 2 * END_S, "the end of all jobs")
-    results = [run.result() or {"state": f"{run.id} has no result"} for run in rundir.all_runs(site.runs)]
-    assert [result["state"] for result in results] == ["completed"] * len(results)
+    results = [run.result() for run in rundir.all_runs(site.runs)]
+    assert [result and result.state for result in results] == ["completed"] * len(results)
     assert results or not re.search(r"toolkit submit (?!.*(--help|--dry-run))|toolkit exec|sbatch|run configs", text)

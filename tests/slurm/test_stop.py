@@ -25,6 +25,7 @@ from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pi
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import newest_step
 from toolkit.launch.record import ownership
+from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(7)]
@@ -82,10 +83,10 @@ def submit(site: Site, project: Path, *overrides: str, **extra: Any) -> RunDir:
     return site.only_run()
 
 
-def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> dict[str, Any]:
+def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> RunResult:
     """The result of a run that completes."""
     result = wait_for(run.result, timeout_s, "a result")
-    assert result["state"] == "completed", f"{result['state']}: {result['why']}\n{site.run('toolkit', 'why', run.id)}"
+    assert result.state == "completed", f"{result.state}: {result.why}\n{site.run('toolkit', 'why', run.id)}"
     return result
 
 
@@ -110,7 +111,7 @@ def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
     assert preempted
     assert all(a.decision == "requeue" for a in preempted)
     nothing_lost(run)
-    assert result["step"] == 1500
+    assert result.step == 1500
 
 
 def test_preempted_in_the_grace_time_it_commits_and_comes_back_with_nothing_lost(site: Site) -> None:
@@ -159,7 +160,7 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message
     result = completed(site, run)
     before, last = run.attempts()
     assert (before.cause, before.decision, last.cause) == ("preempted", "requeue", "completed")
-    assert (result["step"], before.job_id) == (300, first)
+    assert (result.step, before.job_id) == (300, first)
     assert last.job_id != first
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
 
@@ -261,7 +262,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     assert "can be resumed when" in site.run("toolkit", "resume", run.id, check=False)
     for _ in range(2):
         site.run("toolkit", "stop", run.id)
-    assert wait_for(run.result, 60, "a result")["state"] == "stopped"
+    assert wait_for(run.result, 60, "a result").state == "stopped"
     assert [(a.cause, a.job_id) for a in run.attempts()] == [("preempted", ours), ("stopped", first)]
     nothing_lost(run)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
@@ -273,9 +274,9 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     site.run("scancel", owner.follow_ups[0])
     site.preempt(seconds=1)
     result = wait_for(run.result, END_S, "a result")
-    assert result["state"] == "stopped"
-    assert "preempted" in result["why"]
-    assert "`toolkit resume` goes on with it" in result["why"]
+    assert result.state == "stopped"
+    assert "preempted" in result.why
+    assert "`toolkit resume` goes on with it" in result.why
     assert f"`toolkit resume {run.id}` goes on" in site.run("toolkit", "why", run.id)
     nothing_lost(run)
 
@@ -286,7 +287,7 @@ def test_a_follow_up_job_never_revives_a_cancelled_job(site: Site) -> None:
     site.run("scancel", site.job_of(run))
     wait_for(run.result, 30, "a result")
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
-    assert (run.result() or {})["state"] == "cancelled"
+    assert run.result().state == "cancelled"
     assert len(run.attempts()) == 1
 
 
@@ -420,7 +421,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
     assert row["JobState"] == "CANCELLED"
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
     if how == "toolkit" or phase in (in_the_preflight, at_the_start, in_training):
-        assert wait_for(run.result, 10, "a result")["state"] == "cancelled"
+        assert wait_for(run.result, 10, "a result").state == "cancelled"
     assert all(a.decision != "requeue" or a.cause == "preempted" for a in run.attempts())
 
 
@@ -438,7 +439,7 @@ def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(sit
     assert row["JobState"] == "CANCELLED"
     assert run.attempts()[0].decision == "requeue"
     if row["Restarts"] == "0":  # else the requeue was quicker than we, and Slurm has cancelled a job that waits
-        assert (run.result() or {})["state"] == run.status().state == "cancelled"
+        assert run.result().state == run.status().state == "cancelled"
 
 
 def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -> None:
@@ -446,13 +447,13 @@ def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -
     reached(run, 50)
     site.run("toolkit", "stop", run.id)
     result = wait_for(run.result, 60, "a result")
-    assert result["state"] == "stopped"
+    assert result.state == "stopped"
     (attempt,) = run.attempts()
     assert (attempt.cause, attempt.decision) == ("stopped", "finish")
     assert newest_step(run.checkpoints) == attempt.step_end
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
     site.run("toolkit", "resume", run.id, "--wait")
-    assert completed(site, run)["step"] == 400
+    assert completed(site, run).step == 400
     nothing_lost(run)
 
 

@@ -33,7 +33,7 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
     site.preempt()
     result = completed(site, run, END_S)
     came_back(run)
-    ledger = result["goodput"]
+    ledger = result.goodput
     assert ledger["training"] > 0.0
     attempts = run.attempts()
     assert ledger["queue"] >= attempts[-1].goodput["queue"] > 1.0  # the other job ran for two seconds
@@ -42,6 +42,6 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
     assert ended - 0.1 <= submitted + sum(ledger[part] for part in PARTS) <= written + 0.1
     assert {tuple(attempt.nodes) for attempt in attempts} == {("node1", "node2", "node3", "node4")}
     if "digits" in CASES[name][0]:
-        assert result["metrics"]["eval/accuracy"] >= 0.95
+        assert result.metrics["eval/accuracy"] >= 0.95
     else:  # a guess among 256 bytes would be 5.5
-        assert result["metrics"]["eval/loss"] < 3.0
+        assert result.metrics["eval/loss"] < 3.0

@@ -63,7 +63,7 @@ def test_what_a_stranger_writes_into_the_store_neither_ends_nor_steers_the_run(s
     assert run.result() is None
     site.run("toolkit", Intent.STOP.value, run.id)
     result = wait_for(run.result, END_S, "the end of the run")
-    assert (result["state"], len(run.attempts())) == ("stopped", 1)
+    assert (result.state, len(run.attempts())) == ("stopped", 1)
 
 
 NEW = "from toolkit import rundir; print(rundir.create('digits').path)"

@@ -10,7 +10,7 @@ import pytest
 
 from toolkit import fsio, rundir
 from toolkit.records import Misfit
-from toolkit.run_files import VERSION, AttemptRecord, RunProgress, RunState, RunStatus, Straggler, shape_of
+from toolkit.run_files import VERSION, AttemptRecord, RunProgress, RunResult, RunState, RunStatus, Straggler, shape_of
 from toolkit.rundir import RunDir
 
 
@@ -141,6 +141,44 @@ def test_keys_that_an_older_line_lacks_are_null(run: RunDir) -> None:
     (line,) = run.attempts([])
     assert (line.suspect, line.gained_s, line.begun) == (None, 0.0, line.started)
     assert line.to_json().items() >= {**needed, "suspect": None, "step_end": None, "first_failure": None}.items()
+
+
+#: Every key of result.json.
+RESULT: dict[str, Any] = {
+    "version": 1,
+    "state": "completed",
+    "attempts": 2,
+    "step": 30,
+    "epoch": 3,
+    "samples": 900,
+    "metrics": {"eval/accuracy": 0.5, "eval/loss": None},
+    "wall_s": 60.5,
+    "goodput": {"training": 1.0},
+    "why": "completed",
+}
+
+
+def test_a_result_is_written_again_key_for_key(run: RunDir) -> None:
+    assert RESULT.keys() == shape_of(RunResult).keys.keys(), "a key has no example here"
+    fsio.write_json(run.path / "result.json", RESULT)
+    damage: list[str] = []
+    result = run.result(damage)
+    assert result is not None
+    run.write_result(result)
+    assert json.loads((run.path / "result.json").read_text()) == RESULT
+    assert damage == []
+
+
+@pytest.mark.parametrize("key", sorted(RESULT))
+def test_a_damaged_key_of_a_result_is_named(run: RunDir, key: str) -> None:
+    """Without its state it is no result, but says that the run has ended."""
+    fsio.write_json(run.path / "result.json", {**RESULT, key: [[]]})
+    damage: list[str] = []
+    result = run.result(damage)
+    assert result is not None
+    assert str(run.path / "result.json") in damage[0]
+    assert f": {key}" in damage[0]
+    assert result.state is (RunState.UNREADABLE if key == "state" else RunState.COMPLETED)
 
 
 def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(

@@ -101,8 +101,8 @@ def test_a_damaged_result_is_a_result_that_says_so(tmp_path: Path, text: str) ->
     (run.path / "result.json").write_bytes(text.encode("latin-1"))
     result = run.result()
     assert result is not None
-    assert result["state"] == "unreadable"
-    assert str(run.path / "result.json") in result["why"]
+    assert result.state == "unreadable"
+    assert str(run.path / "result.json") in result.why
 
 
 def test_a_damaged_result_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,7 +16,7 @@ from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import goodput
-from toolkit.run_files import RunProgress, RunState, RunStatus
+from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
 STOP_WAIT_S = 180.0
@@ -160,32 +159,30 @@ def _interrupted(run: Run, console: Console) -> int:
 
 
 def _say_how_it_went(run: Run, console: Console) -> int:
-    result = run.dir.result() or {"state": "cancelled", "why": "ended before it started"}
-    state = result["state"]
-    if state == "completed":
+    result = run.dir.result() or RunResult(RunState.CANCELLED, why="ended before it started")
+    if result.state is RunState.COMPLETED:
         console.print(_completed_text(run, result), highlight=False, soft_wrap=True)
         return EXIT_DONE
-    console.print(f"[red]{state}[/]: {escape(str(result.get('why', '')))}", highlight=False, soft_wrap=True)
-    if result.get("step"):
+    console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
+    if result.step:
         console.print(
-            f"  reached step {result['step']}; `toolkit resume {run.id}` goes on from the last checkpoint",
+            f"  reached step {result.step}; `toolkit resume {run.id}` goes on from the last checkpoint",
             soft_wrap=True,
         )
-    if told := goodput.sentence(result.get("goodput")):
+    if told := goodput.sentence(result.goodput):
         console.print(f"  {told}", highlight=False, soft_wrap=True)
     console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
-    return EXIT_STOPPED if state == "stopped" else EXIT_FAILED
+    return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
 
 
-def _completed_text(run: Run, result: dict[str, Any]) -> str:
-    lines = [f"[green]completed[/] in {result['wall_s']:.1f} s"]
-    if result.get("step") is not None:
-        lines[0] += f": {result['step']} steps"
-    if result["attempts"] > 1:
-        lines[0] += f", {result['attempts']} attempts"
-    metrics = result.get("metrics") or {}
-    lines += [f"  {_spoken(name)}: {_number(metrics[name])}" for name in sorted(metrics)]
-    lines += [f"  {told}" for told in [goodput.sentence(result.get("goodput"))] if told]
+def _completed_text(run: Run, result: RunResult) -> str:
+    lines = [f"[green]completed[/] in {result.wall_s or 0.0:.1f} s"]
+    if result.step is not None:
+        lines[0] += f": {result.step} steps"
+    if result.attempts > 1:
+        lines[0] += f", {result.attempts} attempts"
+    lines += [f"  {_spoken(name)}: {_number(value)}" for name, value in sorted(result.metrics.items())]
+    lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
     lines.append(f"  run folder: {escape(_short(run.dir.path))}")
     if any(run.dir.tensorboard.iterdir()):
         lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")

@@ -63,9 +63,11 @@ def as_json(value: Any) -> str:
 def _row(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
     # Damaged files are reported in the row, not raised.
-    status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
+    status, result, sent = run.status(damage), run.result(damage), run.submission(damage)
     jobs, asked = ownership.jobs_of(run, damage), request.asked(run, damage)
-    progress, state = status.progress, RunState(result["state"]) if result else status.state
+    progress, state = status.progress, status.state if result is None else result.state
+    step = progress.step if result is None or result.step is None else result.step
+    metrics = result.metrics if result is not None and result.metrics else progress.metrics
     return {
         "run": run.id,
         "name": run.name,
@@ -75,10 +77,10 @@ def _row(run: RunDir) -> dict[str, Any]:
         "asked": asked and asked.value,
         "executor": sent.get("executor") or ("slurm" if status.job_id else "local"),
         "attempt": status.attempt or 0,
-        "step": result.get("step", progress.step),
+        "step": step,
         "total_steps": progress.total_steps,
         "loss": progress.loss,
-        "metrics": result.get("metrics") or progress.metrics,
+        "metrics": metrics,
         "nodes": list(status.nodes),
         "bad_nodes": status.bad_nodes,
         "ailing_nodes": status.ailing_nodes,
@@ -91,7 +93,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "silent": state is not None and not state.is_over and _quiet_s(status.updated) > SILENT_S,
         "slurm": None,
         "reason": None,
-        "why": result.get("why"),
+        "why": result and result.why,
         "damage": damage,
         "path": str(run.path),
     }

@@ -13,7 +13,7 @@ from toolkit.launch.job import nodes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import goodput
-from toolkit.run_files import AttemptRecord, FirstFailure
+from toolkit.run_files import AttemptRecord, FirstFailure, RunState
 from toolkit.rundir import RunDir
 
 #: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
@@ -34,23 +34,25 @@ _ADVICE = {
 def facts(run: RunDir) -> dict[str, Any]:
     """Return everything on the page."""
     damage: list[str] = []
-    attempts, result, status = run.attempts(damage), run.result(damage) or {}, run.status(damage)
+    attempts, result, status = run.attempts(damage), run.result(damage), run.status(damage)
     # A run can be over without a result of its own: then its row, for which Slurm was asked, says so.
     row = status_rows([run])[0]
-    is_over = row["state"].startswith("lost") or (not result and row["state"] in ("stopped", "cancelled"))
-    state = row["state"] if is_over else result.get("state") or status.state or "unknown"
+    is_cut_short = row["state"] in (RunState.STOPPED, RunState.CANCELLED)
+    is_over = row["state"].startswith("lost") or (result is None and is_cut_short)
+    known = status.state if result is None else result.state
+    state = row["state"] if is_over else known or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
-    lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0
+    lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": result.get("why") or row["why"] or over or status.why or (last and last.line),
+        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
         "cause": last and last.cause,
         "first_failure": _first_failure(run, attempts, damage),
-        "loss": loss_remark(result.get("metrics") or status.progress.metrics),
+        "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
         "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,

@@ -98,9 +98,9 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] |
 
     It goes up to the run's end or its last sign of life. ``damage`` as in :meth:`RunDir.status`.
     """
-    told = (run.result(damage) or {}).get("goodput")
-    if told is not None:
-        return dict(told)
+    result = run.result(damage)
+    if result is not None and result.goodput:
+        return dict(result.goodput)
     lines, status = run.attempts(damage), run.status(damage)
     parts = [(line.begun, line.goodput, line.ended) for line in lines]
     # The attempt that runs now has no line yet: take it from the status.

@@ -15,7 +15,7 @@ from toolkit.agent.progress import MAX_BYTES, RankReport
 from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang.activity import Activity
-from toolkit.run_files import RunProgress, RunState, RunStatus
+from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 #: Seconds between two reports of rank 0.
@@ -138,7 +138,8 @@ class FileReporter(_Latest):
 
     def finish(self, result: Mapping[str, Any]) -> None:
         wall_s = round(time.time() - self._started, 3)
-        self._run_dir.write_result({"state": "completed", "attempts": 1, **result, "wall_s": wall_s})
+        keys = {"state": RunState.COMPLETED, "attempts": 1} | dict(result) | {"wall_s": wall_s}
+        self._run_dir.write_result(RunResult.load(keys).replace(state=RunState.COMPLETED))
         self._status = self._status.replace(ended=time.time())
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from toolkit.config import job_module
 from toolkit.config.schema import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
 from toolkit.launch.job.allocation import Allocation
+from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
 
@@ -61,7 +62,7 @@ def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(capsys: pytest.Ca
 
 
 def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:
-    run.write_result({"state": "failed", "why": "the disk of Müller is full"})
+    run.write_result(RunResult.from_json({"state": "failed", "why": "the disk of Müller is full"}))
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     argv = [sys.executable, "-m", "toolkit", "status", run.id]
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENCE * 60)

@@ -16,7 +16,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -38,7 +38,7 @@ def made(name: str, *steps: int) -> RunDir:
     run = rundir.create(name)
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "completed"}))
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     store = CheckpointStore(run.checkpoints, Keep(9))
     for step in steps:
         save(store, step, weights(float(step)), {"samples": step}, rank=0, world_size=1, kv=None)

@@ -18,7 +18,7 @@ from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     made.write_status(
         RunStatus.from_json({"state": "completed", "attempt": 1, "progress": {"step": 3, "loss": float("nan")}})
     )
-    made.write_result({"state": "completed", "metrics": {"eval/accuracy": float("inf")}})
+    made.write_result(RunResult.from_json({"state": "completed", "metrics": {"eval/accuracy": float("inf")}}))
     return made
 
 

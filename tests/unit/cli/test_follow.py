@@ -14,7 +14,7 @@ from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics.goodput import PARTS
-from toolkit.run_files import RunProgress, RunStatus
+from toolkit.run_files import RunProgress, RunResult, RunStatus
 
 TRAINING: dict[str, Any] = {
     "state": "running",
@@ -77,7 +77,7 @@ TIMES = dict.fromkeys(PARTS, 0.0) | {"training": 6.0, "start_up": 1.0}
 def ended(tmp_path: Path, **result: Any) -> Run:
     run = rundir.create("my-run", tmp_path)
     (run.tensorboard / "events").touch()
-    run.write_result({"attempts": 1, "wall_s": 7.5, "metrics": {}, **result})
+    run.write_result(RunResult.from_json({"attempts": 1, "wall_s": 7.5, "metrics": {}, **result}))
     return Run(run, "local", "1")
 
 

@@ -15,7 +15,7 @@ from toolkit import fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE
-from toolkit.run_files import AttemptRecord, RunStatus
+from toolkit.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -89,7 +89,11 @@ def crashed(run: RunDir) -> None:
     run.add_attempt(attempt(2, "crashed", "give_up", **more))
     for rank, at in ((0, 10.0), (2, 11.0), (3, 13.0)):
         told_by_rank(run, 2, rank, f"boom {rank}", at)
-    run.write_result({"state": "failed", "attempts": 2, "metrics": {}, "why": "rank 2 on node2: ValueError: boom 2"})
+    run.write_result(
+        RunResult.from_json(
+            {"state": "failed", "attempts": 2, "metrics": {}, "why": "rank 2 on node2: ValueError: boom 2"}
+        )
+    )
 
 
 def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(
@@ -132,7 +136,7 @@ def test_of_a_long_traceback_the_end_is_shown(run: RunDir, capsys: pytest.Captur
 def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     saved(run, 400)
     run.add_attempt(attempt(1, "completed", "finish", step_end=450))
-    run.write_result({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"}))
     lines = page(run, capsys)
     assert lines[0] == f"digits/{run.id}: completed"
     assert not [line for line in lines if line.startswith("first failure")]
@@ -144,7 +148,9 @@ def test_a_run_that_was_killed_without_a_checkpoint_lost_every_step(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add_attempt(attempt(1, "cancelled", "give_up", step_end=33))
-    run.write_result({"state": "cancelled", "attempts": 1, "metrics": {}, "why": "cancelled at step 33"})
+    run.write_result(
+        RunResult.from_json({"state": "cancelled", "attempts": 1, "metrics": {}, "why": "cancelled at step 33"})
+    )
     lines = page(run, capsys)
     assert "last checkpoint: none" in lines
     assert "steps lost: 33 (reached step 33)" in lines

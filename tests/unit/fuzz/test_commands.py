@@ -25,6 +25,7 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import rank
 from toolkit.launch.submission import executors, inside_allocation
 from toolkit.launch.submission.handle import Run
+from toolkit.run_files import RunResult
 from toolkit.slurm import placement
 
 WORDS = [
@@ -65,7 +66,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(os, "execv", lambda *args: _refuse())
     run = rundir.create("real")
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))
-    run.write_result({"state": "stopped", "why": "asked"})
+    run.write_result(RunResult.from_json({"state": "stopped", "why": "asked"}))
     return run
 
 

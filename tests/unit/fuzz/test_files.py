@@ -253,9 +253,9 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
         assert result is not None
         assert len(numbers) == len(set(numbers)), f"a number was given twice: {numbers}"
         if case.name == "intent.json":
-            assert (code, result["state"]) in ((75, "stopped"), (1, "cancelled")), f"a stopped run trained: {result}"
+            assert (code, result.state) in ((75, "stopped"), (1, "cancelled")), f"a stopped run trained: {result}"
             return CLEAR
-        assert (code, result["state"]) == (0, "completed")
+        assert (code, result.state) == (0, "completed")
         assert numbers[-1] > had, f"attempt {had} is overwritten by {numbers}"
         assert not case.name.startswith(f"logs/attempt-{numbers[-1]:03d}")
         return ACCEPTED

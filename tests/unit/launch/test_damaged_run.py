@@ -55,7 +55,7 @@ def test_a_run_with_a_damaged_line_of_attempts_is_resumed_under_a_new_number(run
 def test_a_run_that_somebody_has_ended_does_not_train_though_the_note_is_damaged(run: RunDir, content: bytes) -> None:
     (run.path / "intent.json").write_bytes(content)
     assert supervise(run) == EXIT_STOPPED
-    assert (run.result() or {})["state"] == "stopped"
+    assert run.result().state == "stopped"
 
 
 def test_a_restarted_job_leaves_a_run_alone_whose_result_cannot_be_read(run: RunDir) -> None:
@@ -64,7 +64,7 @@ def test_a_restarted_job_leaves_a_run_alone_whose_result_cannot_be_read(run: Run
     assert supervise(run, restarts=1) == EXIT_DONE
     assert (run.path / "result.json").read_text() == "{"
     assert supervise(run, completes) == EXIT_DONE
-    assert (run.result() or {})["state"] == "completed"
+    assert run.result().state == "completed"
     assert [path.read_text() for path in run.path.glob("result.json.damaged-*")] == ["{"]
 
 

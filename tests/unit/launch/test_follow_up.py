@@ -30,7 +30,7 @@ from toolkit.launch.job.follow_up import (
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import sbatch
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
@@ -328,8 +328,8 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
     follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
     assert result is not None
-    assert (result["state"], run.status().state) == (state, state)
-    assert result["why"] == f"job 1 was {state}, and could not say so itself"
+    assert (result.state, run.status().state) == (state, state)
+    assert result.why == f"job 1 was {state}, and could not say so itself"
 
 
 def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: RunDir) -> None:
@@ -350,7 +350,7 @@ def test_a_run_whose_supervisor_has_left_it_to_be_continued_goes_on(
 @pytest.mark.parametrize("state", ["completed", "failed", "stopped", "cancelled"])
 def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None:
     run.write_status(RunStatus.from_json({"state": "requeued"}))
-    run.write_result({"state": state})
+    run.write_result(RunResult.from_json({"state": state}))
     assert not takes_over(run, [predecessor(preempted)])
 
 

@@ -26,7 +26,7 @@ from toolkit.launch.start.steps import StepEnded
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_files, of_run, sentence
-from toolkit.run_files import AttemptRecord, RunProgress, RunStatus, Start
+from toolkit.run_files import AttemptRecord, RunProgress, RunResult, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -201,9 +201,9 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result["goodput"]).values()) == pytest.approx(time.time() - submitted, abs=1.0)
-    assert result["goodput"]["training"] == pytest.approx(0.18)
-    assert result["goodput"]["ratio"] == pytest.approx(0.18 / sum(parts_of(result["goodput"]).values()), abs=1e-3)
+    assert sum(parts_of(result.goodput).values()) == pytest.approx(time.time() - submitted, abs=1.0)
+    assert result.goodput["training"] == pytest.approx(0.18)
+    assert result.goodput["ratio"] == pytest.approx(0.18 / sum(parts_of(result.goodput).values()), abs=1e-3)
 
 
 def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
@@ -223,8 +223,8 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     assert second.goodput["queue"] == 0.0
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result["goodput"]).values()) == pytest.approx(time.time() - (died - 20), abs=1.0)
-    assert (result["goodput"]["queue"], result["goodput"]["start_up"]) == pytest.approx((2.0, 8.0), abs=0.5)
+    assert sum(parts_of(result.goodput).values()) == pytest.approx(time.time() - (died - 20), abs=1.0)
+    assert (result.goodput["queue"], result.goodput["start_up"]) == pytest.approx((2.0, 8.0), abs=0.5)
 
 
 GOOD_REPORT = RunProgress(step=50, step_start=0, spent=spent(training=9.0, evaluation=1.0))
@@ -239,8 +239,8 @@ def test_lines_of_an_older_version_are_read_and_their_time_is_idle(run: RunDir) 
     assert supervise(run, Ranks(goes_on)) == 0
     result = run.result()
     assert result is not None
-    assert result["goodput"]["idle"] == pytest.approx(60.0, abs=2.0)
-    assert result["goodput"]["replay"] == pytest.approx(0.08)
+    assert result.goodput["idle"] == pytest.approx(60.0, abs=2.0)
+    assert result.goodput["replay"] == pytest.approx(0.08)
 
 
 def iso(seconds: float) -> str:
@@ -294,12 +294,16 @@ def test_status_and_why_tell_where_the_time_went_while_it_runs_and_after(
     for command in ("status", "why"):
         assert cli.main([command, str(run.path)]) == EXIT_DONE
         assert sentence(HOUR) in capsys.readouterr().out
-    run.write_result({"state": "completed", "attempts": 1, "metrics": {}, "goodput": {**ledger, "training": 3759.0}})
+    run.write_result(
+        RunResult.from_json(
+            {"state": "completed", "attempts": 1, "metrics": {}, "goodput": {**ledger, "training": 3759.0}}
+        )
+    )
     assert cli.main(["status", str(run.path), "--json"]) == EXIT_DONE
     assert json.loads(capsys.readouterr().out)[0]["goodput"]["training"] == 3759.0
 
 
 def test_the_list_of_all_runs_tells_no_times(tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.write_result({"state": "completed", "attempts": 1, "metrics": {}, "goodput": HOUR})
+    run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "goodput": HOUR}))
     assert cli.main(["status", str(run.path), str(run.path)]) == EXIT_DONE
     assert "training" not in capsys.readouterr().out

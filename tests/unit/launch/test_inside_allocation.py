@@ -20,6 +20,7 @@ from toolkit.launch.record import ownership
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.submission import inside_allocation, prepare
 from toolkit.launch.supervise import entry
+from toolkit.run_files import RunResult, RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -108,17 +109,17 @@ def test_the_supervisor_runs_from_the_copy_of_the_sources_and_not_from_the_check
 def test_a_restarted_job_goes_on_with_its_run(state: str | None) -> None:
     run = earlier_run("box-41")
     if state is not None:
-        run.write_result({"state": state})
+        run.write_result(RunResult.from_json({"state": state}))
     assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
     assert len(rundir.all_runs()) == 1
 
 
 def test_a_job_that_is_restarted_after_its_run_was_completed_makes_no_second_one() -> None:
     run = earlier_run("box-41")
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
     assert len(rundir.all_runs()) == 1
-    assert run.result() == {"state": "completed"}
+    assert run.result() == RunResult(RunState.COMPLETED)
 
 
 def test_a_restart_before_there_was_a_run_makes_one() -> None:

@@ -22,6 +22,7 @@ from toolkit.launch.supervise import entry
 from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.logs import LOGGER
+from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
 #: Notes its environment and what it reads, a line of each for each call.
@@ -57,14 +58,14 @@ def test_the_command_is_told_run_state_and_reason_and_reads_the_result(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = {"state": "failed", "why": "rank 3 on node2: exit code 1", "metrics": {"eval/accuracy": 0.9}}
-    run.write_result(result)
+    run.write_result(RunResult.from_json(result))
     job = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask", "RANK": "0", "PYTHONPATH": f"{run.code}:/lib/mine"}
     for name, value in {**job, "PYTHONSAFEPATH": "1", "SLURM_CONF": "/etc/s.conf", "TOOLKIT_RUN_DIR": "/r"}.items():
         monkeypatch.setenv(name, value)
     for name in [name for name in os.environ if name.startswith("TOOLKIT_") and name != "TOOLKIT_RUN_DIR"]:
         monkeypatch.delenv(name)  # of whoever runs the tests
     notify.notify(run)
-    assert said(tmp_path) == [result]
+    assert said(tmp_path) == [{"version": 1, **result}]
     environ = dict(line.split("=", 1) for line in (tmp_path / "note.env").read_text().splitlines() if "=" in line)
     told = {name: value for name, value in environ.items() if name.startswith("TOOLKIT_")}
     assert told == {
@@ -82,7 +83,7 @@ def test_the_command_is_told_run_state_and_reason_and_reads_the_result(
 def test_a_word_with_blanks_dollars_and_quotes_arrives_as_it_is(run: RunDir, tmp_path: Path) -> None:
     words = ["a b", "$HOME", "it's; rm -rf /", ""]
     told_by(run, "sh", "-c", 'printf "%s\\n" "$@"', "sh", *words)
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)
     assert (run.logs / "notify.log").read_text().splitlines() == words
 
@@ -99,7 +100,7 @@ def test_its_failure_is_one_line_without_its_arguments(
     run: RunDir, heard: pytest.LogCaptureFixture, command: list[str], words: str, output: str
 ) -> None:
     told_by(run, *command)
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)
     (record,) = heard.records
     assert words in record.getMessage()
@@ -113,7 +114,7 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(
 ) -> None:
     monkeypatch.setattr(notify, "LIMIT_S", 0.5)
     told_by(run, "sh", "-c", "sleep 300 & sleep 300")
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)
     assert "sh was not done after 0.5 s and is killed" in heard.text
     wait_for(lambda: not processes_with(f"TOOLKIT_FOLDER={run.path}"), 10, "the end of what it started")
@@ -121,7 +122,7 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(
 
 def test_a_config_that_cannot_be_read_is_one_line_too(run: RunDir, heard: pytest.LogCaptureFixture) -> None:
     run.config.write_text("notfy: [x]\n")
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)
     (record,) = heard.records
     assert "unknown key 'notfy'" in record.getMessage()
@@ -129,7 +130,7 @@ def test_a_config_that_cannot_be_read_is_one_line_too(run: RunDir, heard: pytest
 
 def test_without_a_command_nothing_is_called_or_said(run: RunDir, heard: pytest.LogCaptureFixture) -> None:
     told_by(run)
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)
     assert heard.records == []
     assert not (run.logs / "notify.log").exists()
@@ -153,7 +154,7 @@ def test_it_is_called_once_at_the_end_of_all_attempts(run: RunDir, tmp_path: Pat
 def test_it_is_called_when_the_run_is_given_up(run: RunDir, tmp_path: Path) -> None:
     assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(1))), max_failures=0) == 1
     (told,) = said(tmp_path)
-    assert (told["state"], told) == ("failed", run.result())
+    assert (told["state"], told) == ("failed", run.result().to_json())
 
 
 @pytest.mark.parametrize(("wanted", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
@@ -184,6 +185,6 @@ def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatc
     """The one that Slurm takes back has no result; the one that Slurm starts after its end has told it already."""
     monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1), Ranks(), None).run()
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1, restart_count=1), Ranks(), None).run()
     assert said(tmp_path) == []

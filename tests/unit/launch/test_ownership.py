@@ -34,7 +34,7 @@ from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import executors, handle, submit
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
-from toolkit.run_files import RunState, RunStatus
+from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
@@ -136,7 +136,7 @@ def test_what_waits_is_ended_with_its_follow_up_job_and_has_a_result(
 ) -> None:
     preempted(run, slurm)
     assert main([how, run.id]) == EXIT_DONE
-    assert (run.result() or {})["state"] == state
+    assert run.result().state == state
     assert [slurm.show_job(job).state for job in "23"] == ["CANCELLED"] * 2
 
 
@@ -404,7 +404,7 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     dead = replace(ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run))), pid=2**22 + 1)
     run.write_owner(asdict(dead))
     attach(run).stop()
-    assert ((run.result() or {})["state"], request.asked(run)) == ("stopped", Intent.STOP)
+    assert (run.result().state, request.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()
     assert resume(run).job_id == "3"
     with pytest.raises(Overtaken):
@@ -442,7 +442,7 @@ def test_stop_cancel_and_resume_may_be_said_twice(
 
 
 def completed(run: RunDir) -> None:
-    run.write_result({"state": "completed", "metrics": {}, "attempts": 1})
+    run.write_result(RunResult.from_json({"state": "completed", "metrics": {}, "attempts": 1}))
 
 
 def test_a_completed_run_goes_on_to_more_epochs_when_the_job_is_submitted(run: RunDir, slurm: FakeSlurm) -> None:
@@ -511,7 +511,7 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
     with pytest.raises(SlurmError):
         resume(run, ["train.epochs=5"])
     assert run.config.read_text() == old
-    assert (run.result() or {})["state"] == "completed"
+    assert run.result().state == "completed"
     assert request.asked(run) is Intent.STOP
     assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []

@@ -21,7 +21,7 @@ from toolkit.launch.submission import executors, handle, sbatch, submit
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.launch.submission.sbatch import sbatch_script
-from toolkit.run_files import RunState, RunStatus
+from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -128,21 +128,21 @@ def make_run(tmp_path: Path, **status: object) -> Run:
 
 def test_waiting_ends_when_the_result_is_there(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.dir.write_result({"state": "completed", "metrics": {}})
+    run.dir.write_result(RunResult.from_json({"state": "completed", "metrics": {}}))
     assert run.wait()["state"] == "completed"
     assert run.result()["state"] == "completed"
 
 
 def test_the_result_of_a_failed_run_is_an_error_with_its_cause(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.dir.write_result({"state": "failed", "why": "rank 1 on node1: ValueError: boom"})
+    run.dir.write_result(RunResult.from_json({"state": "failed", "why": "rank 1 on node1: ValueError: boom"}))
     with pytest.raises(Exception, match="rank 1 on node1: ValueError: boom"):
         run.result()
 
 
 def test_a_completed_run_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.dir.write_result({"state": "completed"})
+    run.dir.write_result(RunResult.from_json({"state": "completed"}))
     with pytest.raises(RequestError, match="completed"):
         resume(run.dir)
 
@@ -205,10 +205,10 @@ def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
     put_on_path(tmp_path / "bin", monkeypatch, sbatch="exit 1", srun="")
     run = make_run(tmp_path, state="failed").dir
     run.config.write_text("job: ownjobs.job\n")
-    run.write_result({"state": "failed", "why": "boom"})
+    run.write_result(RunResult.from_json({"state": "failed", "why": "boom"}))
     with pytest.raises(SlurmError):
         resume(run, executor="slurm")
-    assert run.result() == {"state": "failed", "why": "boom"}
+    assert run.result() == RunResult(RunState.FAILED, why="boom")
     assert run.status() == RunStatus(state=RunState.FAILED)
 
 
@@ -298,7 +298,7 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     watching = run.watch()
     assert [next(watching).state for _ in range(3)] == ["running"] * 3
-    run.dir.write_result({"state": "completed"})
+    run.dir.write_result(RunResult.from_json({"state": "completed"}))
     assert list(watching) == []
 
 

@@ -37,7 +37,7 @@ from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.launch.watch import silence
 from toolkit.launch.watch.silence import SilenceWatch
-from toolkit.run_files import AttemptRecord, FirstFailure, RunStatus, Straggler
+from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunStatus, Straggler
 from toolkit.rundir import RunDir
 
 
@@ -181,7 +181,7 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
     assert supervise(run, Ranks(completes)) == 0
     result = run.result()
     assert result is not None
-    assert (result["state"], result["step"], result["metrics"]) == ("completed", 10, {"eval/accuracy": 0.5})
+    assert (result.state, result.step, result.metrics) == ("completed", 10, {"eval/accuracy": 0.5})
 
 
 def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
@@ -317,7 +317,7 @@ def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
         ranks.events.put(StepEnded(2))
 
     assert supervise(run, Ranks(refuses)) == 1
-    assert "would fail again unchanged" in (run.result() or {})["why"]
+    assert "would fail again unchanged" in run.result().why
 
 
 def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
@@ -371,7 +371,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
         ("crashed", "restart"),
         ("stopped", "finish"),
     ]
-    assert (run.result() or {})["state"] == "stopped"
+    assert run.result().state == "stopped"
 
 
 def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
@@ -382,13 +382,13 @@ def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
     ranks = Ranks(told)
     assert supervise(run, ranks) == 1
     assert ranks.signals == [signal.SIGKILL]
-    assert (run.result() or {})["state"] == "cancelled"
+    assert run.result().state == "cancelled"
 
 
 def test_a_run_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
     request.ask(run, Intent.CANCEL)
     assert supervise(run, Ranks()) == 1
-    assert (run.result() or {})["state"] == "cancelled"
+    assert run.result().state == "cancelled"
     assert run.attempts() == []
 
 
@@ -454,11 +454,11 @@ def test_an_attempt_is_judged_although_its_checkpoints_cannot_be_listed(
 @pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
 def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state: str, again: bool) -> None:
     """Cancelled without a word of the user's may have been a preemption while nobody could say so."""
-    run.write_result({"state": state})
+    run.write_result(RunResult.from_json({"state": state}))
     allocation = Allocation(("here",), (4,), 1, restart_count=1)
     ranks = Ranks(*[completes] * again)
     assert Supervisor(run, JobConfig(), allocation, ranks, None).run() == 0
-    assert (run.result() or {})["state"] == ("completed" if again else state)
+    assert run.result().state == ("completed" if again else state)
     assert len(run.attempts()) == again
 
 
@@ -813,4 +813,4 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
     ranks = Ranks(saves)
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75
     assert ranks.signals == [signal.SIGTERM]
-    assert (run.result() or {})["state"] == "stopped"
+    assert run.result().state == "stopped"

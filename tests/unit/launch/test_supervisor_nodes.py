@@ -34,7 +34,7 @@ from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.fake import FakeSlurm
@@ -377,7 +377,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
 
     slurm.requeue = cancelled_first
     supervise(run, slurm, Ranks(stops))
-    assert (run.result() or {})["state"] == run.status().state == "cancelled"
+    assert run.result().state == run.status().state == "cancelled"
     assert run.attempts()[0].decision == "requeue"
     row = slurm.show_job("1")
     assert row is not None
@@ -469,7 +469,7 @@ def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir,
     leave(run, state="stopping", stop="user")
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(stops), slurm).run("killed") == EXIT_STOPPED
     assert Store.proposed == ["stop"]
-    assert run.result()["state"] == "stopped"
+    assert run.result().state == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm:
 
 
 def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir, slurm: FakeSlurm) -> None:
-    run.write_result({"state": "completed"})
+    run.write_result(RunResult.from_json({"state": "completed"}))
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     assert Supervisor(run, JobConfig(), allocation, Ranks(), slurm).run("killed") == 0
 
@@ -749,7 +749,7 @@ def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, prefl
         if slurm.show_job("1").state == "PENDING":
             slurm.start("1", "node[1-3]")
     assert codes == [75, 75, 0]
-    assert (run.result() or {})["state"] == "completed"
+    assert run.result().state == "completed"
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -847,7 +847,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     assert supervise(run, slurm, Ranks(completes)) == 0
     assert refused >= {"owner.json", "config.yaml", "local-1", "attempts.jsonl", "result.json"}
     assert [line.attempt for line in run.attempts()] == [1, 2]
-    assert (run.result() or {})["state"] == "completed"
+    assert run.result().state == "completed"
 
 
 @pytest.mark.parametrize("follow_up", [False, True])
@@ -892,7 +892,7 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)
     if has_ended:
-        run.write_result({"state": "failed"})
+        run.write_result(RunResult.from_json({"state": "failed"}))
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
     monkeypatch.setattr(entry, "guarded", lambda *_: EXIT_STOPPED)
     monkeypatch.setenv("SLURM_JOB_ID", job)

@@ -31,7 +31,7 @@ from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
@@ -219,7 +219,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
-    run.write_result({"state": "failed"})
+    run.write_result(RunResult.from_json({"state": "failed"}))
     reporter = FileReporter(run, RunStatus(supervised=False, pid=7))
     assert run.result() is None  # the last start's: whoever waits would take it for this one's
     reporter.progress(step=5, loss=float("nan"))
@@ -228,9 +228,10 @@ def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_e
     assert status.progress.loss is None
     reporter.finish({"step": 9, "metrics": {"eval/accuracy": 1.0}})
     reporter.close()
-    result = run.result() or {}
-    assert result.pop("wall_s") >= 0
-    assert result == {"state": "completed", "attempts": 1, "step": 9, "metrics": {"eval/accuracy": 1.0}}
+    result = run.result()
+    assert result.wall_s >= 0
+    expected = RunResult(RunState.COMPLETED, attempts=1, step=9, metrics={"eval/accuracy": 1.0})
+    assert result.replace(wall_s=None) == expected
     assert (run.status().state, run.status().progress.step) == ("completed", 5)
 
 

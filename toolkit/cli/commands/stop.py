@@ -20,7 +20,7 @@ def ask_to_end(name: str, how: str, text: str) -> None:
     run = rundir.find(name)
     result = run.result()
     if result is not None:
-        print(f"run {run.id} has already ended: {result['state']}")
+        print(f"run {run.id} has already ended: {result.state}")
         return
     # Asking again is harmless, but the answer should say so.
     before = request.asked(run)

@@ -18,7 +18,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Ending, Past
 from toolkit.metrics import goodput
-from toolkit.run_files import AttemptRecord, FirstFailure, RunState, RunStatus, Start
+from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -152,14 +152,15 @@ class Journal:
     def write_result(self, attempt: Attempt, state: RunState, why: str) -> None:
         now, lines = time.time(), self._lines
         at = attempt.progress
-        reached = {"step": at.step, "epoch": at.epoch, "samples": at.samples, "metrics": at.metrics}
+        result = RunResult(state, len(lines), step=at.step, epoch=at.epoch, samples=at.samples, metrics=at.metrics)
         # Rank 0's own result wins over its last progress.
-        result = {**reached, **(attempt.result or {})}
+        if attempt.result is not None:
+            result = result.merged(attempt.result)
         more: dict[str, Any] = {"wall_s": round(now - lines[0].started, 3)}
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
             more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
-        self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
+        self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
 
     def take_over(self, attempt: Attempt) -> None:
         """Go on writing about an attempt that another supervisor of this job has begun."""
@@ -211,7 +212,7 @@ class Journal:
 
 def write_ended(run: RunDir, state: RunState, why: str) -> None:
     """Write result and status of a run that ends while it has no attempt."""
-    run.write_result({"state": state, "attempts": len(run.attempts()), "metrics": {}, "why": why})
+    run.write_result(RunResult(state, len(run.attempts()), metrics={}, why=why))
     run.write_status(run.status().replace(state=state, why=why, ended=time.time()))
 
 

@@ -11,13 +11,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from toolkit import config as configs
 from toolkit import logs
 from toolkit.errors import ToolkitError
 from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.foreign import without_snapshot
+from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 from toolkit.slurm.environment import submit_environment
 
@@ -58,7 +58,7 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
     )
 
 
-def _environ(run: RunDir, result: Mapping[str, Any]) -> dict[str, str]:
+def _environ(run: RunDir, result: RunResult) -> dict[str, str]:
     """Return the supervisor's variables without its job's, so that the command may submit another job.
 
     Without ``TOOLKIT_RUN_DIR``, too: a job that it submits would find that, and go on in the folder of the ended run.
@@ -69,6 +69,6 @@ def _environ(run: RunDir, result: Mapping[str, Any]) -> dict[str, str]:
         "TOOLKIT_NAME": run.name,
         "TOOLKIT_RUN": run.id,
         "TOOLKIT_FOLDER": str(run.path),
-        "TOOLKIT_STATE": str(result["state"]),
-        "TOOLKIT_WHY": str(result.get("why") or ""),
+        "TOOLKIT_STATE": result.state,
+        "TOOLKIT_WHY": result.why or "",
     }

@@ -15,7 +15,7 @@ from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.request import Intent
-from toolkit.run_files import RunStatus
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
@@ -61,7 +61,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended after {timeout_s:.0f} s")
         result = self.dir.result()
         assert result is not None
-        return result
+        return result.to_json()
 
     def watch(self) -> Iterator[RunStatus]:
         """Yield the status twice a second until the run has ended.
@@ -91,9 +91,9 @@ class Run:
         result = self.dir.result()
         if result is None:
             raise JobFailedError(f"run {self.id} has not ended; wait() for it")
-        if result["state"] != "completed":
-            raise JobFailedError(f"run {self.id} {result['state']}: {result.get('why', '')}; logs: {self.dir.logs}")
-        return result
+        if result.state is not RunState.COMPLETED:
+            raise JobFailedError(f"run {self.id} {result.state}: {result.why or ''}; logs: {self.dir.logs}")
+        return result.to_json()
 
     def cancel(self) -> None:
         """End the run for good; its checkpoints stay. Raises RequestError for a local run of another machine."""

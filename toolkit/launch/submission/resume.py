@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from toolkit import config as configs
 from toolkit import fsio, rundir
@@ -16,7 +15,7 @@ from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
 from toolkit.launch.submission.script_paths import refuse_unfit
-from toolkit.run_files import RunState, RunStatus
+from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -70,15 +69,13 @@ def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
         )
 
 
-def _check_change(
-    run: RunDir, then: JobConfig, now: JobConfig, result: Mapping[str, Any] | None, executor: str
-) -> None:
+def _check_change(run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str) -> None:
     """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
     longer = now.train.epochs > then.train.epochs or (
         then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps
     )
     # A completed run can go on only to more epochs or steps.
-    if result is not None and result["state"] == "completed" and not longer:
+    if result is not None and result.state is RunState.COMPLETED and not longer:
         raise RequestError(
             f"run {run.id} is completed; `toolkit resume {run.id} train.epochs=N` goes on to more than its "
             f"{then.train.epochs} epochs"

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from toolkit.hang.watchdog import Watchdog
 from toolkit.launch.job.allocation import Allocation
@@ -15,7 +14,7 @@ from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import BadNode
 from toolkit.launch.supervise.facts import RankFailure, Stop
 from toolkit.launch.watch.silence import SilenceWatch
-from toolkit.run_files import AttemptStatus, RunProgress, RunState, Start
+from toolkit.run_files import AttemptStatus, RunProgress, RunResult, RunState, Start
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Attempt:
     silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
     progress: RunProgress = field(default_factory=RunProgress)  #: rank 0's latest report of the run
     heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
-    result: Mapping[str, Any] | None = None
+    result: RunResult | None = None  #: as rank 0 has delivered it
     stop: Stop | None = None
     stop_asked: float | None = None
     left_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason

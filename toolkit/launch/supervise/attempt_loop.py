@@ -14,7 +14,7 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from toolkit import logs, records, rundir
+from toolkit import logs, records
 from toolkit.agent.progress import RankReport
 from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
 from toolkit.launch.record.ownership import Overtaken
@@ -38,7 +38,7 @@ from toolkit.launch.supervise.facts import RankFailure
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
-from toolkit.run_files import RunProgress
+from toolkit.run_files import RunProgress, RunResult, RunState
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 ERROR_REPORTS_S = 0.5
@@ -155,7 +155,7 @@ class AttemptLoop:
             if report.fields is not None:
                 attempt.hear_progress(RunProgress.from_json(report.fields))
             if report.result is not None:
-                attempt.result = records.fit(report.result, rundir.REACHED)
+                attempt.result = RunResult.from_json({**report.result, "state": RunState.COMPLETED})
         except records.Misfit as misfit:
             records.note(f"a report of rank 0 is ignored: {misfit}", None)
 

@@ -143,10 +143,11 @@ class Supervisor:
         """
         result = self._run.result()
         restarted = self._allocation.restart_count > 0 or earlier_death is not None
-        if not restarted or result is None or result["state"] not in ("completed", "failed", rundir.UNREADABLE):
+        # Whether one that was stopped or cancelled goes on is decided by the request for it.
+        if not restarted or result is None or result.state.is_cut_short:
             return False
-        log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
-        self._run.write_status(self._run.status().replace(state=RunState(result["state"])))
+        log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result.state)
+        self._run.write_status(self._run.status().replace(state=result.state))
         return True
 
     # ------------------------------------------------------------------------------------------------- the beginning
