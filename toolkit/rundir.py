@@ -10,27 +10,19 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit import fsio, records, trust
 from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.records import (
-    COUNT,
-    MOMENT,
     NUMBER,
-    TEXT,
-    WORD,
     Leaf,
-    ListOf,
     MapOf,
-    Maybe,
     OrNull,
-    Record,
 )
-from toolkit.run_files import AttemptRecord, AttemptStatus, RunResult, RunState, RunStatus
+from toolkit.run_files import AttemptRecord, AttemptStatus, OwnerRecord, RunResult, RunState, RunStatus, Submission
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -42,29 +34,6 @@ WITNESS_VARIABLE = "TOOLKIT_WITNESS"
 _METRICS = MapOf(OrNull(NUMBER))
 #: Seconds by name, see `toolkit.metrics.goodput`.
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
-_EXECUTOR = records.one_of("slurm", "local", "debug")
-#: ``owner.json``: which job or process has the run now.
-_OWNER = Record(
-    {
-        **dict.fromkeys(("number", "pid"), Maybe(COUNT)),
-        **dict.fromkeys(("token", "host"), Maybe(TEXT)),
-        "executor": Maybe(_EXECUTOR),
-        "time": Maybe(MOMENT),
-        "jobs": Maybe(ListOf(WORD)),
-        "follow_ups": Maybe(ListOf(WORD)),
-    }
-)
-#: ``submission.json``: how the run was last submitted.
-_SUBMISSION = Record(
-    {
-        "executor": _EXECUTOR,
-        "token": Maybe(TEXT),
-        "job_id": WORD,
-        "follow_ups": Maybe(ListOf(WORD)),
-        "host": Maybe(TEXT),
-        "time": Maybe(MOMENT),
-    }
-)
 
 
 def runs_root() -> Path:
@@ -225,14 +194,13 @@ class RunDir:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line.to_file())
 
-    def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
-        """Return ``owner.json``: who has the run now. Empty if there is no owner. See `launch.record.ownership`."""
-        owner: dict[str, Any] = records.read_or(self.path / "owner.json", _OWNER, {}, damage)
-        return owner
+    def owner(self, damage: list[str] | None = None) -> OwnerRecord | None:
+        """Return ``owner.json``: who has the run now. None if there is no owner. See `launch.record.ownership`."""
+        return OwnerRecord.read_or_none(self.path / "owner.json", damage)
 
-    def write_owner(self, owner: Mapping[str, Any]) -> None:
+    def write_owner(self, owner: OwnerRecord) -> None:
         """Replace ``owner.json``, durably."""
-        fsio.write_json(self.path / "owner.json", dict(owner))
+        fsio.write_json(self.path / "owner.json", owner.to_file())
 
     def take_number(self, number: int) -> bool:
         """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
@@ -260,9 +228,10 @@ class RunDir:
     def owner_number(self) -> int | None:
         """Return the number in ``owner.json``; None if it cannot be read."""
         try:
-            return self.owner().get("number")
+            owner = self.owner()
         except OSError:
             return None
+        return None if owner is None else owner.number or None
 
     def belongs_to(self, number: int) -> bool:
         """True if no other owner has taken the run after the owner of this number.
@@ -273,10 +242,9 @@ class RunDir:
         latest = self.owner_number()
         return latest is None or latest <= number
 
-    def submission(self, damage: list[str] | None = None) -> dict[str, Any]:
-        """Return how the run was last submitted: executor, job id, host. Empty for a user's own batch script."""
-        found: dict[str, Any] = records.read_or(self.submitit / "submission.json", _SUBMISSION, {}, damage)
-        return found
+    def submission(self, damage: list[str] | None = None) -> Submission | None:
+        """Return how the run was last submitted: executor, job id, host. None for a user's own batch script."""
+        return Submission.read_or_none(self.submitit / "submission.json", damage)
 
 
 def create(name: str, root: Path | None = None) -> RunDir:

@@ -87,7 +87,7 @@ def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
     assert "Slurm job" in out
     assert "accuracy: 0.9" in out
     assert "tensorboard" in out
-    assert site.only_run().submission()["executor"] == "slurm"
+    assert site.only_run().submission().executor == "slurm"
 
 
 #: The least that a job of one's own has to do: rank 0 hands over a result.
@@ -120,7 +120,7 @@ def test_what_was_submitted_is_what_runs_and_odd_texts_and_folders_arrive_unharm
     odd_runs = site.runs / ODD_FOLDER
     site.run("toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}", cwd=project, TOOLKIT_RUNS=str(odd_runs))
     (run,) = rundir.all_runs(odd_runs)
-    job = str(run.submission()["job_id"])
+    job = run.submission().job_id
     assert site.box.job(job)["Comment"] == comment
     (project / "jobs/tiny.py").write_text("raise SystemExit('the new code runs')\n")
     site.run("scontrol", "release", job)
@@ -134,7 +134,7 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(site: Site) -> Non
     for name in ("first", "second"):
         site.submit("configs/digits_ddp.yaml", f"name={name}", *overrides)
     runs = [site.find(name) for name in ("first", "second")]
-    rows = [site.box.wait_job(run.submission()["job_id"], END_S) for run in runs]
+    rows = [site.box.wait_job(run.submission().job_id, END_S) for run in runs]
     assert [row["JobState"] for row in rows] == ["COMPLETED", "COMPLETED"]
     assert [run.attempts()[0].nodes for run in runs] == [("node1", "node2")] * 2
     assert runs[0].attempts()[0].started < runs[1].attempts()[0].ended
@@ -176,7 +176,7 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     )
     os.kill(victim, signal.SIGKILL)
     wait_for(run.attempts, 10, "the attempt's end")
-    assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "COMPLETED"
+    assert site.box.wait_job(run.submission().job_id, END_S)["JobState"] == "COMPLETED"
     first, second = run.attempts()
     assert (first.cause, first.decision) == ("crashed", "restart")
     assert (first.first_failure.rank, first.first_failure.host) == (rank, "node2")
@@ -197,7 +197,7 @@ def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
         run = site.find(name)
         wait_for(run.result, 30, "a result")
         assert site.result(name).state == "cancelled"
-        assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "CANCELLED"
+        assert site.box.wait_job(run.submission().job_id, END_S)["JobState"] == "CANCELLED"
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
 
 

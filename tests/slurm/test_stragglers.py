@@ -81,7 +81,7 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     wait_for(lambda: not slow_now(run), END_S, "its recovery")
     assert " times slower" not in site.run("toolkit", "status", run.id)
     site.run("toolkit", "stop", run.id)
-    site.box.wait_job(str(run.submission()["job_id"]), END_S)
+    site.box.wait_job(run.submission().job_id, END_S)
     why = site.run("toolkit", "why", run.id)
     print(why)
     assert "slow: node3 (rank 2) was " in why

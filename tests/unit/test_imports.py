@@ -21,7 +21,8 @@ PACKAGE = ROOT / "toolkit"
 #: docs/contributing.md has the same order.
 FLOORS = [
     [
-        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "logs", "open_files", "origin", "records"),
+        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "open_files"),
+        *("origin", "records"),
         *("run_files", "rundir", "signals", "trust"),
     ],
     ["slurm"],

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from toolkit import fsio, rundir
+from toolkit.json_record import VERSION, shape_of
 from toolkit.records import Misfit
-from toolkit.run_files import VERSION, AttemptRecord, RunProgress, RunResult, RunState, RunStatus, Straggler, shape_of
+from toolkit.run_files import (
+    AttemptRecord,
+    OwnerRecord,
+    RunProgress,
+    RunResult,
+    RunState,
+    RunStatus,
+    Straggler,
+    Submission,
+)
 from toolkit.rundir import RunDir
 
 
@@ -179,6 +189,64 @@ def test_a_damaged_key_of_a_result_is_named(run: RunDir, key: str) -> None:
     assert str(run.path / "result.json") in damage[0]
     assert f": {key}" in damage[0]
     assert result.state is (RunState.UNREADABLE if key == "state" else RunState.COMPLETED)
+
+
+#: Every key of owner.json and of submission.json.
+OWNER: dict[str, Any] = {
+    "version": 1,
+    "number": 3,
+    "token": "0123",
+    "executor": "slurm",
+    "host": "login1",
+    "pid": 7,
+    "time": 1.8e9,
+    "jobs": ["1", "2"],
+    "follow_ups": ["3"],
+}
+SUBMISSION: dict[str, Any] = {
+    "version": 1,
+    "executor": "slurm",
+    "job_id": "1",
+    "follow_ups": ["3"],
+    "host": "login1",
+    "time": 1.8e9,
+    "token": "0123",
+}
+
+
+def test_an_owner_is_written_again_key_for_key(run: RunDir) -> None:
+    assert OWNER.keys() == shape_of(OwnerRecord).keys.keys(), "a key has no example here"
+    fsio.write_json(run.path / "owner.json", OWNER)
+    damage: list[str] = []
+    owner = run.owner(damage)
+    assert owner is not None
+    assert (owner.is_whole, owner.job_id) == (True, "2")
+    run.write_owner(owner)
+    assert json.loads((run.path / "owner.json").read_text()) == OWNER
+    assert damage == []
+
+
+@pytest.mark.parametrize("key", sorted(OWNER))
+def test_a_damaged_key_of_an_owner_is_named_and_its_number_is_read(run: RunDir, key: str) -> None:
+    fsio.write_json(run.path / "owner.json", {**OWNER, key: [[]]})
+    damage: list[str] = []
+    owner = run.owner(damage)
+    assert owner is not None
+    assert owner.is_whole == (key in ("version", "jobs", "follow_ups"))
+    assert run.owner_number() == (None if key == "number" else 3)
+    assert damage[0].startswith(f"{run.path / 'owner.json'}: {key}")
+
+
+@pytest.mark.parametrize("key", sorted(SUBMISSION))
+def test_a_damaged_key_of_a_submission_is_named(run: RunDir, key: str) -> None:
+    """Without its executor or its job it says nothing of use."""
+    assert SUBMISSION.keys() == shape_of(Submission).keys.keys(), "a key has no example here"
+    fsio.write_json(run.submitit / "submission.json", {**SUBMISSION, key: [[]]})
+    damage: list[str] = []
+    submission = run.submission(damage)
+    assert (submission is None) == (key in ("executor", "job_id"))
+    assert str(run.submitit / "submission.json") in damage[0]
+    assert f": {key}" in damage[0]
 
 
 def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(

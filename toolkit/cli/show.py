@@ -66,6 +66,7 @@ def _row(run: RunDir) -> dict[str, Any]:
     status, result, sent = run.status(damage), run.result(damage), run.submission(damage)
     jobs, asked = ownership.jobs_of(run, damage), request.asked(run, damage)
     progress, state = status.progress, status.state if result is None else result.state
+    executor = ("slurm" if status.job_id else "local") if sent is None else sent.executor
     step = progress.step if result is None or result.step is None else result.step
     metrics = result.metrics if result is not None and result.metrics else progress.metrics
     return {
@@ -75,7 +76,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "job_id": jobs[0] if jobs else status.job_id,
         "follow_ups": jobs[1:],
         "asked": asked and asked.value,
-        "executor": sent.get("executor") or ("slurm" if status.job_id else "local"),
+        "executor": executor,
         "attempt": status.attempt or 0,
         "step": step,
         "total_steps": progress.total_steps,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record import request
 from toolkit.launch.record.journal import Journal
-from toolkit.launch.record.ownership import Owner
 from toolkit.launch.start import foreign
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
@@ -43,7 +41,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Cause, Decision, Ending, RankFailure
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
-from toolkit.run_files import RunProgress, RunState, Straggler
+from toolkit.run_files import OwnerRecord, RunProgress, RunState, Straggler
 from toolkit.rundir import RunDir
 
 #: The command, or other reader, that names a file which nobody can take for what was written.
@@ -109,7 +107,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     if not is_open:
         journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
     run.take_number(1)
-    run.write_owner(asdict(Owner(1, "0123", "local", socket.gethostname(), 7, 1.8e9)))
+    run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), 7, 1.8e9))
     nodes.remember(run, "node9", "sick")
     foreign.write_command(run, ["python", "train.py"])
     (run.logs / "supervisor.log").write_text("a line\n")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -371,7 +370,7 @@ def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     row = running(slurm, "--time=10")
     submitted(run, slurm, row), submitted(run, slurm, row, "2")
-    run.write_owner({**asdict(owner), "jobs": ["1"], "follow_ups": ["2", "3"]})
+    run.write_owner(owner.replace(jobs=("1",), follow_ups=("2", "3")))
     run.write_status(RunStatus.from_json({"state": "running"}))
     return ["1", "2"]
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -401,8 +400,9 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     attach(run).cancel()
     run.clear_result()
     request.clear(run)
-    dead = replace(ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run))), pid=2**22 + 1)
-    run.write_owner(asdict(dead))
+    taken = ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run)))
+    dead = taken.replace(pid=2**22 + 1)
+    run.write_owner(dead)
     attach(run).stop()
     assert (run.result().state, request.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()

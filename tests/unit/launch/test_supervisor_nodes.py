@@ -386,7 +386,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
 
 def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
     def overtaken(ranks: Ranks) -> None:
-        run.write_owner({**run.owner(), "number": 100})
+        run.write_owner(run.owner().replace(number=100))
 
     ranks = Ranks(overtaken)
     with pytest.raises(Overtaken):

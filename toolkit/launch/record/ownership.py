@@ -17,7 +17,6 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from toolkit import fsio
 from toolkit.errors import RequestError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
+from toolkit.run_files import OwnerRecord, Submission
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase, phase
@@ -34,41 +34,10 @@ TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
 SUBMITTING_S = 120.0
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The owner of a run. ``jobs`` are those that have served this submission, the present one last."""
-
-    number: int
-    token: str
-    executor: str
-    host: str
-    pid: int
-    time: float
-    jobs: tuple[str, ...] = ()
-    follow_ups: tuple[str, ...] = ()
-
-    @property
-    def job_id(self) -> str | None:
-        """Return the job that serves the run, or served it last. None before the first start, and without Slurm."""
-        return self.jobs[-1] if self.jobs else None
-
-
-def read(run: RunDir, damage: list[str] | None = None) -> Owner | None:
+def read(run: RunDir, damage: list[str] | None = None) -> OwnerRecord | None:
     """Return the run's owner; None for a run that was never submitted, and where the file is damaged."""
-    told = run.owner(damage)
-    try:
-        return Owner(
-            number=told["number"],
-            token=told["token"],
-            executor=told["executor"],
-            host=told["host"],
-            pid=told["pid"],
-            time=told["time"],
-            jobs=tuple(told.get("jobs", ())),
-            follow_ups=tuple(told.get("follow_ups", ())),
-        )
-    except KeyError:
-        return None
+    owner = run.owner(damage)
+    return owner if owner is not None and owner.is_whole else None
 
 
 def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
@@ -80,14 +49,14 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     owner, sent = read(run, damage), run.submission(damage)
     # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
     if owner is None:
-        known = [sent["job_id"] if sent else run.status().job_id]
+        known = [run.status().job_id if sent is None else sent.job_id]
     elif owner.job_id is not None:
         known = [owner.job_id, *owner.follow_ups]
-    elif sent.get("token") == owner.token:
-        known = [sent.get("job_id"), *sent.get("follow_ups", ())]
+    elif sent is not None and sent.token == owner.token:
+        known = [sent.job_id, *sent.follow_ups]
     else:
         known = []
-    return [str(job) for job in known if job is not None]
+    return [job for job in known if job is not None]
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
@@ -129,9 +98,10 @@ def adopt_config(run: RunDir, token: str | None) -> None:
         new_config(run, owner.token).replace(run.config)
 
 
-def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
+def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     """True while a process calls sbatch for the run, or starts it on a machine."""
-    if owner is None or owner.jobs or run.submission().get("token") == owner.token:
+    sent = run.submission()
+    if owner is None or owner.jobs or (sent is not None and sent.token == owner.token):
         return False
     is_here = owner.host == socket.gethostname()
     return time.time() - owner.time < SUBMITTING_S and (not is_here or Path(f"/proc/{owner.pid}").exists())
@@ -152,10 +122,11 @@ def take(run: RunDir, before: int) -> int:
     return number
 
 
-def submit_as(run: RunDir, executor: str, number: int) -> Owner:
+def submit_as(run: RunDir, executor: str, number: int) -> OwnerRecord:
     """Record that a new submission owns the run; its ``number`` is from :func:`take`."""
-    owner = Owner(number, secrets.token_hex(8), executor, socket.gethostname(), os.getpid(), time.time())
-    run.write_owner(asdict(owner))
+    token, host = secrets.token_hex(8), socket.gethostname()
+    owner = OwnerRecord(number, token, executor, host, os.getpid(), time.time(), jobs=(), follow_ups=())
+    run.write_owner(owner)
     return owner
 
 
@@ -175,7 +146,7 @@ class Overtaken(Exception):
 class Claim:
     """A supervisor's claim to its run, from attempt to attempt."""
 
-    def __init__(self, run: RunDir, owner: Owner) -> None:
+    def __init__(self, run: RunDir, owner: OwnerRecord) -> None:
         self._run = run
         self._owner = owner
 
@@ -197,7 +168,7 @@ class Claim:
                 jobs = (*jobs, job_id)
             claim = Claim(
                 run,
-                Owner(
+                OwnerRecord(
                     number=run.last_number(),
                     token=token or (owner.token if owner else secrets.token_hex(8)),
                     executor="local" if job_id is None else "slurm",
@@ -220,7 +191,7 @@ class Claim:
         owner = read(run)
         if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
             return None
-        claim = Claim(run, replace(owner, host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+        claim = Claim(run, owner.replace(host=socket.gethostname(), pid=os.getpid(), time=time.time()))
         claim._write(claim._owner)
         return claim
 
@@ -248,26 +219,26 @@ class Claim:
         outages.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
         if taken != [True]:
             raise Overtaken(f"run {self._run.id} has been taken over")
-        self._write(replace(self._owner, number=number))
+        self._write(self._owner.replace(number=number))
 
     def note_follow_ups(self, jobs: Sequence[str]) -> None:
         """Record which jobs wait to take over."""
-        self._write(replace(self._owner, follow_ups=tuple(jobs)))
+        self._write(self._owner.replace(follow_ups=tuple(jobs)))
 
     def holds(self) -> bool:
         """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
         latest = self._run.owner_number()
         if latest is not None and latest < self.number:
             with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
-                self._run.write_owner(asdict(self._owner))
+                self._run.write_owner(self._owner)
         return latest is None or latest <= self.number
 
-    def _write(self, owner: Owner) -> None:
+    def _write(self, owner: OwnerRecord) -> None:
         self._owner = owner
-        outages.persist(lambda: self._run.write_owner(asdict(owner)), self._run.path / "owner.json")
+        outages.persist(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
 
 
-def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:
+def _may_serve(owner: OwnerRecord, job_id: str | None, token: str | None) -> bool:
     """True for the present job, started again, and for the submission's jobs that have not served yet.
 
     A process that was not submitted, which has neither job nor token, may serve as well.
@@ -283,20 +254,20 @@ def _follow_ups_of(run: RunDir, job_id: str | None) -> tuple[str, ...]:
     return tuple(jobs[jobs.index(job_id) + 1 :]) if job_id in jobs else ()
 
 
-def _describe(run: RunDir, owner: Owner) -> str:
+def _describe(run: RunDir, owner: OwnerRecord) -> str:
     if owner.executor != "slurm":
         return f"a supervisor on {owner.host}"
     jobs = jobs_of(run)
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def as_note(owner: Owner, jobs: Sequence[str]) -> dict[str, Any]:
+def as_note(owner: OwnerRecord, jobs: Sequence[str]) -> dict[str, Any]:
     """Return what the submission records when the ids of the job and of its follow-up jobs are known."""
-    return {
-        "executor": owner.executor,
-        "job_id": jobs[0],
-        "follow_ups": list(jobs[1:]),
-        "host": owner.host,
-        "time": owner.time,
-        "token": owner.token,
-    }
+    return Submission(
+        executor=owner.executor,
+        job_id=jobs[0],
+        follow_ups=tuple(jobs[1:]),
+        host=owner.host,
+        time=owner.time,
+        token=owner.token,
+    ).to_file()

@@ -24,10 +24,9 @@ from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.requeue import forbid_expedited_requeue
 from toolkit.launch.record import ownership
-from toolkit.launch.record.ownership import Owner
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.handle import Run
-from toolkit.run_files import RunProgress, RunState, RunStatus
+from toolkit.run_files import OwnerRecord, RunProgress, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
@@ -54,7 +53,7 @@ def choose_executor(name: str) -> str:
     return "local"
 
 
-def send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
+def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord) -> Run:
     """Start the run's job and record its id; return the handle. Raises SlurmError, or OSError for a full disk."""
     status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
     left_over = run.left_over()
@@ -129,7 +128,7 @@ def _cancel(jobs: Sequence[str]) -> None:
             Slurm().cancel(job_id)
 
 
-def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -> None:
+def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: str) -> None:
     """Submit a follow-up job where Slurm may end the job for good. It may do so before the job could submit one."""
     slurm = Slurm()
     try:

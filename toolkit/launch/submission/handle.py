@@ -195,8 +195,8 @@ class Run:
 
     def _host(self) -> str | None:
         """Return the host on which a local run was started."""
-        host: str | None = self.dir.submission().get("host")
-        return host
+        sent = self.dir.submission()
+        return None if sent is None else sent.host
 
     def _is_here(self) -> bool:
         return self._host() in (None, socket.gethostname())
@@ -208,7 +208,8 @@ def attach(run: RunDir) -> Run:
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
     if jobs or owner is not None:  # after an interrupted submission the job id is unknown
-        executor = run.submission().get("executor", "slurm") if owner is None else owner.executor
+        source = owner or run.submission()
+        executor = "slurm" if source is None else source.executor
         return Run(run, executor, jobs[0] if jobs else "")
     # Neither owner nor job: the reason is a damaged file, or a run that was started without a supervisor.
     damage: list[str] = []

@@ -33,7 +33,8 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     rundir.refuse_code_of_others(run)
     project = run.code.resolve() if overrides and run.code.is_dir() else None
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
-    chosen = executors.choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
+    earlier = run.submission() if executor == "auto" else None
+    chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
     # From here on files change; on an error they are put back.
     kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
