@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import ToolkitError
 from toolkit.launch.record import ownership, request
+from toolkit.launch.record.request import Intent
 from toolkit.metrics import goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -131,11 +132,15 @@ def _honest_state(row: dict[str, Any]) -> str:
         if not is_waiting and not row["silent"] and states.phase(row["slurm"]) in expected:
             return state
         if states.is_over(row["slurm"]):
-            return {"stop": "stopped", "cancel": "cancelled"}.get(row["asked"], f"lost ({row['slurm']})")
+            return _ASKED_FOR.get(row["asked"], f"lost ({row['slurm']})")
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
     # A run on this machine is lost if its process is gone; another machine's process cannot be looked up.
     here = row["host"] in (None, socket.gethostname())
     return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
+
+
+#: How a run has ended that a user has ended.
+_ASKED_FOR: Mapping[str, RunState] = {Intent.STOP: RunState.STOPPED, Intent.CANCEL: RunState.CANCELLED}
 
 
 def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
@@ -208,7 +213,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _why_lines(rows: list[dict[str, Any]]) -> str:
-    lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
+    lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != RunState.COMPLETED]
     bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
     ailing = [(row["run"], f"node {host}: {what}") for row in rows for host, what in row["ailing_nodes"].items()]
     dead = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from toolkit.rundir import RunDir
 TRACEBACK_LINES = 25
 
 #: What to do next, by the run's state.
-_ADVICE = {
-    "completed": "nothing to do; `toolkit tensorboard {run}` shows the curves",
-    "stopped": "`toolkit resume {run}` goes on from the last checkpoint",
-    "cancelled": "`toolkit resume {run}` goes on from the last checkpoint",
-    "failed": "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
+_ADVICE: Mapping[str, str] = {
+    RunState.COMPLETED: "nothing to do; `toolkit tensorboard {run}` shows the curves",
+    RunState.STOPPED: "`toolkit resume {run}` goes on from the last checkpoint",
+    RunState.CANCELLED: "`toolkit resume {run}` goes on from the last checkpoint",
+    RunState.FAILED: "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
     "lost": "nothing brings it back by itself; `toolkit resume {run}` goes on from the last checkpoint",
-    "unreadable": "`toolkit resume {run}` goes on from the last checkpoint, if it had not come to its end",
-    "requeued": "nothing to do; it goes on when Slurm starts the job again (what it waits for: `toolkit status {run}`)",
+    RunState.UNREADABLE: "`toolkit resume {run}` goes on from the last checkpoint, if it had not come to its end",
+    RunState.REQUEUED: "nothing to do; it goes on when Slurm starts the job again "
+    "(what it waits for: `toolkit status {run}`)",
 }
 
 

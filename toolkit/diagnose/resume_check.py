@@ -23,6 +23,7 @@ from toolkit.errors import RequestError
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.resume import resume
 from toolkit.launch.submission.submit import submit
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
 #: With fewer steps no step is left after the interruption and one before it.
@@ -116,7 +117,7 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
     with _brief(brief):
         run = submit(config, overrides, executor=executor)
         ended = run.wait()
-        if ended["state"] in ("stopped", "failed") and len(run.dir.attempts()) == 1:
+        if ended["state"] in (RunState.STOPPED, RunState.FAILED) and len(run.dir.attempts()) == 1:
             if plan.then_ranks is not None:
                 _set_ranks(run.dir, plan.then_ranks)
             run = resume(run.dir)
