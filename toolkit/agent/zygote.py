@@ -198,19 +198,16 @@ def _become(order: ForkOrder) -> None:
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what `python -m` itself calls
         code = 0
     except SystemExit as ended:
-        code = _code_of(ended)
+        # What the interpreter's handle_system_exit() does: a text is printed, and means 1.
+        if ended.code is None or isinstance(ended.code, int):
+            code = (ended.code or 0) & 0xFF
+        else:
+            print(ended.code, file=sys.stderr)
+            code = 1
     except BaseException:
         gc.unfreeze()  # frozen objects are not freed at the interpreter's end, and libraries print that they leak
         raise
     _end(code)
-
-
-def _code_of(ended: SystemExit) -> int:
-    """Return the exit code, and print what the interpreter would print, as its handle_system_exit() does."""
-    if ended.code is None or isinstance(ended.code, int):
-        return (ended.code or 0) & 0xFF
-    print(ended.code, file=sys.stderr)
-    return 1
 
 
 def _end(code: int) -> NoReturn:
