@@ -10,6 +10,8 @@ import pytest
 
 from toolkit import fsio, rundir
 from toolkit.json_record import VERSION, shape_of
+from toolkit.launch.job import nodes
+from toolkit.launch.record import request
 from toolkit.records import Misfit
 from toolkit.run_files import (
     AttemptRecord,
@@ -287,3 +289,14 @@ def test_a_run_is_over_in_a_state_that_only_a_user_ends() -> None:
     over = {"completed", "stopped", "failed", "cancelled", "unreadable"}
     assert {state for state in RunState if state.is_over} == over
     assert {state for state in RunState if state.is_waiting} == {"queued", "requeued"}
+
+
+def test_a_request_and_a_bad_node_are_records_too(run: RunDir) -> None:
+    request.ask(run, request.Intent.CANCEL)
+    written = json.loads((run.path / "intent.json").read_text())
+    assert (written["version"], written["intent"], sorted(written)) == (1, "cancel", ["intent", "time", "version"])
+    fsio.write_json(run.path / "nodes.json", {"node1": {"why": "sick", "since": 1.0, "rack": 7}})
+    nodes.remember(run, "node2", "dead")
+    kept = json.loads((run.path / "nodes.json").read_text())
+    assert kept["node1"] == {"why": "sick", "since": 1.0, "rack": 7}
+    assert kept["node2"].keys() == {"why", "since", "is_drained"}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
+from toolkit.json_record import FileRecord
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout
@@ -37,9 +37,17 @@ from toolkit.strategies.spmd import Spmd
 
 #: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
 ROOM = 0.4
-_KEPT = Record({"ranks": COUNT, "strategy": records.one_of("ddp", "zero", "fsdp"), "why": TEXT})
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Choice(FileRecord):
+    """``strategy.json``: what was taken for so many ranks, and why."""
+
+    ranks: int
+    strategy: Annotated[str, records.one_of("ddp", "zero", "fsdp")]
+    why: str
 
 
 class Auto(Spmd):
@@ -132,20 +140,22 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     # The rank with the least memory decides for all.
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
-    choice = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
-    log.info("strategy.name: auto takes %s: %s", choice["strategy"], choice["why"])
-    return str(choice["strategy"])
+    decided = session.from_main(
+        "strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))).to_json()
+    )
+    choice = Choice.load(decided)
+    log.info("strategy.name: auto takes %s: %s", choice.strategy, choice.why)
+    return choice.strategy
 
 
-def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[str, Any]:
+def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> Choice:
     path = RunDir(session.run_dir).strategy
     # The run's earlier choice holds for the same number of ranks; another number decides anew.
-    kept = records.read_or(path, _KEPT, None)
-    if kept is not None and kept["ranks"] == session.world_size:
-        return {**kept, "why": f"{kept['why']} (as decided when the run began on so many ranks, see {path.name})"}
-    name, why = decide()
-    choice = {"ranks": session.world_size, "strategy": name, "why": why}
-    fsio.write_json(path, choice)
+    kept = Choice.read_or_none(path)
+    if kept is not None and kept.ranks == session.world_size:
+        return kept.replace(why=f"{kept.why} (as decided when the run began on so many ranks, see {path.name})")
+    choice = Choice(session.world_size, *decide())
+    fsio.write_json(path, choice.to_file())
     return choice
 
 

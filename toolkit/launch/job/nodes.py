@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, logs, records
 from toolkit.config import JobConfig
+from toolkit.json_record import JsonRecord, shape_of
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise.ending import SUSPICIONS_TO_CONDEMN
-from toolkit.records import FLAG, MOMENT, TEXT, MapOf, Maybe, Record
+from toolkit.records import MapOf
+from toolkit.run_files import Moment
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class BadNode:
+class BadNode(JsonRecord):
     """Why, and since when (seconds since the epoch), a node is not to be used."""
 
     why: str
-    since: float
+    since: Moment
     is_drained: bool = False  #: Slurm keeps jobs off it until it is well again, and may then use it
 
 
@@ -168,19 +170,16 @@ class Nodes:
 def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:
     """Add ``host`` to the run's bad nodes. A damaged file is kept beside the new one."""
     damage: list[str] = []
-    known = {name: asdict(bad) for name, bad in remembered(run, damage).items()}
+    known = {name: bad.to_json() for name, bad in remembered(run, damage).items()}
     if damage:
         records.set_aside(_path(run), damage)
-    fsio.write_json(_path(run), {**known, host: asdict(BadNode(why, time.time(), is_drained))})
+    fsio.write_json(_path(run), {**known, host: BadNode(why, time.time(), is_drained).to_json()})
 
 
 def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
     """Return the run's bad nodes by name, those that can be read; ``damage`` as in :meth:`RunDir.status`."""
-    noted: dict[str, Any] = records.read_or(_path(run), _NODES, {}, damage)
-    return {host: BadNode(bad["why"], bad["since"], bad.get("is_drained", False)) for host, bad in noted.items()}
-
-
-_NODES = MapOf(Record({"why": TEXT, "since": MOMENT, "is_drained": Maybe(FLAG)}))
+    noted: dict[str, Any] = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)
+    return {host: BadNode.load(bad) for host, bad in noted.items()}
 
 
 def forget(run: RunDir) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from enum import StrEnum
 
 from toolkit import fsio, records
 from toolkit.errors import DamagedFileError
-from toolkit.run_files import RunState
+from toolkit.json_record import FileRecord
+from toolkit.run_files import Moment, RunState
 from toolkit.rundir import RunDir
 
 
@@ -18,7 +20,12 @@ class Intent(StrEnum):
     CANCEL = "cancel"  #: end
 
 
-_INTENT = records.Record({"intent": records.one_of(*Intent)})
+@dataclass(frozen=True)
+class Request(FileRecord):
+    """``intent.json``: what a user has requested, and when."""
+
+    intent: Intent
+    time: Moment | None = None
 
 
 def ask(run: RunDir, intent: Intent) -> None:
@@ -28,7 +35,7 @@ def ask(run: RunDir, intent: Intent) -> None:
     """
     if intent is Intent.STOP and asked(run) is Intent.CANCEL:
         return
-    fsio.write_json(run.path / "intent.json", {"intent": intent, "time": time.time()})
+    fsio.write_json(run.path / "intent.json", Request(intent, time.time()).to_file())
 
 
 def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
@@ -37,11 +44,11 @@ def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
     A damaged file tells that an end was requested, but not which: it is taken for a stop, which loses nothing.
     """
     try:
-        note = records.read(run.path / "intent.json", _INTENT)
+        request = Request.read(run.path / "intent.json")
     except DamagedFileError as error:
         records.note(f"{error}; taken for a stop, `toolkit resume {run.id}` goes on", damage)
         return Intent.STOP
-    return Intent(note["intent"]) if note else None
+    return None if request is None else request.intent
 
 
 def end_state(intent: Intent | None) -> RunState:
