@@ -32,7 +32,7 @@ ANSWERED = "# answered\n"
 def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -> Path:
     """Return the file for the stacks of a rank, or of its data worker.
 
-    Both numbers may be glob patterns.
+    ``folder`` is the log folder of an attempt. Both numbers may be glob patterns.
     """
     return folder / (f"stack-{rank}.txt" if worker is None else f"stack-{rank}-worker-{worker}.txt")
 

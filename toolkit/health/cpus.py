@@ -138,9 +138,11 @@ def _severity(cpus: float, asked: int) -> Severity:
 
 
 def _names(users: Mapping[Process, float]) -> str:
-    by_use = sorted(users, key=lambda process: -users[process])
-    worst = [process for process in by_use[:3] if users[process] >= 0.1]
-    return ", ".join(f"{each.name}, pid {each.pid} of {_owner(each.pid)}: {users[each]:.1f}" for each in worst)
+    lines: list[str] = []
+    for process in sorted(users, key=lambda process: -users[process])[:3]:
+        if users[process] >= 0.1:
+            lines.append(f"{process.name}, pid {process.pid} of {_owner(process.pid)}: {users[process]:.1f}")
+    return ", ".join(lines)
 
 
 def _owner(pid: int) -> str:

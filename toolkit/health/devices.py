@@ -72,8 +72,8 @@ def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    # CUDA_VISIBLE_DEVICES hides all others.
-    there = there if named is None else min(there, len([word for word in named.split(",") if word]))
+    if named is not None:  # it hides all others
+        there = min(there, len([word for word in named.split(",") if word]))
     if there >= asked:
         return ok("gpus", str(there))
     text = (
@@ -99,8 +99,9 @@ def _leftovers(gpus: Sequence[Gpu], ask: Ask) -> Finding:
     except (OSError, subprocess.SubprocessError):
         users = ""
     named = "".join(f"; pid {line.replace(',', '')}" for line in users.splitlines()[:3])
-    used = [f"GPU {gpu.index}: {gpu.used / 1024:.1f} GiB" for gpu, share in shares.items() if share >= LEFTOVER_WARNING]
-    text = f"GPU memory is in use already ({', '.join(used)}{named}): end what uses it, or have the node drained"
+    occupied = [gpu for gpu, share in shares.items() if share >= LEFTOVER_WARNING]
+    used = ", ".join(f"GPU {gpu.index}: {gpu.used / 1024:.1f} GiB" for gpu in occupied)
+    text = f"GPU memory is in use already ({used}{named}): end what uses it, or have the node drained"
     return Finding("gpu memory", "bad" if worst >= LEFTOVER_BAD else "warning", f"{worst:.0%}", text)
 
 

@@ -70,9 +70,12 @@ def evaluate(
             f"evaluation looked at {counted:.0f} samples, the eval set has {size}: the figures would be wrong; "
             "the ranks' parts must tile the set without padding"
         )
-    # A figure without a weight of its own is divided by the number of samples.
-    weights = {name: totals.get(name + WEIGHT, size) for name in totals if not name.endswith(WEIGHT)}
-    figures: dict[str, Any] = {name: totals[name] / weight if weight else 0.0 for name, weight in weights.items()}
+    figures: dict[str, Any] = {}
+    for name, total in totals.items():
+        if not name.endswith(WEIGHT):
+            # A figure without a weight of its own is divided by the number of samples.
+            weight = totals.get(name + WEIGHT, size)
+            figures[name] = total / weight if weight else 0.0
     # Rows are gathered on all ranks or on none: a rank without samples has none of its own, and must join in.
     if has_rows:
         figures |= _gathered(strategy, rows)
@@ -91,6 +94,9 @@ def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:
         rows = {name: torch.cat([sums.rows[name].cpu() for sums in batches]) for name in batches[0].rows}
         own = (torch.cat(positions), rows)
     # Ranks hold parts of the set, in batches: sort all rows by their positions in it.
-    every = [part for part in strategy.gather(own) if part is not None]
-    order = torch.cat([places for places, _ in every]).argsort()
-    return {name: torch.cat([part[name] for _, part in every])[order] for name in every[0][1]}
+    parts = [part for part in strategy.gather(own) if part is not None]
+    order = torch.cat([positions for positions, _ in parts]).argsort()
+    gathered: dict[str, Tensor] = {}
+    for name in parts[0][1]:
+        gathered[name] = torch.cat([rows[name] for _, rows in parts])[order]
+    return gathered

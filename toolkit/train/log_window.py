@@ -108,7 +108,8 @@ def gather_json(value: Any, device: torch.device) -> list[Any]:
     """Return the value of every rank, by rank; JSON. A collective."""
     # Texts differ in length: exchange the lengths first, then rows that are padded to the longest.
     text = json.dumps(value).encode()
-    sizes = gather_rows(torch.tensor([len(text)], dtype=torch.int64, device=device)).flatten().tolist()
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    sizes = gather_rows(length).flatten().tolist()
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = gather_rows(row).cpu()

@@ -59,8 +59,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         group = groups.setdefault(repr(sorted(settings.items())), {"params": [], **settings})
         group["params"].append(parameter)
     # A stage of a pipeline may have nothing for Muon, but some rank must.
-    for_muon = [names[p][0] for group in groups.values() if is_muon and group["muon"] for p in group["params"]]
-    if is_muon and not _of_all_ranks(for_muon):
+    if is_muon and not _of_all_ranks([key for key, group in groups.items() if group["muon"]]):
         raise ConfigError(
             "optim.name: muon is for weights of two dimensions, embeddings and the last layer aside, and this model "
             "trains none; use adamw"
@@ -81,8 +80,10 @@ def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
             # Layers are suggested as well as parameters: ``head.*`` for ``haed.*``.
-            layers = [".".join(name.split(".")[:n]) for name in everywhere for n in range(1, name.count(".") + 1)]
-            valid = [*everywhere, *(f"{layer}.*" for layer in layers)]
+            valid = list(everywhere)
+            for name in everywhere:
+                parts = name.split(".")
+                valid += [".".join(parts[:n]) + ".*" for n in range(1, len(parts))]
             raise ConfigError(
                 f"optim.groups: {pattern!r} matches no parameter of this model; {nearest(pattern, valid)}"
                 f"there are: {listing(everywhere, 12)}"

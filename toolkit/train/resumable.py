@@ -55,7 +55,8 @@ class Resumables:
         self._modules = _prefixed(modules)
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: _bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
-        self._optimizers = {name: OptimizerSlots(name, o, self._parameters()) for name, o in optimizers.items()}
+        names = self._parameters()
+        self._optimizers = {name: OptimizerSlots(name, each, names) for name, each in optimizers.items()}
         owners: dict[Tensor, str] = {}
         for name, slots in self._optimizers.items():
             for parameter in slots.parameters():
@@ -100,8 +101,7 @@ class Resumables:
         for name, is_equal in zip(parts, self._are_equal(parts.values()), strict=True):
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
-            entries[at] = kind(value)
-            entries |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+            entries |= _numbered(at, kind, value, tensors)
         return entries
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
@@ -113,10 +113,9 @@ class Resumables:
             # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
-            entries[at] = kind(None)
-            records = {key: record for key, record in manifest.tensors.items() if key.startswith(f"{at}/")}
-            tensors = other.places([records[f"{at}/{index}"] for index in range(len(records))])
-            entries |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+            count = len([key for key in manifest.tensors if key.startswith(f"{at}/")])
+            records = [manifest.tensors[f"{at}/{index}"] for index in range(count)]
+            entries |= _numbered(at, kind, None, other.places(records))
         return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
@@ -335,6 +334,14 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _place(name: str, rank: int | None = None) -> str:
     return f"{OTHERS}/{name}" if rank is None else f"{OTHERS}/{name}/rank{rank}"
+
+
+def _numbered(at: str, kind: type[Replicated | PerRank], value: Json, tensors: Iterable[Tensor]) -> dict[str, Entry]:
+    """Return the entries of one object: its value, and its tensors by number."""
+    entries: dict[str, Entry] = {at: kind(value)}
+    for index, tensor in enumerate(tensors):
+        entries[f"{at}/{index}"] = kind(tensor)
+    return entries
 
 
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

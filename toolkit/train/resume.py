@@ -94,7 +94,8 @@ def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None
     None of these refuses a resume; they change only the last bits of the results.
     """
     then, here = _circumstances(saved), _circumstances(now)
-    changed = [f"{key} ({then[key]} -> {here[key]})" for key in here if key in then and then[key] != here[key]]
+    others = [key for key in here if key in then and then[key] != here[key]]
+    changed = [f"{key} ({then[key]} -> {here[key]})" for key in others]
     if changed:
         log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                     "because of another %s", ", ".join(changed))  # fmt: skip

@@ -74,7 +74,8 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
-        return any(step % every == 0 for every in (self._every_steps, self.store.keep.every) if isinstance(every, int))
+        intervals = (self._every_steps, self.store.keep.every)
+        return any(isinstance(every, int) and step % every == 0 for every in intervals)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """True if a save is due because no earlier evaluation was as good as ``metrics``.
