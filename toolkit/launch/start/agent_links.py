@@ -103,6 +103,11 @@ class AgentLinks:
             with contextlib.suppress(OSError):  # its end is read a moment later
                 self._send(peer, peer.link.send(message))
 
+    def send_all(self, message: Message) -> None:
+        """Send ``message`` to every agent that is connected."""
+        for host in self.hosts:
+            self.send(host, message)
+
     def drop(self, host: str, why: str) -> None:
         """Close the connection to the agent of ``host``, if there is one."""
         if host in self._peers:

@@ -193,8 +193,7 @@ class Agents:
         for a host that hangs.
         """
         number = next(self._numbers)
-        numbered = {host: {**order, "request": number} for host, order in orders.items()}
-        request = AgentRequest(heard, numbered)
+        request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
         self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
         return number
 
@@ -223,8 +222,7 @@ class Agents:
 
     def ask_for_unanswered(self) -> None:
         """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
-        order: Message = {"do": "connections"}
-        self.request(dict.fromkeys(self.heard_hosts, order), self._events)
+        self.request({host: {"do": "connections"} for host in self.heard_hosts}, self._events)
 
     def host_at(self, address: str) -> str | None:
         """Return the host whose agent has connected from ``address``."""
@@ -232,16 +230,24 @@ class Agents:
 
     def close(self) -> None:
         """Have the agents leave, and end those that are left."""
-        if self._links is not None:
-            # Ask the agents to leave, then end those that are left, then close the connections.
-            self._links.call(self._leave)
-            self._all_left.wait(LEAVE_S)
-            self._starter.close()
-            self._links.call(self._links.close)
-            with contextlib.suppress(OSError):
-                self._at.secret_file.unlink()
-            if self._endpoint is None:
-                self._at.listening.close()
+        if self._links is None:
+            return
+
+        def leave() -> None:
+            self._is_closed.set()
+            self.links.send_all({"do": "leave"})
+            if not self.links.hosts:
+                self._all_left.set()
+
+        # Ask the agents to leave, then end those that are left, then close the connections.
+        self._links.call(leave)
+        self._all_left.wait(LEAVE_S)
+        self._starter.close()
+        self._links.call(self._links.close)
+        with contextlib.suppress(OSError):
+            self._at.secret_file.unlink()
+        if self._endpoint is None:
+            self._at.listening.close()
 
     def dismiss_all(self) -> None:
         """Have all connected agents leave, with what they have started. Others can be started at once."""
@@ -293,13 +299,6 @@ class Agents:
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
-    def _leave(self) -> None:
-        self._is_closed.set()
-        for host in self.links.hosts:
-            self.links.send(host, {"do": "leave"})
-        if not self.links.hosts:
-            self._all_left.set()
-
     def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
         """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
         self.links.call(
@@ -320,8 +319,7 @@ class Agents:
     # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
-        """Admit an agent, see :class:`~toolkit.launch.start.agent_links.Listener`. Ranks not taken over end with
-        their agent."""
+        """See :class:`~toolkit.launch.start.agent_links.Listener`. Ranks not taken over end with their agent."""
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
@@ -379,8 +377,7 @@ class Agents:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + HEARTBEAT_S
-        for host in self.links.hosts:
-            self.links.send(host, {"do": "alive"})
+        self.links.send_all({"do": "alive"})
         self.silent_hosts = frozenset(self.links.silent(SILENT_S))
         self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
         # Agents that did not connect in time count as missing.
