@@ -16,13 +16,13 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
-from toolkit.agent import learnt
+from toolkit.agent import preimports
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.steps import RankEnded, RankFinished, StepEnded
+from toolkit.launch.start.launcher import RankEnded, RankFinished, RanksEnded
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 60 * PATIENCE
@@ -56,7 +56,7 @@ class Site:
         store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ, self.events)
         self.launcher.start(self.attempt, self.allocation, command, environ, self.events, store)
         happened: list[Any] = []
-        while not happened or not isinstance(happened[-1], StepEnded):
+        while not happened or not isinstance(happened[-1], RanksEnded):
             happened.append(self.events.get(timeout=TIMEOUT_S))
         store.close()
         return [event for event in happened if not isinstance(event, RankFinished)]
@@ -107,11 +107,11 @@ def test_a_script_finds_in_a_fork_what_it_finds_in_a_fresh_interpreter(
 LEARNER = """
 import json, sys, time
 from pathlib import Path
-from toolkit.agent import learnt
+from toolkit.agent import preimports
 print("wave" in sys.modules, flush=True)
 import wave
 path = Path(sys.argv[1])
-learnt.note(path)
+preimports.note(path)
 while json.loads(path.read_text())["left_out"] is None:
     time.sleep(0.1)
 """
@@ -119,7 +119,7 @@ while json.loads(path.read_text())["left_out"] is None:
 
 def test_what_ranks_import_is_there_in_later_attempts_and_in_the_next_job(site: Site) -> None:
     (site.folder / "learner.py").write_text(LEARNER)
-    command = [*MODULE, "learner", str(site.run.path / learnt.NAME)]
+    command = [*MODULE, "learner", str(site.run.path / preimports.NAME)]
     assert [event.exit_code for event in site.run_module(command)] == [0], site.log(0)
     assert site.log(0).splitlines() == ["False"]
     site.run_module(command)
@@ -288,7 +288,7 @@ def test_ranks_of_an_interpreter_that_cannot_be_forked_are_fresh_ones(site: Site
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='of the site').start()\n"
     )
     (site.folder / "body.py").write_text("import sys\nprint('torch' in sys.modules)\n")
-    assert site.run_module([*MODULE, "body"]) == [StepEnded(0)]
+    assert site.run_module([*MODULE, "body"]) == [RanksEnded(0)]
     assert site.log(0) == "False\n"
     assert (
         "ranks start as fresh interpreters: an import has started threads: of the site"
@@ -298,11 +298,11 @@ def test_ranks_of_an_interpreter_that_cannot_be_forked_are_fresh_ones(site: Site
 
 def test_a_zygote_that_has_died_costs_time_only(site: Site) -> None:
     (site.folder / "body.py").write_text("import sys\nprint('torch' in sys.modules)\n")
-    assert site.run_module([*MODULE, "body"]) == [StepEnded(0)]
+    assert site.run_module([*MODULE, "body"]) == [RanksEnded(0)]
     assert site.log(0) == "True\n"
     (agent,) = site.starter._processes
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     (zygote,) = (pid for pid in children if b"toolkit.agent.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(zygote), signal.SIGKILL)
     happened = site.run_module([*MODULE, "body"])
-    assert happened[-1] == StepEnded(0), happened
+    assert happened[-1] == RanksEnded(0), happened

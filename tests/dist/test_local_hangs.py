@@ -32,11 +32,13 @@ TIMEOUT_S = 60
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     """As in test_local_runs, where the reason stands."""
-    yield {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    left = processes_with(f"TOOLKIT_RUNS={tmp_path}/runs")
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    variables = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    yield variables
+    try:
+        wait_for(lambda: nobody_left(variables), 10, "no process of the run")
+    finally:
+        for pid in processes_with(f"TOOLKIT_RUNS={tmp_path}/runs"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start(env: dict[str, str], folder: Path, kind: str, *overrides: str, pause_s: float = 0.0) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from toolkit.agent.link import Message
 from toolkit.agent.progress import Standing
 from toolkit.hang import stack_digest, stacks
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.watch import hang
+from toolkit.launch.watch import hang_investigation
 
 DELAY_S = 0.0005
 A_NODE = 8
@@ -54,7 +54,9 @@ def investigate(ranks: int) -> Mapping[str, object]:
     unknown = [Standing(rank, None, None, 300.0, False) for rank in range(ranks)]
     hosts = {f"node{first}": unknown[first : first + A_NODE] for first in range(0, ranks, A_NODE)}
     began = time.process_time()
-    named, _ = hang.blame(hang.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {}))
+    named, _ = hang_investigation.blame(
+        hang_investigation.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {})
+    )
     cpu_s = time.process_time() - began
     verdict = "right" if named == [ranks - 1] else "wrong" if named else "unknown"
     figures = {

@@ -29,7 +29,7 @@ from toolkit.agent.progress import Digest
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import agents as launched
 from toolkit.launch.start.agents import Agents, Endpoint
-from toolkit.launch.start.steps import Progress
+from toolkit.launch.start.launcher import Progress
 
 RANKS_A_NODE = 8
 WATCHED_S, LIMIT_S = 10.0, 300.0

@@ -17,7 +17,7 @@ from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
 from toolkit.launch.job import slurm_job
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.steps import NodeFailed, RankEnded
+from toolkit.launch.start.launcher import NodeFailed, RankEnded
 from toolkit.launch.supervise import attempt_loop, supervisor
 from toolkit.slurm.fake import FakeSlurm
 

@@ -74,7 +74,7 @@ def test_a_step_on_part_of_an_allocation_stands_where_its_host_file_says(box: Bo
     supervisor = f"""
 import os
 from toolkit.slurm.environment import step_environment
-from toolkit.slurm.steps import SrunStep, srun_argv
+from toolkit.slurm.srun_commands import SrunStep, srun_argv
 step = SrunStep(["python3", "{shared}/dump.py", "{shared}"], {order}, 1, "{shared}/rank-%t.log")
 os.environ["SLURM_NTASKS_PER_NODE"] = "2"
 environ = step_environment(os.environ) | {{"SLURM_HOSTFILE": "{shared}/hosts", "TOOLKIT_ATTEMPT": "0"}}

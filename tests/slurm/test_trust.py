@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.site import END_S, START_S, Site, reached
 from tests.waiting import wait_for
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record.stop_request import Intent
 
 pytestmark = pytest.mark.slurm
 

@@ -11,7 +11,7 @@ import pytest
 from toolkit import fsio, rundir
 from toolkit.json_record import VERSION, shape_of
 from toolkit.launch.job import nodes
-from toolkit.launch.record import request
+from toolkit.launch.record import stop_request
 from toolkit.records import Misfit
 from toolkit.run_files import (
     AttemptRecord,
@@ -292,7 +292,7 @@ def test_a_run_is_over_in_a_state_that_only_a_user_ends() -> None:
 
 
 def test_a_request_and_a_bad_node_are_records_too(run: RunDir) -> None:
-    request.ask(run, request.Intent.CANCEL)
+    stop_request.ask(run, stop_request.Intent.CANCEL)
     written = json.loads((run.path / "intent.json").read_text())
     assert (written["version"], written["intent"], sorted(written)) == (1, "cancel", ["intent", "time", "version"])
     fsio.write_json(run.path / "nodes.json", {"node1": {"why": "sick", "since": 1.0, "rack": 7}})

@@ -19,6 +19,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
+* ``alive``: nothing to do; it shows that the supervisor lives.
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress. It sends at once which ranks are ``reporting``
@@ -43,7 +44,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, gpus, learnt, progress
+from toolkit.agent import connections, gpus, preimports, progress
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -358,7 +359,7 @@ def main(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
-        inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / learnt.NAME
+        inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
         Agent(partial(_connect, host, int(port)), secret, name, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")

@@ -20,7 +20,7 @@ from toolkit.agent.link import Message
 from toolkit.agent.zygote import ForkOrder, opened
 from toolkit.agent.zygote_client import ZygoteClient
 
-#: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.agent.learnt.
+#: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.agent.preimports.
 LEARN_AFTER_S = 20.0
 
 log = logs.get(__name__)
@@ -40,7 +40,7 @@ class Processes:
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
         """Take what is needed to start and report. ``imports``: the file of what a zygote learns, see
-        :mod:`toolkit.agent.learnt`."""
+        :mod:`toolkit.agent.preimports`."""
         self._selector, self._send = selector, tell
         self._imports = imports  #: None once its modules have spoiled a zygote
         self._children: dict[int, _Child] = {}  #: the living ones, by pid

@@ -7,7 +7,7 @@ are started as fresh programs.
 
 The agent sends an :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
 object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
-:mod:`.learnt`.
+:mod:`.preimports`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
-from toolkit.agent import learnt
+from toolkit.agent import preimports
 from toolkit.agent.die_with_parent import SIGNALS, die_with
 
 #: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
@@ -79,7 +79,7 @@ def main() -> None:
     began = time.monotonic()
     # Import once what every rank needs.
     for name in MODULES:
-        learnt.import_quietly(name)
+        preimports.import_quietly(name)
     varying: set[str] = set()  # the variables in which ranks differ
     with agent.makefile("rw") as lines:
         _learn(lines, varying, began)
@@ -115,10 +115,10 @@ def main() -> None:
 def _learn(lines: Any, varying: Collection[str], began: float) -> None:
     """Import what there is to learn, and report that forks can be made from now on."""
     path = sys.argv[2]
-    modules = learnt.learn(Path(path), varying) if path else []
+    modules = preimports.learn(Path(path), varying) if path else []
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
-    learnt.inherited = frozenset(sys.modules)
+    preimports.inherited = frozenset(sys.modules)
     _send(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
 
 
@@ -127,7 +127,7 @@ def _unclean() -> str | None:
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"an import has started threads: {', '.join(others)}"
-    if learnt.has_gpu():
+    if preimports.has_gpu():
         return "an import has opened the GPU"
     return None
 
@@ -219,7 +219,7 @@ def _end(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     # Free what the program has made, and only that.
-    inherited = learnt.inherited or ()
+    inherited = preimports.inherited or ()
     for name in [name for name in sys.modules if name == "__main__" or name not in inherited]:
         del sys.modules[name]
     gc.collect()

@@ -58,7 +58,7 @@ class Staging:
         return kept
 
 
-class Line:
+class CuttableClient:
     """A store client for one save alone: a client serves one call at a time. Once it is cut, every call is refused."""
 
     def __init__(self, client: KeyValue) -> None:
@@ -83,7 +83,7 @@ class Line:
         return self._client
 
 
-class Flight:
+class BackgroundSave:
     """One save that is being written by a thread of its own.
 
     ``write`` runs in that thread. A CheckpointError is stored in ``error`` instead of raised.
@@ -92,11 +92,11 @@ class Flight:
     #: Seconds that `abandon` waits: an fsync cannot be interrupted.
     LONGEST_END_S = 5.0
 
-    def __init__(self, step: int, line: Line | None, write: Callable[[], Path]) -> None:
+    def __init__(self, step: int, client: CuttableClient | None, write: Callable[[], Path]) -> None:
         self.step = step
         self.error: CheckpointError | None = None
         self.is_cancelled = False
-        self._line = line
+        self._client = client
         self._write = write
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class Flight:
         if self.is_cancelled:
             raise CheckpointError("given up for a stop, which saves a later step")
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for the end of the save."""
         self._thread.join()
 
@@ -130,6 +130,6 @@ class Flight:
         file and hides the error that ended it.
         """
         self.is_cancelled = True
-        if self._line is not None:
-            self._line.is_cut = True
+        if self._client is not None:
+            self._client.is_cut = True
         self._thread.join(self.LONGEST_END_S)

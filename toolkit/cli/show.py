@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import ToolkitError
-from toolkit.launch.record import ownership, request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -65,7 +65,7 @@ def _row(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
     # Damaged files are reported in the row, not raised.
     status, result, sent = run.status(damage), run.result(damage), run.submission(damage)
-    jobs, asked = ownership.jobs_of(run, damage), request.asked(run, damage)
+    jobs, asked = ownership.jobs_of(run, damage), stop_request.asked(run, damage)
     progress, state = status.progress, status.state if result is None else result.state
     executor = ("slurm" if status.job_id else "local") if sent is None else sent.executor
     step = progress.step if result is None or result.step is None else result.step

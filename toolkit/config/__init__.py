@@ -34,7 +34,7 @@ from toolkit.config.schema import (
     all_keys,
     value_of,
 )
-from toolkit.config.step_checks import check_step
+from toolkit.config.update_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
 from toolkit.config.words import choose, is_one_line, tensor_style
 

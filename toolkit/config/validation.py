@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, origin, rundir
+from toolkit.config.cluster_checks import check_cluster
 from toolkit.config.job_module import check_job, is_loop
 from toolkit.config.optim_checks import check_optim
 from toolkit.config.params import leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
-from toolkit.config.request import check_cluster
 from toolkit.config.schema import (
     BACKENDS,
     BAD_SAMPLES,
@@ -42,7 +42,7 @@ from toolkit.config.schema import (
     all_keys,
     value_of,
 )
-from toolkit.config.step_checks import check_compression, check_step
+from toolkit.config.update_checks import check_compression, check_step
 from toolkit.config.words import is_one_line, one_of, tensor_style, within
 from toolkit.errors import ConfigError, DataMissingError
 

@@ -76,8 +76,7 @@ def build_datasets(config: DataConfig) -> Datasets:
         raise ConfigError(
             "data.name: text has no images to classify; choose a data set of images, or jobs.language_model"
         )
-    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder}
-    build = builders.get(config.name, _from_torchvision)
+    build = BUILDERS.get(config.name, _from_torchvision)
     return build(config)
 
 
@@ -150,11 +149,13 @@ def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
     """Return ``dataset``, with random changes for ``data.augment``: small shifts, for CIFAR-10 also mirroring."""
     if not config.augment:
         return dataset
-    if config.name != "cifar10":
-        return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name], dataset.background))
-    height = catalog.sample_shape(config)[1]
-    shift = RandomShift(max(height // 8, 1), dataset.background)  # 4 pixels of 32
-    return Augmented(dataset, _transforms().Compose([shift, _transforms().RandomHorizontalFlip()]))
+    if config.name == "cifar10":
+        height = catalog.sample_shape(config)[1]
+        shift = RandomShift(max(height // 8, 1), dataset.background)  # 4 pixels of 32
+        return Augmented(dataset, _transforms().Compose([shift, _transforms().RandomHorizontalFlip()]))
+    if config.name not in _SHIFT_PIXELS:
+        raise ConfigError(f"data.augment: there is none for data.name: {config.name}; set it to false")
+    return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name], dataset.background))
 
 
 def _image_folder(config: DataConfig) -> Datasets:
@@ -231,3 +232,7 @@ def _download(name: str, scratch: Path, target: Path) -> None:
         ) from error
     finally:
         socket.setdefaulttimeout(timeout_s)
+
+
+#: The data sets that are not torchvision's.
+BUILDERS = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder}

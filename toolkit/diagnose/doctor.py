@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit import logs, rundir
 from toolkit.config import JobConfig
-from toolkit.diagnose.step_checks import Start, ask_nodes
+from toolkit.diagnose.srun_checks import Start, ask_nodes
 from toolkit.errors import RequestError, SlurmError
 from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest
 from toolkit.health.verdict import NodesReport, judge, prevented
@@ -21,7 +21,7 @@ from toolkit.launch.start.preflight import SharedFolder, command
 from toolkit.launch.submission import executors, sbatch
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
-from toolkit.slurm.steps import srun_nodes_argv
+from toolkit.slurm.srun_commands import srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {

@@ -37,7 +37,7 @@ from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.learnt import refuse_learnt
+from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, total_weight
 from toolkit.strategies.protocol import (
     REPLICA,

@@ -28,7 +28,7 @@ from toolkit.ranks.state import Entry, Json
 from toolkit.strategies.batch_norm import synchronised
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import Layout, entry, local
-from toolkit.strategies.learnt import placed
+from toolkit.strategies.learnt_criterion import placed
 from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.objective import (
     Loss,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
-from toolkit.agent import learnt
+from toolkit.agent import preimports
 from toolkit.checkpoint.reader import Loaded
 from toolkit.errors import StoppedError
 from toolkit.hang import activity
@@ -124,7 +124,7 @@ class Lifecycle:
         if self._activity.step is None:
             self._session.step_made()
             if self._session.is_main:
-                learnt.note(self._session.run_dir / learnt.NAME)
+                preimports.note(self._session.run_dir / preimports.NAME)
         self._activity.step = self.step
         self.throughput.update(samples, data_wait_s)
         self.sheet.step_done(data_wait_s)

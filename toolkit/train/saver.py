@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit import fsio, logs, trust
 from toolkit.checkpoint import policy
-from toolkit.checkpoint.background import Flight, Line, Staging
+from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
@@ -55,8 +55,8 @@ class Saver:
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
-        self._line: Line | None = None
-        self._flight: Flight | None = None
+        self._client: CuttableClient | None = None
+        self._writing: BackgroundSave | None = None
         self._waits = True  #: the training waits for what is being written or read
         self._write_files: Callable[[Path], None] | None = None
         self.newest: int | None = None  #: the step of the newest checkpoint
@@ -157,29 +157,29 @@ class Saver:
         staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
         meta = {**self._state.meta, **reached}
         # A store client serves one call at a time, so the writing thread gets one of its own.
-        if self._line is None and self._session.store is not None:
-            self._line = Line(self._session.store.clone())
+        if self._client is None and self._session.store is not None:
+            self._client = CuttableClient(self._session.store.clone())
 
         def write() -> Path:
             wait_for_copy()
-            return self._write(step, staged, meta, self._line, check_replicas=False)
+            return self._write(step, staged, meta, self._client, check_replicas=False)
 
         self._waits = False
-        self._flight = Flight(step, self._line, write)
+        self._writing = BackgroundSave(step, self._client, write)
 
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. With ``wanted``, cancel one of another step."""
-        flight, self._waits = self._flight, True
-        if flight is None:
+        writing, self._waits = self._writing, True
+        if writing is None:
             return
         # A stop, and the end of a loop, save a later step anyway; a stop has only seconds for it.
-        flight.is_cancelled = wanted is not None and flight.step != wanted
-        flight.land()
-        self._flight = None
-        if flight.error is None:
-            self._succeed(flight.step)
+        writing.is_cancelled = wanted is not None and writing.step != wanted
+        writing.wait()
+        self._writing = None
+        if writing.error is None:
+            self._succeed(writing.step)
         else:
-            self._fail(flight.step, flight.error)
+            self._fail(writing.step, writing.error)
 
     def resume_from(self, step: int) -> None:
         """Note that the run resumes from the checkpoint of ``step``. Copy it to the second place, if it is not there.
@@ -199,8 +199,8 @@ class Saver:
         """Give up what is still being written."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._flight is not None:
-            self._flight.abandon()
+        if self._writing is not None:
+            self._writing.abandon()
 
     def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
         started, session = time.monotonic(), self._session
@@ -224,9 +224,9 @@ class Saver:
     def _moved(self) -> None:
         """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
         # The writing thread ends a save that was canceled, between two pieces.
-        flight = self._flight
-        if flight is not None and flight.is_here:
-            flight.refuse_if_cancelled()
+        writing = self._writing
+        if writing is not None and writing.is_here:
+            writing.refuse_if_cancelled()
         if self._waits:
             self._session.activity.move()
 

@@ -21,8 +21,8 @@ PACKAGES = {
 LEARN = """
 import sys, threading
 from pathlib import Path
-from toolkit.agent import learnt
-print(*learnt.learn(Path(sys.argv[1]), {"RANK", "LOCAL_RANK"}))
+from toolkit.agent import preimports
+print(*preimports.learn(Path(sys.argv[1]), {"RANK", "LOCAL_RANK"}))
 print("calm" in sys.modules, "reads_rank" in sys.modules, threading.active_count())
 """
 
@@ -71,11 +71,11 @@ def test_a_damaged_file_teaches_nothing(tmp_path: Path) -> None:
 NOTE = """
 import sys
 from pathlib import Path
-from toolkit.agent import learnt
-learnt.note(Path(sys.argv[1]))
-learnt.inherited = frozenset(sys.modules)
+from toolkit.agent import preimports
+preimports.note(Path(sys.argv[1]))
+preimports.inherited = frozenset(sys.modules)
 import calm
-learnt.note(Path(sys.argv[1]))
+preimports.note(Path(sys.argv[1]))
 """
 
 

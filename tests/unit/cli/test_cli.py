@@ -16,8 +16,8 @@ from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch.record import request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
@@ -145,7 +145,7 @@ def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "queued", "job_id": "7", "updated": time.time()}))
-    request.ask(run, wish)
+    stop_request.ask(run, wish)
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "CANCELLED", None)})
     assert cli.main(["why", run.id]) == EXIT_DONE
     out = capsys.readouterr().out

@@ -31,7 +31,7 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.job import nodes
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.record import request
+from toolkit.launch.record import stop_request
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.start import foreign
 from toolkit.launch.submission import executors
@@ -235,9 +235,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, count: int) -> None:
     """With attempt 2 left over, whose number must not be given again. Only a user's word, or an end, holds it back."""
-    request.ask(run, request.Intent.STOP)
+    stop_request.ask(run, stop_request.Intent.STOP)
     stopped = Folder(run.path)
-    request.clear(run)
+    stop_request.clear(run)
     folder = Folder(run.path)
 
     def check(case: Damaged) -> str:

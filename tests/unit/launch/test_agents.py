@@ -32,18 +32,18 @@ from toolkit.launch.start.agent_launcher import AgentLauncher
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents, Endpoint
-from toolkit.launch.start.steps import (
+from toolkit.launch.start.launcher import (
     FirstReports,
     LaunchFailed,
     MainReport,
     Progress,
     RankEnded,
     RankFinished,
-    Step,
-    StepEnded,
+    RanksEnded,
+    RunningRanks,
 )
 from toolkit.launch.start.store import StoreHostEnded
-from toolkit.launch.watch import hang
+from toolkit.launch.watch import hang_investigation
 
 TIMEOUT_S = 20
 #: A store that says where it is, and notes what it is told.
@@ -84,7 +84,7 @@ class Site:
         links.call(links.close)
         await_true(lambda: links._waker.fileno() < 0)
 
-    def start(self, script: str, **environ: str) -> Step:
+    def start(self, script: str, **environ: str) -> RunningRanks:
         self.attempt += 1
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
         if self.attempt == 1:
@@ -111,7 +111,7 @@ class Site:
 def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path: Path) -> None:
     site = Site(tmp_path, ranks=3)
     site.start("echo $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
     site.agents.close()
@@ -122,7 +122,7 @@ def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path
     step = site.start("[ $RANK = 1 ] && exit 0; sleep 600")
     assert site.events.get(timeout=TIMEOUT_S) == RankFinished((1,))
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
+    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
     site.agents.close()
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_pat
     assert isinstance(ended, RankEnded)
     assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
+    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
     site.agents.close()
 
 
@@ -146,7 +146,7 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     ended = site.next()
     assert isinstance(ended, RankEnded)
     assert ended.exit_code == 3
-    assert site.next() == StepEnded(3)
+    assert site.next() == RanksEnded(3)
     site.store.close()
     await_true(lambda: gone(int(note.read_text())))
     site.agents.close()
@@ -155,11 +155,11 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
 def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("echo $WORD-$PPID", WORD="one", GONE="1")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     first = site.log(0)
     site.store.close()
     site.start("echo $WORD$GONE-$PPID", WORD="two")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
     site.agents.close()
 
@@ -167,7 +167,7 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
 def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("true")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     environ = dict(os.environ)
     store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
     site.launcher.start(2, site.allocation, ["no-such-program"], environ, site.events, store)
@@ -175,7 +175,7 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     assert isinstance(failed, LaunchFailed)
     assert failed.ranks == (0,)
     assert "no-such-program" in failed.why
-    assert site.next() == StepEnded(1)
+    assert site.next() == RanksEnded(1)
     site.agents.close()
 
 
@@ -186,14 +186,14 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     await_true(note.exists)
     os.kill(site.agent, signal.SIGKILL)
     happened = [site.next(), site.next(), site.next()]
-    assert {type(event) for event in happened} == {RankEnded, StepEnded, StoreHostEnded}
+    assert {type(event) for event in happened} == {RankEnded, RanksEnded, StoreHostEnded}
     (ended,) = (event for event in happened if isinstance(event, RankEnded))
     assert ended.with_agent
     assert ended.signal == signal.SIGKILL
     await_true(lambda: gone(int(note.read_text())))
     site.store.close()
     site.start("true")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     site.agents.close()
 
 
@@ -216,7 +216,7 @@ def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_age
     site = Site(tmp_path)
     site.start("exit 0")
     await_true(lambda: site.agents.sick_hosts == {"here": "hot, full"})
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     site.store.close()  # the last of the node's processes: what they have left is ended now
     watch = int(note.read_text())
     site.start("exit 3")
@@ -230,7 +230,7 @@ def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkey
     site = Site(tmp_path)
     site.start("true", PYTHONHOME="/nowhere")
     happened = [site.next(), site.next(), site.next()]
-    assert {type(event) for event in happened} == {LaunchFailed, StepEnded, StoreHostEnded}
+    assert {type(event) for event in happened} == {LaunchFailed, RanksEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
     assert "agent-here.log" in failed.why
     site.agents.close()
@@ -240,7 +240,7 @@ def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> Non
     site = Site(tmp_path, store="sleep 600")
     step = site.start("echo started")
     step.kill()
-    assert site.next() == StepEnded(-signal.SIGKILL)
+    assert site.next() == RanksEnded(-signal.SIGKILL)
     assert not site.run.rank_log(1, 0).exists()
     site.agents.close()
 
@@ -316,7 +316,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     flood = [call(site) for _ in range(40)]
     assert all(is_closed(connection) for connection in (*strangers, *flood))
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
+    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
     site.agents.close()
 
 
@@ -426,7 +426,7 @@ def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
     check(site, ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"])
     await_true(note.exists)
     site.start("echo started")
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     assert not gone(int(note.read_text())), "a rank's end is not theirs"
     site.agents.close()
     await_true(lambda: gone(int(note.read_text())))
@@ -528,8 +528,8 @@ elif rank == 1:
     report("in a step", 7)
 """
     site.start(reporting(tmp_path, lines))
-    happened = until(site, StepEnded)
-    assert happened[-1] == StepEnded(0), site.log(0)
+    happened = until(site, RanksEnded)
+    assert happened[-1] == RanksEnded(0), site.log(0)
     told = [event.report for event in happened if isinstance(event, MainReport)]
     assert [(report.fields, report.result) for report in told] == [
         ({"step": 7, "loss": 0.5}, None),
@@ -564,7 +564,7 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
     for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
         stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
     unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
-    groups = hang.look(site.agents, site.run, 1, unknown, {})
+    groups = hang_investigation.look(site.agents, site.run, 1, unknown, {})
     assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
         ((0,), "in barrier", True),
         ((1,), "has not joined the others", True),
@@ -616,7 +616,7 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
 def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
-    happened = until(site, StepEnded)
+    happened = until(site, RanksEnded)
     assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
     assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
     site.agents.close()
@@ -648,7 +648,7 @@ def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     store.propose("stop", by="me")
     await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
     step.kill()
-    assert [type(site.next()), site.next()] == [RankEnded, StepEnded(5)]
+    assert [type(site.next()), site.next()] == [RankEnded, RanksEnded(5)]
     site.agents.close()
 
 
@@ -668,8 +668,8 @@ report("in a step", 8, fields={{"step": 8}})
     (tmp_path / "go").touch()
     site.begin()
     assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
-    happened = until(site, StepEnded)
-    assert happened[-1] == StepEnded(0)
+    happened = until(site, RanksEnded)
+    assert happened[-1] == RanksEnded(0)
     assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
     assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
     site.agents.close()
@@ -688,7 +688,7 @@ def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(t
     site.launcher.prepare(site.allocation.hosts, ["sh"], environ, site.events)
     site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
     site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
-    assert site.next() == StepEnded(0)
+    assert site.next() == RanksEnded(0)
     site.agents.close()
 
 

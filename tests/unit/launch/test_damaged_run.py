@@ -14,7 +14,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED
 from toolkit.launch.job import nodes
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.record import request
+from toolkit.launch.record import stop_request
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
@@ -79,5 +79,5 @@ def test_a_damaged_list_of_bad_nodes_is_kept_beside_the_new_one(run: RunDir) -> 
 def test_a_damaged_intent_is_named_where_it_is_asked_for(run: RunDir) -> None:
     (run.path / "intent.json").write_bytes(b"\0")
     damage: list[str] = []
-    assert request.asked(run, damage) is request.Intent.STOP
+    assert stop_request.asked(run, damage) is stop_request.Intent.STOP
     assert f"{run.path / 'intent.json'} is damaged: it holds NUL bytes only; taken for a stop" in damage[0]

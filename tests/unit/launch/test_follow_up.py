@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
-from toolkit.config import JobConfig, dump_config
+from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.launch import outages
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.fate import JobFate
@@ -26,8 +26,8 @@ from toolkit.launch.job.follow_up import (
     still_waiting,
     takes_over,
 )
-from toolkit.launch.record import ownership, request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import sbatch
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
@@ -95,6 +95,14 @@ def test_the_follow_up_job_asks_for_what_our_own_job_has_and_waits_for_its_end(r
         ]
     )
     assert Path(script).parent == run.submitit
+
+
+@pytest.mark.parametrize("key", ["cluster.spare_nodes=1", "retry.allow_fewer_nodes=true", None])
+def test_a_run_that_may_lose_nodes_keeps_them_in_its_follow_up_job_too(run: RunDir, key: str | None) -> None:
+    """Before, Slurm ended such a job when a node died, although a spare was there."""
+    run.config.write_text(dump_config(load_config(None, [key] if key else [], site=False)))
+    slurm = FakeSlurm()
+    assert ("--no-kill" in submitted(run, slurm, running(slurm))) == (key is not None)
 
 
 def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +331,7 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     run.write_status(RunStatus.from_json({"state": "starting"}))
     if wish is not None:
-        request.ask(run, wish)
+        stop_request.ask(run, wish)
     follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
     assert result is not None
@@ -356,9 +364,9 @@ def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None
 @pytest.mark.parametrize("wish", Intent)
 def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
     run.write_status(RunStatus.from_json({"state": "requeued"}))
-    request.ask(run, wish)
+    stop_request.ask(run, wish)
     assert not takes_over(run, [predecessor(preempted)])
-    request.clear(run)
+    stop_request.clear(run)
     assert takes_over(run, [predecessor(preempted)])
 
 

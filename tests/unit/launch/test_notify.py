@@ -16,8 +16,8 @@ from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.record import notify, request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import notify, stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.supervise import entry
 from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.supervisor import Supervisor
@@ -161,7 +161,7 @@ def test_it_is_called_when_the_run_is_given_up(run: RunDir, tmp_path: Path) -> N
 def test_it_is_called_when_the_run_ends_before_it_starts_again(
     run: RunDir, tmp_path: Path, wanted: Intent, state: str
 ) -> None:
-    request.ask(run, wanted)
+    stop_request.ask(run, wanted)
     supervise(run, Ranks())
     assert [told["state"] for told in said(tmp_path)] == [state]
 

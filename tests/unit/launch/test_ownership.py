@@ -27,9 +27,9 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
-from toolkit.launch.record import ownership, request
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.ownership import Claim, Overtaken
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import executors, handle, submit
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
@@ -399,12 +399,12 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     """Nobody knows whether there is a job; if there is, it finds that it is not wanted, or not the run's."""
     attach(run).cancel()
     run.clear_result()
-    request.clear(run)
+    stop_request.clear(run)
     taken = ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run)))
     dead = taken.replace(pid=2**22 + 1)
     run.write_owner(dead)
     attach(run).stop()
-    assert (run.result().state, request.asked(run)) == ("stopped", Intent.STOP)
+    assert (run.result().state, stop_request.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()
     assert resume(run).job_id == "3"
     with pytest.raises(Overtaken):
@@ -428,7 +428,7 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert "cancel was asked for before" in said[3][1]
     assert "it can be resumed when it has ended" in said[4][1]
     assert "cancel was asked for before" in said[5][1]
-    assert request.asked(run) is Intent.CANCEL
+    assert stop_request.asked(run) is Intent.CANCEL
     assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
     assert row_of(run)["state"] == "cancelled"
@@ -512,7 +512,7 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
         resume(run, ["train.epochs=5"])
     assert run.config.read_text() == old
     assert run.result().state == "completed"
-    assert request.asked(run) is Intent.STOP
+    assert stop_request.asked(run) is Intent.STOP
     assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []
     monkeypatch.setattr(executors, "_send_to_slurm", lambda *_: "9")

@@ -14,8 +14,8 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
-from toolkit.launch.record import request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -95,7 +95,7 @@ def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir,
 
 @pytest.mark.parametrize("wanted", list(Intent))
 def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent) -> None:
-    request.ask(run, wanted)
+    stop_request.ask(run, wanted)
     slurm = FakeSlurm()
     assert requeued(run, slurm) is JobFate.CANCELLED
     row = slurm.show_job("1")

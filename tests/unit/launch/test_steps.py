@@ -16,9 +16,9 @@ import pytest
 
 from toolkit.launch import outages
 from toolkit.launch.start.children import dying_with_us
+from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded
 from toolkit.launch.start.srun import Srun, parse_srun_line
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
-from toolkit.slurm.steps import SrunStep
+from toolkit.slurm.srun_commands import SrunStep
 
 TIMEOUT_S = 20
 

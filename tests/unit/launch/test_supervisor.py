@@ -25,9 +25,17 @@ from toolkit.errors import CheckpointError, RequestError
 from toolkit.hang import stack_digest, stacks
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.record import journal, request
-from toolkit.launch.record.request import Intent
-from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress, RankEnded, RankFinished, StepEnded
+from toolkit.launch.record import journal, stop_request
+from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.start.launcher import (
+    Events,
+    FirstReports,
+    MainReport,
+    Progress,
+    RankEnded,
+    RankFinished,
+    RanksEnded,
+)
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.resume import resume
@@ -96,12 +104,12 @@ class Ranks:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.signals.append(number)
         if self.answers_kill:
-            self.events.put(StepEnded(137))
+            self.events.put(RanksEnded(137))
         self.answers_kill = True
 
     def abandon(self) -> None:
         self.abandoned = True
-        self.events.put(StepEnded(-9))
+        self.events.put(RanksEnded(-9))
 
     def report(self, **fields: Any) -> None:
         """As rank 0, on the first node."""
@@ -174,7 +182,7 @@ def supervise(run: RunDir, ranks: Ranks, **retry: int) -> int:
 def completes(ranks: Ranks) -> None:
     ranks.report(step=10, step_start=0)
     ranks.tell_result(10, **{"eval/accuracy": 0.5})
-    ranks.events.put(StepEnded(0))
+    ranks.events.put(RanksEnded(0))
 
 
 def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
@@ -185,7 +193,7 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
 
 
 def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
-    assert supervise(run, Ranks(lambda ranks: ranks.events.put(StepEnded(0)), completes)) == 0
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(RanksEnded(0)), completes)) == 0
     first, second = run.attempts()
     assert (first.cause, first.decision, second.cause) == ("crashed", "restart", "completed")
     assert "handed over no result" in first.line
@@ -201,7 +209,7 @@ def test_attempts_that_make_no_step_start_again_after_growing_pauses(
     def fails(ranks: Ranks) -> None:
         starts.append(time.monotonic())
         ranks.events.put(ended(2))
-        ranks.events.put(StepEnded(137))
+        ranks.events.put(RanksEnded(137))
 
     def fails_after_a_step(ranks: Ranks) -> None:
         ranks.report(step=5, step_start=0)
@@ -225,7 +233,7 @@ def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
 
     def fails(ranks: Ranks) -> None:
         ranks.events.put(ended(2))
-        ranks.events.put(StepEnded(137))
+        ranks.events.put(RanksEnded(137))
         threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
 
     assert supervise(run, Ranks(fails)) == 75
@@ -259,7 +267,7 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
         ranks.events.put(ended(3, code=1))
         ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
         ranks.tell_result(10)
-        ranks.events.put(StepEnded(137))
+        ranks.events.put(RanksEnded(137))
 
     ranks = Ranks(loses_two)
     assert supervise(run, ranks) == 0
@@ -314,7 +322,7 @@ def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
         fsio.make_dir(path.parent)
         fsio.write_json(path, {**said, "exit_code": 2})
         ranks.events.put(ended(1, code=2))
-        ranks.events.put(StepEnded(2))
+        ranks.events.put(RanksEnded(2))
 
     assert supervise(run, Ranks(refuses)) == 1
     assert "would fail again unchanged" in run.result().why
@@ -327,7 +335,7 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
         def stop() -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
             ranks.events.put(ended(0, 1, 2, 3, code=75))
-            ranks.events.put(StepEnded(75))
+            ranks.events.put(RanksEnded(75))
 
         Store.on_propose = stop
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -344,7 +352,7 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
 def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verdict(run: RunDir) -> None:
     def ends(ranks: Ranks) -> None:
         ranks.events.put(ended(0))
-        ranks.events.put(StepEnded(137))
+        ranks.events.put(RanksEnded(137))
         ranks.events.put(Signalled(signal.SIGTERM))
 
     assert supervise(run, Ranks(ends)) == 75
@@ -376,7 +384,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
 
 def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
     def told(ranks: Ranks) -> None:
-        request.ask(run, Intent.CANCEL)
+        stop_request.ask(run, Intent.CANCEL)
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     ranks = Ranks(told)
@@ -386,7 +394,7 @@ def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
 
 
 def test_a_run_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
-    request.ask(run, Intent.CANCEL)
+    stop_request.ask(run, Intent.CANCEL)
     assert supervise(run, Ranks()) == 1
     assert run.result().state == "cancelled"
     assert run.attempts() == []
@@ -518,7 +526,7 @@ def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None
         path = run.error_file(1, rank)
         fsio.make_dir(path.parent)
         path.write_text(text)
-        ranks.events.put(StepEnded(1))
+        ranks.events.put(RanksEnded(1))
 
     return fails
 
@@ -726,7 +734,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
 
 
 def ends_later(ranks: Ranks) -> None:
-    threading.Timer(0.6, ranks.events.put, (StepEnded(0),)).start()
+    threading.Timer(0.6, ranks.events.put, (RanksEnded(0),)).start()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -754,7 +762,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     def says_nothing(ranks: Ranks) -> None:
         monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)
 
-    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(StepEnded(0)))
+    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(RanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
@@ -773,7 +781,7 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
     def gives_up(ranks: Ranks) -> None:
         threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
 
-    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(StepEnded(0))), job=configs.FOREIGN_JOB)
+    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(RanksEnded(0))), job=configs.FOREIGN_JOB)
     assert run.attempts()[0].cause == "crashed"
     assert "silent for 1 s or longer before: rank 1" in caplog.text
 
@@ -784,7 +792,7 @@ def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
 ) -> None:
     monkeypatch.setattr(silence, "START_AFTER_SHARE", 10.0)
     fsio.make_dir(run.attempt_logs(1))
-    ranks = Ranks(hangs, lambda ranks: ranks.events.put(StepEnded(0)))
+    ranks = Ranks(hangs, lambda ranks: ranks.events.put(RanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
     assert outside.started == 0
@@ -808,7 +816,7 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False
         ranks.events.put(Signalled(signal.SIGTERM))
-        ranks.events.put(StepEnded(0))
+        ranks.events.put(RanksEnded(0))
 
     ranks = Ranks(saves)
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75

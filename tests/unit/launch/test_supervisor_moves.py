@@ -16,7 +16,7 @@ from toolkit.cli import show, why
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.steps import StepEnded
+from toolkit.launch.start.launcher import RanksEnded
 from toolkit.launch.supervise import attempt_loop, stop_path
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
@@ -79,7 +79,7 @@ def stops_when_asked(ranks: Ranks) -> None:
     def stop() -> None:
         ranks.report(step=12, step_start=0)
         ranks.events.put(ended(0, 1, code=75))
-        ranks.events.put(StepEnded(75))
+        ranks.events.put(RanksEnded(75))
 
     Store.on_propose = stop
 
@@ -109,7 +109,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
 def end(ranks: Ranks) -> None:
     ranks.tell_result(10)
-    ranks.events.put(StepEnded(0))
+    ranks.events.put(RanksEnded(0))
 
 
 def test_a_drained_node_is_left_for_a_spare_and_given_back(
@@ -264,7 +264,7 @@ def test_a_preemption_while_the_ranks_stop_wins(
             slurm.preempt("1", grace_s=60)
             ranks.events.put(Signalled(signal.SIGTERM))
             ranks.events.put(ended(0, 1, code=75))
-            ranks.events.put(StepEnded(75))
+            ranks.events.put(RanksEnded(75))
 
         Store.on_propose = stop
 

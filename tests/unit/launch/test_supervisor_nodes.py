@@ -28,7 +28,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, RankFinished, StepEnded
+from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded, RankFinished, RanksEnded
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
 from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.judging import judge_attempt
@@ -305,7 +305,7 @@ def is_refused_by_node2(ranks: Ranks) -> None:
     ranks.answers_kill = False
     for rank in [rank for rank, host in enumerate(ranks.hosts) if host == "node2"]:
         ranks.events.put(LaunchFailed((rank,), "node2", "Slurmd could not connect IO"))
-    ranks.events.put(StepEnded(0))
+    ranks.events.put(RanksEnded(0))
 
 
 def test_a_node_that_cannot_start_ranks_is_replaced_at_once(run: RunDir, slurm: FakeSlurm) -> None:
@@ -328,7 +328,7 @@ def test_without_a_spare_the_job_is_requeued_off_the_node_that_cannot_start_rank
 def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slurm: FakeSlurm) -> None:
     def is_refused(ranks: Ranks) -> None:
         ranks.events.put(LaunchFailed((), None, "Unable to create step for job 1: Requested nodes are busy"))
-        ranks.events.put(StepEnded(1))
+        ranks.events.put(RanksEnded(1))
 
     assert supervise(run, slurm, Ranks(is_refused, completes)) == 0
     first, _ = run.attempts()
@@ -367,7 +367,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
 
     def stops(ranks: Ranks) -> None:
         ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(StepEnded(75))
+        ranks.events.put(RanksEnded(75))
 
     requeue = slurm.requeue
 
@@ -451,7 +451,7 @@ def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, sl
 
     def crashes(ranks: Ranks) -> None:
         ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
-        ranks.events.put(StepEnded(1))
+        ranks.events.put(RanksEnded(1))
 
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
     assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
@@ -462,7 +462,7 @@ def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir,
     def stops(ranks: Ranks) -> None:
         def stopped() -> None:
             ranks.events.put(RankEnded((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
-            ranks.events.put(StepEnded(EXIT_STOPPED))
+            ranks.events.put(RanksEnded(EXIT_STOPPED))
 
         Store.on_propose = stopped
 
@@ -596,7 +596,7 @@ def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
     def saves(ranks: Ranks) -> None:
         if is_preempted:
             slurm.preempt("1", grace_s=30)
-        ranks.events.put(StepEnded(0))
+        ranks.events.put(RanksEnded(0))
 
     config = JobConfig(job=configs.FOREIGN_JOB)
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
@@ -657,7 +657,7 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
 
     def stops(ranks: Ranks) -> None:
         ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(StepEnded(75))
+        ranks.events.put(RanksEnded(75))
 
     ranks = Ranks(told)
     assert supervise(run, slurm, ranks) == 75
@@ -682,7 +682,7 @@ def gets_slurms_signal(ranks: Ranks) -> None:
     """And completes 2 looks later, if it is let."""
     ranks.report(step=7, step_start=0)
     ranks.events.put(Signalled(signal.SIGUSR2))
-    Store.on_propose = lambda: ranks.events.put(StepEnded(75))
+    Store.on_propose = lambda: ranks.events.put(RanksEnded(75))
     threading.Timer(3 * attempt_loop.STATUS_EVERY_S, completes, [ranks]).start()
 
 
@@ -714,7 +714,7 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
         def stop() -> None:
             proposed.append(time.monotonic())
             ranks.events.put(RankEnded((0,), "node1", "exit code 75", None, time.time(), 75))
-            ranks.events.put(StepEnded(75))
+            ranks.events.put(RanksEnded(75))
 
         Store.on_propose = stop
 
@@ -733,7 +733,7 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch
         for _ in range(2):
             ranks.events.put(Signalled(signal.SIGUSR2))
         stopped = RankEnded((0,), "node1", "exit code 75", None, time.time(), 75)
-        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, StepEnded(75))]
+        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, RanksEnded(75))]
 
     assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
     assert [line.cause for line in run.attempts()] == ["stopped"]

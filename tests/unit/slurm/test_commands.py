@@ -15,7 +15,7 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
 from toolkit.slurm.jobs import JobStatus, parse_drained, parse_jobs, parse_time
-from toolkit.slurm.steps import SrunStep, srun_argv
+from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
 RUNNING = """JobId=1 JobName=my job

@@ -366,8 +366,8 @@ def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
     before = activity.count
     disk.go.set()
     checkpoints.saver.save(20, REACHED)
-    assert checkpoints.saver._flight is not None
-    checkpoints.saver._flight.land()
+    assert checkpoints.saver._writing is not None
+    checkpoints.saver._writing.wait()
     assert activity.count == before
     disk.go.clear()
     checkpoints.saver.save(30, REACHED)

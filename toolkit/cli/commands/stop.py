@@ -14,7 +14,7 @@ def run(args: Namespace) -> None:
 def ask_to_end(name: str, how: str, text: str) -> None:
     """Ask a run to ``stop`` or ``cancel``, and print ``text``, or that it has ended or was asked before."""
     from toolkit import rundir
-    from toolkit.launch.record import request
+    from toolkit.launch.record import stop_request
     from toolkit.launch.submission.handle import attach
 
     run = rundir.find(name)
@@ -23,8 +23,8 @@ def ask_to_end(name: str, how: str, text: str) -> None:
         print(f"run {run.id} has already ended: {result.state}")
         return
     # Asking again is harmless, but the answer should say so.
-    before = request.asked(run)
+    before = stop_request.asked(run)
     getattr(attach(run), how)()
-    if before in (how, request.Intent.CANCEL):
+    if before in (how, stop_request.Intent.CANCEL):
         text = f"{before} was asked for before; it has been told again, which changes nothing"
     print(f"run {run.id}: {text.format(run=run.id)}")

@@ -19,11 +19,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from toolkit import fsio, logs
-from toolkit.config import ClusterConfig, load_config
+from toolkit.config import JobConfig, load_config
 from toolkit.errors import EXIT_STOPPED, SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.fate import JobFate, fate_of_row
-from toolkit.launch.record import ownership, request
+from toolkit.launch.job.nodes import may_lose_nodes
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.submission import snapshot
 from toolkit.run_files import RunState
@@ -115,9 +116,11 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
         if environ.get(name):
             yield f"--{option}={environ[name]}"
     yield from row.options
-    # Neither environment nor Slurm tells of mail and comments. An sbatch script's lines are unknown.
-    cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
-    for key, value in cluster.extra.items():
+    # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
+    config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
+    if may_lose_nodes(config, int(environ.get("SLURM_JOB_NUM_NODES", 1))):
+        yield "--no-kill"
+    for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")
         if not is_for_one_job(flag) and value is not False:
             yield f"--{flag}" if value is True else f"--{flag}={value}"
@@ -201,7 +204,7 @@ def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
     A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
     would have left it the time to write a result.
     """
-    if run.result() is not None or request.asked(run):
+    if run.result() is not None or stop_request.asked(run):
         return False
     served, *others = fates
     # Its supervisor has left it to be continued, or Slurm took its last job away.
@@ -229,6 +232,6 @@ def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands
         return
     dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)
     if run.result() is None:
-        state = request.end_state(request.asked(run))
+        state = stop_request.end_state(stop_request.asked(run))
         why = f"job {predecessor} was {state}, and could not say so itself"
         outages.persist(lambda: write_ended(run, state, why), run.path)

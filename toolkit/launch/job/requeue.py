@@ -15,7 +15,7 @@ from toolkit.launch.job import follow_up
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.nodes import BadNode, Nodes
-from toolkit.launch.record import request
+from toolkit.launch.record import stop_request
 from toolkit.launch.record.ownership import Claim
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
@@ -104,7 +104,7 @@ class JobRequeue:
 
 def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobFate:
     """Return Slurm's view of the job; CANCELLED as soon as the end of the run has been requested."""
-    if request.asked(run):
+    if stop_request.asked(run):
         return JobFate.CANCELLED
     return fate_of_row(slurm.show_job(job_id), restart_count)
 

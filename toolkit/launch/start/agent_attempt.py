@@ -11,7 +11,7 @@ from toolkit.agent.link import Message
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_links import AgentLinks
-from toolkit.launch.start.steps import Events, LaunchFailed, RankEnded, RankFinished, StepEnded, signal_name
+from toolkit.launch.start.launcher import Events, LaunchFailed, RankEnded, RankFinished, RanksEnded, signal_name
 from toolkit.launch.start.store import StoreHostEnded, port_in
 
 
@@ -28,12 +28,12 @@ class AgentStore:
         self._is_over = False
 
     def propose(self, kind: str, by: str) -> None:
-        """See :class:`~toolkit.launch.start.steps.Store`."""
+        """See :class:`~toolkit.launch.start.launcher.Store`."""
         text = json.dumps({"propose": kind, "by": by}) + "\n"
         self._links.call(lambda: self.when_ready(lambda: self._send(do="tell", text=text)))
 
     def close(self) -> None:
-        """See :class:`~toolkit.launch.start.steps.Store`."""
+        """See :class:`~toolkit.launch.start.launcher.Store`."""
         self.is_closing = True
         self._send(do="end_store")
 
@@ -68,7 +68,7 @@ class AgentStore:
                 self.events.put(StoreHostEnded(code or EXIT_FAILED))
 
 
-class AgentStep:
+class AgentRanks:
     """The ranks of one attempt. All methods except ``kill`` and ``abandon`` are called in the links' thread."""
 
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
@@ -81,7 +81,7 @@ class AgentStep:
         self.may_begin = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """See :class:`~toolkit.launch.start.steps.Step`."""
+        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
         self._links.call(lambda: self._kill(number))
 
     def _kill(self, number: signal.Signals) -> None:
@@ -93,7 +93,7 @@ class AgentStep:
             self._links.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
 
     def abandon(self) -> None:
-        """See :class:`~toolkit.launch.start.steps.Step`."""
+        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
         self._links.call(self._abandon)
 
     def _abandon(self) -> None:
@@ -148,4 +148,4 @@ class AgentStep:
         self._exit_code = self._exit_code or code
         self._left -= set(ranks)
         if not self._left:
-            self._events.put(StepEnded(self._exit_code))
+            self._events.put(RanksEnded(self._exit_code))

@@ -12,10 +12,10 @@ from toolkit.agent.link import Message
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
-from toolkit.launch.start.agent_attempt import AgentStep, AgentStore
+from toolkit.launch.start.agent_attempt import AgentRanks, AgentStore
 from toolkit.launch.start.agents import Agents, AgentUser, Awaited
+from toolkit.launch.start.launcher import Events, RunningRanks, Store
 from toolkit.launch.start.rank_places import places_by_host, srun_environment, srun_rank_environment
-from toolkit.launch.start.steps import Events, Step, Store
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import Container
 from toolkit.slurm.placement import rank_environment
@@ -46,7 +46,7 @@ class AgentLauncher(AgentUser):
     ) -> None:
         self._run, self._allocation, self._container = run, allocation, container
         self._agents, self._is_bound = agents, is_bound
-        self._step: AgentStep | None = None
+        self._step: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False
@@ -56,7 +56,7 @@ class AgentLauncher(AgentUser):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         if not self._agents.is_open:
             self._open(command, environ, events)
             self._agents.links.start()
@@ -71,15 +71,15 @@ class AgentLauncher(AgentUser):
 
     def take_over(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> tuple[Step, Store] | None:
-        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+    ) -> tuple[RunningRanks, Store] | None:
+        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
         spares = dict.fromkeys(self._allocation.hosts, 0)
         awaited = Awaited(attempt, {**spares, **dict(zip(allocation.hosts, allocation.tasks, strict=True))})
         self._open(command, environ, events, awaited)
         links = self._agents.links
         store = AgentStore(attempt, self._allocation.hosts[0], events, links)
-        step = AgentStep(attempt, allocation, events, links)
+        step = AgentRanks(attempt, allocation, events, links)
         self._step, self._store = step, store
         links.start()
         if awaited.wait(COME_BACK_S):
@@ -95,7 +95,7 @@ class AgentLauncher(AgentUser):
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
-        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         links = self._agents.links
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
@@ -113,11 +113,11 @@ class AgentLauncher(AgentUser):
         environ: Mapping[str, str],
         events: Events,
         store: Store,
-    ) -> Step:
-        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+    ) -> RunningRanks:
+        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         assert isinstance(store, AgentStore)
         links = self._agents.links
-        step = AgentStep(attempt, allocation, events, links)
+        step = AgentRanks(attempt, allocation, events, links)
         # The order of each node holds all its ranks, so one message starts them.
         cpus = allocation.cpus_per_task if self._is_bound() else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
@@ -167,13 +167,13 @@ class AgentLauncher(AgentUser):
     def _begin_store(self, store: AgentStore, order: Message) -> None:
         self._store, self._store_order = store, order
 
-    def _begin(self, step: AgentStep, store: AgentStore) -> None:
+    def _begin(self, step: AgentRanks, store: AgentStore) -> None:
         self._step = step
         self._agents.ensure({self._allocation.hosts[0], *step.hosts})
         store.when_ready(lambda: self._set_port(step, store))
         self._send_orders(self._agents.links.hosts)
 
-    def _set_port(self, step: AgentStep, store: AgentStore) -> None:
+    def _set_port(self, step: AgentRanks, store: AgentStore) -> None:
         for order in step.orders.values():
             order["environ"]["MASTER_PORT"] = str(store.port)
         step.may_begin = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from toolkit.agent.link import Message
-from toolkit.launch.start.steps import Events
+from toolkit.launch.start.launcher import Events
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from functools import partial
 
 from toolkit.launch.start.agents import Endpoint, OnFailure
 from toolkit.launch.start.children import open_log, start_child
+from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded
 from toolkit.launch.start.srun import Srun, SrunEvent
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
 from toolkit.rundir import RunDir
-from toolkit.slurm.steps import SrunStep
+from toolkit.slurm.srun_commands import SrunStep
 
 #: Variables by which srun binds tasks to GPUs.
 GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")

@@ -28,7 +28,7 @@ from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_links import AgentLinks
 from toolkit.launch.start.agent_requests import AgentRequest, AgentRequests, NodeAnswered, NodeSilent
-from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress
+from toolkit.launch.start.launcher import Events, FirstReports, MainReport, Progress
 from toolkit.launch.watch import batch_host_watch
 from toolkit.rundir import RunDir
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard

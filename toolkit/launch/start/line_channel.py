@@ -20,7 +20,7 @@ from queue import SimpleQueue
 
 from toolkit.launch.start.children import start_child
 from toolkit.slurm.environment import step_environment
-from toolkit.slurm.steps import SrunStep, srun_argv
+from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
 #: For a step that observes and does no work: on every CPU of the job, with the memory and GPUs that are there.
 BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")

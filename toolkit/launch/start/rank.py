@@ -49,7 +49,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
     try:
         place = placement.derive(os.environ, socket.gethostname())
         stacks.answer(place.rank)
-        _be(place, config_path, overrides)
+        _run_as_rank(place, config_path, overrides)
     except StoppedError as stopped:
         log.info("%s", stopped)
         signals.ignore()
@@ -68,7 +68,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
+def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
     _note(place)
     config = configs.load_config(config_path, overrides, site=not supervised)

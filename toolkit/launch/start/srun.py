@@ -20,13 +20,13 @@ from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agents import Agents, AgentUser
 from toolkit.launch.start.children import start_child
-from toolkit.launch.start.steps import (
+from toolkit.launch.start.launcher import (
     Events,
     LaunchFailed,
     NodeFailed,
     RankEnded,
-    Step,
-    StepEnded,
+    RanksEnded,
+    RunningRanks,
     Store,
     signal_name,
 )
@@ -35,7 +35,7 @@ from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment
-from toolkit.slurm.steps import SrunStep, srun_argv
+from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
 #: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
 REPORTS_WAIT_S = 10.0
@@ -71,7 +71,7 @@ class SrunLauncher(AgentUser):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """Start the agents, see :class:`~toolkit.launch.start.steps.Launcher`. They start no ranks."""
+        """Start the agents, see :class:`~toolkit.launch.start.launcher.Launcher`. They start no ranks."""
         self._agents.open(environ, events, self)
         self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure(hosts))
@@ -82,7 +82,7 @@ class SrunLauncher(AgentUser):
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> StoreHost:
-        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         log_path = self._run.attempt_logs(attempt) / "store.log"
         return StoreHost(world_size, host, environ, events, log_path, self._container)
 
@@ -94,8 +94,8 @@ class SrunLauncher(AgentUser):
         environ: Mapping[str, str],
         events: Events,
         store: Store,
-    ) -> Step:
-        """Start the ranks, see :class:`~toolkit.launch.start.steps.Launcher`. They get their numbers from the step's
+    ) -> RunningRanks:
+        """Start the ranks, see :class:`~toolkit.launch.start.launcher.Launcher`. They get their numbers from the step's
         variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
@@ -210,7 +210,7 @@ class _SrunRanks:
         if not self._srun.given_up.is_set():
             # The ranks' last reports must precede the end of the step.
             self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_WAIT_S)
-        self._events.put(StepEnded(code))
+        self._events.put(RanksEnded(code))
 
     def lack_agent(self, host: str, why: str) -> None:
         if host in self._hosts:
@@ -223,7 +223,7 @@ class _SrunRanks:
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
-        """See :class:`~toolkit.launch.start.steps.Step`."""
+        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
         self._srun.silence()
 
     def _kill(self, number: signal.Signals) -> None:

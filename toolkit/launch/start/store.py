@@ -16,11 +16,11 @@ from pathlib import Path
 from toolkit import logs, open_files
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.start.children import open_log, start_child
-from toolkit.launch.start.steps import Events
+from toolkit.launch.start.launcher import Events
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment
 from toolkit.slurm.network import listen
-from toolkit.slurm.steps import srun_here_argv
+from toolkit.slurm.srun_commands import srun_here_argv
 
 #: A rank's connections to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests;
 #: saves.
@@ -90,14 +90,14 @@ class StoreHost:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
 
     def propose(self, kind: str, by: str) -> None:
-        """See :class:`~toolkit.launch.start.steps.Store`."""
+        """See :class:`~toolkit.launch.start.launcher.Store`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and the queue has that event
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """See :class:`~toolkit.launch.start.steps.Store`."""
+        """See :class:`~toolkit.launch.start.launcher.Store`."""
         self._closing = True
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()

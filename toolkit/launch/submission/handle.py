@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import JobFailedError, RequestError, SlurmError
-from toolkit.launch.record import ownership, request
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record.stop_request import Intent
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
@@ -109,7 +109,7 @@ class Run:
     def _end(self, what: Intent) -> None:
         if self.executor != "slurm" and not self._is_here():
             raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
-        request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
+        stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
             is_over = self._end_jobs(what)
         else:
@@ -148,7 +148,7 @@ class Run:
     def _write_ended(self, what: Intent) -> None:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
         if self.dir.result() is None:
-            state = request.end_state(what)
+            state = stop_request.end_state(what)
             write_ended(self.dir, state, f"{state} while no supervisor ran")
 
     def _raise_without_result(self, over_for_s: float) -> None:
@@ -159,7 +159,7 @@ class Run:
         wait_s = FILES_LAG_S if self.executor == "slurm" else 0.0
         if over_for_s < wait_s or self.dir.result() is not None:
             return
-        asked = request.asked(self.dir)
+        asked = stop_request.asked(self.dir)
         if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
             self._write_ended(asked)
             return

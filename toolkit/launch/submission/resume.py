@@ -10,7 +10,7 @@ from toolkit import fsio, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
-from toolkit.launch.record import ownership, request
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
@@ -44,7 +44,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
             taken = ownership.submit_as(run, chosen, number)
             if overrides:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
-            request.clear(run)
+            stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
             sent = executors.send(run, config, chosen, taken)

@@ -8,12 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from toolkit.hang.watchdog import Watchdog
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import BadNode
 from toolkit.launch.supervise.facts import RankFailure, Stop
-from toolkit.launch.watch.silence import SilenceWatch
 from toolkit.run_files import AttemptStatus, RunProgress, RunResult, RunState, Start
 
 
@@ -27,8 +25,6 @@ class Attempt:
     start: Start | None = None  #: None for foreign scripts, which report nothing
     first_step: float | None = None  #: when the first step began, as closely as rank 0's reports tell
     left_over: AttemptStatus | None = None  #: the status, if an earlier supervisor wrote it
-    watchdog: Watchdog | None = None  #: None for foreign scripts that have not reported anything
-    silence: SilenceWatch | None = None  #: for those scripts
     hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)

@@ -19,7 +19,7 @@ from toolkit.agent.progress import RankReport
 from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
 from toolkit.launch.record.ownership import Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
-from toolkit.launch.start.steps import (
+from toolkit.launch.start.launcher import (
     FirstReports,
     LaunchFailed,
     MainReport,
@@ -27,8 +27,8 @@ from toolkit.launch.start.steps import (
     Progress,
     RankEnded,
     RankFinished,
-    Step,
-    StepEnded,
+    RanksEnded,
+    RunningRanks,
     Store,
 )
 from toolkit.launch.start.store import StoreHostEnded
@@ -55,7 +55,7 @@ log = logs.get(__name__)
 class AttemptLoop:
     """Handles what happens to the ranks of one attempt."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: Step, store: Store, care: NodeCare) -> None:
+    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._step, self._store = context, attempt, step, store
         self._care = care
         self._hangs = HangWatch(context, attempt, step)
@@ -130,7 +130,7 @@ class AttemptLoop:
                 self._kill_soon(ERROR_REPORTS_S)
             case LaunchFailed():
                 self._take_launch_failed(event)
-            case StepEnded(exit_code):
+            case RanksEnded(exit_code):
                 attempt.exit_code = exit_code
             case StoreHostEnded(exit_code):
                 how = f"the store host ended with exit code {exit_code}; see store.log"

@@ -11,14 +11,14 @@ from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.slurm_job import SlurmJob
-from toolkit.launch.record import ownership, request
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.foreign import without_snapshot
-from toolkit.launch.start.steps import Events
-from toolkit.launch.watch import hang
+from toolkit.launch.start.launcher import Events
+from toolkit.launch.watch import hang_investigation
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import Container
 
@@ -45,7 +45,7 @@ class Context:
 
     def asked(self) -> Intent | None:
         """Return what a user has asked of the run."""
-        return request.asked(self.run)
+        return stop_request.asked(self.run)
 
     def rank_command(self) -> list[str]:
         """Return the command that every rank runs."""
@@ -71,6 +71,6 @@ class Context:
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
-        environ.update(hang.debug_environment(self.run.attempt_logs(attempt), environ))
+        environ.update(hang_investigation.debug_environment(self.run.attempt_logs(attempt), environ))
         # a process that is forked for a foreign script must have been started with the script's own import path
         return without_snapshot(environ, self.run.code) if self.is_foreign else environ

@@ -26,8 +26,8 @@ from toolkit.launch.start import pmi
 from toolkit.launch.start.agent_launcher import AgentLauncher
 from toolkit.launch.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.launch.start.agents import Agents, Endpoint
+from toolkit.launch.start.launcher import Launcher
 from toolkit.launch.start.srun import SrunLauncher
-from toolkit.launch.start.steps import Launcher
 from toolkit.launch.supervise.guard import guarded
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import RunState
@@ -36,7 +36,7 @@ from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.container import Container, outermost
 from toolkit.slurm.container import parse as parse_image
 
-#: The most restarts of one job because of a full disk: each waits for PATIENCE_S, and then in the queue.
+#: The most restarts of one job because of a full disk: each waits for `outages.GIVE_UP_AFTER_S`, and then in the queue.
 MAX_RESTARTS_ON_A_FULL_DISK = 100
 
 log = logs.get(__name__)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from toolkit.launch import outages
 from toolkit.launch.job.fate import JobFate
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import note_cut_link

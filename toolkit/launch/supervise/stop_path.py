@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from queue import Empty
 
 from toolkit import logs
-from toolkit.launch.record.request import Intent
-from toolkit.launch.start.steps import Step, Store
+from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.start.launcher import RunningRanks, Store
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Stop
@@ -82,7 +82,7 @@ def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
 class StopPath:
     """Asks the ranks of one attempt to stop."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: Step, store: Store) -> None:
+    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks, store: Store) -> None:
         self._context, self._attempt, self._step, self._store = context, attempt, step, store
 
     def ask(self, stop: Stop) -> None:

@@ -24,13 +24,13 @@ from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
-from toolkit.launch.record import request
+from toolkit.launch.record import stop_request
 from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
-from toolkit.launch.start.steps import Events, Launcher
 from toolkit.launch.start.store import refuse_too_many_ranks
 from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
@@ -39,7 +39,7 @@ from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Cause, Decision, Ending
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
-from toolkit.launch.watch import hang
+from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -115,7 +115,7 @@ class Supervisor:
                 self._agents.close()
         # A user ended the run before it started again.
         if verdict is None:
-            state = request.end_state(self._context.asked())
+            state = stop_request.end_state(self._context.asked())
             outages.persist(lambda: write_ended(self._run, state, f"{state} before it started again"), self._run.path)
             notify(self._run)
             return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
@@ -272,7 +272,8 @@ class Supervisor:
         self._record(attempt, verdict)
         if verdict.cause is Cause.MOVED:
             self._care.give_back(attempt)
-        hang.remove_unused(self._run.attempt_logs(attempt.number))  # last: a job that is being ended has only seconds
+        # Last: a job that is being ended has only seconds.
+        remove_unused(self._run.attempt_logs(attempt.number))
         return verdict
 
     # ------------------------------------------------------------------------------------------------- what is written
@@ -291,7 +292,7 @@ class Supervisor:
             if seen is JobFate.REQUEUED:
                 return
             if seen is JobFate.CANCELLED:
-                state, why = request.end_state(self._context.asked()), f"{why}; cancelled before it was requeued"
+                state, why = stop_request.end_state(self._context.asked()), f"{why}; cancelled before it was requeued"
             else:
                 why = f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
                 state = RunState.STOPPED

@@ -29,8 +29,8 @@ from toolkit.launch.job import nodes
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.requeue import EXCLUDE_S, take_back, to_exclude
-from toolkit.launch.record import request
-from toolkit.launch.record.request import Intent
+from toolkit.launch.record import stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
@@ -215,7 +215,7 @@ def _hand_over(look: Callable[[], JobFate], watched: WatchedJob, slurm: SlurmCom
 def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
     """Return how the job stands. If its batch host came back too late its end looks like a cancellation,
     but is none."""
-    if request.asked(watched.run) is Intent.CANCEL:
+    if stop_request.asked(watched.run) is Intent.CANCEL:
         return JobFate.CANCELLED
     row = slurm.show_job(watched.job_id)
     seen = fate_of_row(row, watched.restart_count)

@@ -10,11 +10,11 @@ from toolkit.agent import progress
 from toolkit.agent.progress import Digest, Standing
 from toolkit.hang import stacks
 from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
-from toolkit.launch.start.steps import Step
+from toolkit.launch.start.launcher import RunningRanks
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Stop
-from toolkit.launch.watch import hang, silence
+from toolkit.launch.watch import hang_investigation, silence
 from toolkit.launch.watch.silence import SilenceWatch
 
 log = logs.get(__name__)
@@ -23,7 +23,7 @@ log = logs.get(__name__)
 class HangWatch:
     """Watches by the ranks' reports, or from outside where they report nothing."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: Step) -> None:
+    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks) -> None:
         self._context, self._attempt, self._step = context, attempt, step
         self._silence: SilenceWatch | None = None
         self._reports: Watchdog | None = None
@@ -61,8 +61,8 @@ class HangWatch:
         agents.ask_for_unanswered()
         known: Mapping[str, Digest] = {} if isinstance(watch, SilenceWatch) else watch.nodes
         ranks = self._ask_for_stacks(watch)
-        groups = hang.look(agents, self._context.run, attempt.number, ranks, known)
-        attempt.hang = hang.investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
+        groups = hang_investigation.look(agents, self._context.run, attempt.number, ranks, known)
+        attempt.hang = hang_investigation.investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
         attempt.kill_at = time.monotonic()
 
     def _ask_for_stacks(self, watch: Watchdog | SilenceWatch) -> dict[str, list[Standing]]:

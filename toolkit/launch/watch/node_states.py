@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from toolkit import hostlist, logs
 from toolkit.errors import SlurmError
-from toolkit.launch.start.steps import Events, NodeFailed
+from toolkit.launch.start.launcher import Events, NodeFailed
 
 #: Each question is a line in the log of a node's slurmd.
 ASK_DEAD_EVERY_S = 3.0

@@ -17,7 +17,7 @@ from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.extra_state import refuse_extra_state
-from toolkit.strategies.learnt import refuse_learnt
+from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.modes import in_training
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.parameter_server import cuts

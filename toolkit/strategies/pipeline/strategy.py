@@ -43,7 +43,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.mesh import open_mesh
-from toolkit.strategies.learnt import refuse_learnt
+from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.modes import evaluating
 from toolkit.strategies.objective import (
     Forward,

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from toolkit.diagnose import step_checks
-from toolkit.diagnose.step_checks import ask_nodes
+from toolkit.diagnose import srun_checks
+from toolkit.diagnose.srun_checks import ask_nodes
 from toolkit.health import CheckAnswer, CheckRequest, Finding, ok
 from toolkit.health.verdict import NodesReport, judge
 from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
@@ -90,7 +90,7 @@ def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
 
 
 def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks, "LIMIT_S", 0.3)
+    monkeypatch.setattr(srun_checks, "LIMIT_S", 0.3)
     report = asked({"node3": []}, ends=False)
     assert (report.bad, list(report.warnings)) == ({}, ["node3"])
 

@@ -14,10 +14,10 @@ from queue import Empty
 from toolkit import hostlist
 from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
 from toolkit.health.verdict import Heard
+from toolkit.launch.start.launcher import LaunchFailed, RankEnded
 from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
 from toolkit.launch.start.preflight import LIMIT_S
 from toolkit.launch.start.srun import parse_srun_line
-from toolkit.launch.start.steps import LaunchFailed, RankEnded
 
 #: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0

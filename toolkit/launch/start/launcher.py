@@ -1,7 +1,7 @@
 """The interface between the supervisor and its launchers, which start an attempt's ranks and store.
 
 Every launcher puts events into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
-:class:`StepEnded` when all have ended and their reports are in the queue. Nothing polls.
+:class:`RanksEnded` when all have ended and their reports are in the queue. Nothing polls.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LaunchFailed:
 
 
 @dataclass(frozen=True)
-class StepEnded:
+class RanksEnded:
     """All ranks have ended; 0 if each did so with exit code 0."""
 
     exit_code: int
@@ -91,7 +91,7 @@ class MainReport:
 Events = SimpleQueue[Any]
 
 
-class Step(Protocol):
+class RunningRanks(Protocol):
     """The running ranks of one attempt."""
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -124,7 +124,7 @@ class Launcher(Protocol):
 
     def take_over(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> tuple[Step, Store] | None:
+    ) -> tuple[RunningRanks, Store] | None:
         """Go on with the ranks of an attempt whose supervisor has died. Return None where not all of them are there.
 
         Called before all other methods. ``prepare`` is then called only if the result was None.
@@ -143,7 +143,7 @@ class Launcher(Protocol):
         environ: Mapping[str, str],
         events: Events,
         store: Store,
-    ) -> Step:
+    ) -> RunningRanks:
         """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
 
 
