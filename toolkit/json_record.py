@@ -23,7 +23,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Codec:
+class JsonCodec:
     """How a value is kept in JSON: its shape there, and the ways to and from it."""
 
     shape: records.Shape
@@ -133,10 +133,10 @@ def shape_of(kind: type[JsonRecord]) -> records.Record:
 
 
 #: What :func:`_codecs` has found out about each class.
-_CODECS: dict[type[JsonRecord], dict[str, Codec]] = {}
+_CODECS: dict[type[JsonRecord], dict[str, JsonCodec]] = {}
 
 
-def _codecs(kind: type[JsonRecord]) -> dict[str, Codec]:
+def _codecs(kind: type[JsonRecord]) -> dict[str, JsonCodec]:
     if kind not in _CODECS:
         hints = get_type_hints(kind, include_extras=True)
         names = [each.name for each in dataclasses.fields(kind) if each.name not in ("extra", "_keys")]
@@ -147,24 +147,26 @@ def _codecs(kind: type[JsonRecord]) -> dict[str, Codec]:
 _LEAVES = {str: TEXT, int: COUNT, float: NUMBER, bool: FLAG}
 
 
-def _codec(hint: Any) -> Codec:
+def _codec(hint: Any) -> JsonCodec:
     """Return how values of this type are kept. A shape or codec in ``Annotated`` comes before the type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return args[1] if isinstance(args[1], Codec) else Codec(args[1])
+        return args[1] if isinstance(args[1], JsonCodec) else JsonCodec(args[1])
     if hint in _LEAVES:
-        return Codec(_LEAVES[hint])
+        return JsonCodec(_LEAVES[hint])
     if origin in (Union, UnionType):
         (inner,) = (_codec(arg) for arg in args if arg is not type(None))
-        return Codec(OrNull(inner.shape), _or_none(inner.load), _or_none(inner.dump))
+        return JsonCodec(OrNull(inner.shape), _or_none(inner.load), _or_none(inner.dump))
     if origin is tuple:
         item = _codec(args[0])
-        return Codec(ListOf(item.shape), lambda value: tuple(map(item.load, value)), lambda v: list(map(item.dump, v)))
+        return JsonCodec(
+            ListOf(item.shape), lambda value: tuple(map(item.load, value)), lambda v: list(map(item.dump, v))
+        )
     if origin is Mapping:
-        return Codec(MapOf(_codec(args[1]).shape), dict, dict)
+        return JsonCodec(MapOf(_codec(args[1]).shape), dict, dict)
     if issubclass(hint, StrEnum):
-        return Codec(records.one_of(*hint), hint, str)
-    return Codec(shape_of(hint), hint.load, hint.to_json)
+        return JsonCodec(records.one_of(*hint), hint, str)
+    return JsonCodec(shape_of(hint), hint.load, hint.to_json)
 
 
 def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 from toolkit import hostlist, records
 from toolkit.errors import RequestError
-from toolkit.json_record import NULL, Codec, FileRecord, JsonRecord
+from toolkit.json_record import NULL, FileRecord, JsonCodec, JsonRecord
 from toolkit.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
 
 
@@ -74,12 +74,12 @@ def _hosts(text: str) -> tuple[str, ...] | None:
         return None
 
 
-_TIME = Codec(TIME_TEXT, lambda text: datetime.fromisoformat(text).timestamp(), _iso)
+_TIME = JsonCodec(TIME_TEXT, lambda text: datetime.fromisoformat(text).timestamp(), _iso)
 #: Seconds since the epoch, as text in the file.
 Time: TypeAlias = Annotated[float, _TIME]
 _HOST_LIST = Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None)
 #: Names of nodes, as a host list in the file: there may be thousands.
-Hosts: TypeAlias = Annotated[tuple[str, ...], Codec(_HOST_LIST, lambda text: _hosts(text) or (), hostlist.compress)]
+Hosts: TypeAlias = Annotated[tuple[str, ...], JsonCodec(_HOST_LIST, lambda text: _hosts(text) or (), hostlist.compress)]
 
 
 # ------------------------------------------------------------------------------------------------------ parts of files
@@ -223,7 +223,7 @@ _ENDS = tuple(state for state in RunState if state.is_over)
 class RunResult(FileRecord):
     """``result.json``: how the run ended."""
 
-    state: Annotated[RunState, Codec(records.one_of(*_ENDS), RunState, str)]
+    state: Annotated[RunState, JsonCodec(records.one_of(*_ENDS), RunState, str)]
     attempts: int = 0
     step: int | None = None
     epoch: int | None = None
