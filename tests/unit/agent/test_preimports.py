@@ -81,7 +81,7 @@ preimports.note(Path(sys.argv[1]))
 
 def test_installed_modules_are_noted_and_those_of_the_user_are_not(tmp_path: Path) -> None:
     path = tmp_path / "imports.json"
-    python(tmp_path, NOTE.partition("learnt.inherited")[0], str(path))
+    python(tmp_path, NOTE.partition("preimports.inherited")[0], str(path))
     assert not path.exists(), "a fresh interpreter has inherited nothing"
     python(tmp_path, NOTE, str(path))
     noted = json.loads(path.read_text())
