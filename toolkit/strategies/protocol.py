@@ -106,7 +106,7 @@ class Strategy(Protocol):
         """
 
     def begin(self, step: int, again: Again) -> None:
-        """Start or continue the training at ``step``. With ``again`` a rank can compute what another rank died over."""
+        """Start or continue the training at ``step``. ``again`` recomputes the part of another, dead rank."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Make one whole optimizer step on this rank's part of a global batch, without a host sync."""

@@ -168,7 +168,7 @@ class Saver:
         self._writing = BackgroundSave(step, self._client, write)
 
     def settle(self, wanted: int | None = None) -> None:
-        """Wait for the save that is being written, if any. With ``wanted``, cancel one of another step."""
+        """Wait for the save that is being written, if any. With ``wanted``, cancel it unless it is of that step."""
         writing, self._waits = self._writing, True
         if writing is None:
             return

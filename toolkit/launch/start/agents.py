@@ -319,7 +319,7 @@ class Agents:
     # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`. Ranks not taken over end with their agent."""
+        """See :class:`~toolkit.launch.start.agent_links.Listener`. A refused agent ends its ranks."""
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:

@@ -110,8 +110,10 @@ class Attempt:
         return self.progress.save_s or 0.0
 
     def can_do_without(self, ranks: Collection[int]) -> bool:
-        """True if the strategy goes on when ``ranks`` have died: while another one of their kind lives. Rank 0 has
-        reported which ranks these are."""
+        """True if the strategy continues without ``ranks``: at least one of the expendable ranks is still alive.
+
+        Rank 0 has reported which ranks are expendable.
+        """
         expendable = set(self.progress.expendable)
         return set(ranks) <= expendable and not expendable <= self.gone - self.finished
 

@@ -73,6 +73,12 @@ class AttemptLoop:
             self._handle(self._context.events.get())
 
     def _watch(self) -> None:
+        """Handle events and the clock until the ranks have ended.
+
+        Three values of the attempt decide what comes next. Events, the stop path and this loop set them:
+        ``kill_at``, when to kill all ranks (again); ``leave_at``, when to ask whether Slurm is ending the job, which
+        would kill this process too; ``exit_code``, set when all ranks have ended or are given up.
+        """
         attempt, next_status = self._attempt, 0.0
         while attempt.exit_code is None:
             now = time.monotonic()

@@ -99,7 +99,7 @@ class Facts:
     slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
-    condemned: str | None = None  #: a node that this attempt's suspicion has excluded, while enough others are left
+    condemned: str | None = None  #: the node excluded because of this attempt; only if enough others are left
     hang: RankFailure | None = None  #: the rank that all waited for when the attempt was ended for lack of progress
     cut_links: Sequence[tuple[str, str]] = ()  #: pairs of nodes: the first could not connect to the second
     hosts: Sequence[str] = ()  #: the attempt's nodes, the batch host first if it is among them

@@ -19,8 +19,8 @@ from toolkit.launch.supervise.facts import Budgets, Ending, Facts, RankFailure
 def judge_attempt(context: Context, attempt: Attempt) -> Ending:
     """Return the verdict, after checking what the ranks have left, the nodes and Slurm.
 
-    A rank that hung, or was killed by a signal of unknown origin, is chance once; the second time the node is at fault.
-    An attempt for which a node is excluded, and which can go on elsewhere, is no fault of the run.
+    A rank that hung, or was killed by a signal of unknown origin, makes its node suspect. The first time has no effect;
+    the second excludes the node. If enough nodes are left then, the attempt does not count as the run's failure.
     """
     add_error_files(context, attempt)
     excuse_nodes(attempt)

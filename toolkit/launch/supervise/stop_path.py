@@ -86,8 +86,10 @@ class StopPath:
         self._context, self._attempt, self._step, self._store = context, attempt, step, store
 
     def ask(self, stop: Stop) -> None:
-        """Ask the ranks to stop. Of several requests the first counts, but a user's replaces any, and any replaces a
-        move."""
+        """Ask the ranks to stop.
+
+        The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
+        """
         attempt, context = self._attempt, self._context
         # Without Slurm a cancel kills at once.
         if stop is Stop.CANCEL and context.allocation.job_id is None:

@@ -134,7 +134,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _has_ended(self, earlier_death: str | None) -> bool:
-        """Return whether Slurm has restarted the job of a run that is done or was given up.
+        """True if the run was over already, and Slurm has restarted its job by mistake.
 
         Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it
         ends. Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the
