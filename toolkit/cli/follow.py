@@ -61,7 +61,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
         begun = time.monotonic()
-        for status in run.watch():
+        for status in run.statuses():
             _update(progress, task, status, time.monotonic() - begun)
 
 
@@ -90,7 +90,7 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
 def _watch_in_lines(run: Run) -> None:
     """Print a line each time the epoch or the state changes, for logs and CI."""
     last = ""
-    for status in run.watch():
+    for status in run.statuses():
         line = describe(status)
         if line != last:
             print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)

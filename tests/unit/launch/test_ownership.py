@@ -115,7 +115,7 @@ def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run:
     row = row_of(run)
     assert (row["state"], row["job_id"]) == ("requeued (PENDING, Priority)", "2")
     watching = attach(run).watch()
-    assert [next(watching).state for _ in range(3)] == ["requeued"] * 3
+    assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
 
 
 def test_a_run_whose_follow_up_job_waits_or_runs_is_not_submitted_a_second_time(run: RunDir, slurm: FakeSlurm) -> None:

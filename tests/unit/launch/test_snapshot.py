@@ -211,6 +211,16 @@ def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
     assert f"images (a link to {data}, which is no Python package)" in caplog.text
 
 
+def test_a_link_to_a_folder_above_the_project_is_left_out_unseen(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look into it may mount the home of every user, or wait for a dead file server."""
+    (project / "above").symlink_to(project.parent)
+    monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("it was looked into"))
+    snapshot.take(project, tmp_path / "run/code")
+    assert json.loads((tmp_path / "run/code/SNAPSHOT.json").read_text())["left_out"].keys() == {"above"}
+
+
 def test_a_repository_in_the_project_is_copied_and_an_empty_submodule_is_named(
     project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

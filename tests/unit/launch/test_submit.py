@@ -297,7 +297,7 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     over(monkeypatch)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     watching = run.watch()
-    assert [next(watching).state for _ in range(3)] == ["running"] * 3
+    assert [next(watching)["state"] for _ in range(3)] == ["running"] * 3
     run.dir.write_result(RunResult.from_json({"state": "completed"}))
     assert list(watching) == []
 
@@ -309,7 +309,7 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, m
     monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
     monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
     monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
-    watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").watch()
+    watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").statuses()
 
     def look(for_s: int, *, speaking: bool) -> int:
         nonlocal now

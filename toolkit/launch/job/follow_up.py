@@ -31,6 +31,7 @@ from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.variables import whole_number
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
 #: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.
@@ -118,7 +119,7 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
     yield from row.options
     # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
-    if may_lose_nodes(config, int(environ.get("SLURM_JOB_NUM_NODES", 1))):
+    if may_lose_nodes(config, whole_number(environ, "SLURM_JOB_NUM_NODES", 1)):
         yield "--no-kill"
     for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")

@@ -100,8 +100,10 @@ def adopt_config(run: RunDir, token: str | None) -> None:
 
 def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     """True while a process calls sbatch for the run, or starts it on a machine."""
+    if owner is None or owner.jobs:
+        return False
     sent = run.submission()
-    if owner is None or owner.jobs or (sent is not None and sent.token == owner.token):
+    if sent is not None and sent.token == owner.token:
         return False
     is_here = owner.host == socket.gethostname()
     return time.time() - owner.time < SUBMITTING_S and (not is_here or Path(f"/proc/{owner.pid}").exists())

@@ -56,15 +56,19 @@ class Run:
         is gone.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for _ in self.watch():
+        for _ in self.statuses():
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} has not ended after {timeout_s:.0f} s")
         result = self.dir.result()
         assert result is not None
         return result.to_json()
 
-    def watch(self) -> Iterator[RunStatus]:
-        """Yield the status twice a second until the run has ended.
+    def watch(self) -> Iterator[dict[str, Any]]:
+        """Yield what :meth:`status` returns, twice a second until the run has ended."""
+        return (status.to_json() for status in self.statuses())
+
+    def statuses(self) -> Iterator[RunStatus]:
+        """Yield the status as a record, twice a second until the run has ended.
 
         Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
         all the time, and a thousand waiting callers would keep the controller busy.

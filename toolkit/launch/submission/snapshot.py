@@ -177,9 +177,10 @@ class _ProjectFiles:
         if not target.is_dir():
             self.left_out[name] = "a link that leads nowhere"
             return
+        # A folder above the project is not even looked into: it may hold the homes of all users, or a dead mount.
+        is_above = self._project.is_relative_to(target)
         # The first module is enough: a folder of data may be large.
-        has_modules = any(next(target.glob(pattern), None) for pattern in ("*.py", "*/__init__.py"))
-        if self._project.is_relative_to(target) or not has_modules:
+        if is_above or not any(next(target.glob(pattern), None) for pattern in ("*.py", "*/__init__.py")):
             self.left_out[name] = f"a link to {target}, which is no Python package"
         else:
             self._copied[target] = name

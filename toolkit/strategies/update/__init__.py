@@ -79,9 +79,9 @@ class Update:
     def begin(self) -> None:
         """Prepare for the forward pass of a step, which changes buffers."""
         self._buffers_equal = False
-        self._hide_average()
+        self.hide_average()
 
-    def _hide_average(self) -> None:
+    def hide_average(self) -> None:
         """Give the model its own weights back if an evaluation has swapped in the average."""
         if self._average is not None:
             self._average.hide()
@@ -159,7 +159,7 @@ class Update:
 
         From here on the model has its own weights, and not their average.
         """
-        self._hide_average()
+        self.hide_average()
         found: dict[str, Entry] = dict(self._slots.entries())
         if self._criterion is not None:
             found |= {f"criterion/{name}": Replicated(value) for name, value in self._criterion.state_dict().items()}
