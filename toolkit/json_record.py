@@ -120,8 +120,15 @@ class FileRecord(JsonRecord):
 NULL = {"is null": True}
 
 
+#: What the next two functions have found out about each class. (functools.cache takes no type[Self] for mypy.)
+_SHAPES: dict[type[JsonRecord], records.Record] = {}
+_CODECS: dict[type[JsonRecord], dict[str, JsonCodec]] = {}
+
+
 def shape_of(kind: type[JsonRecord]) -> records.Record:
     """Return the shape of a record, by its fields."""
+    if kind in _SHAPES:
+        return _SHAPES[kind]
     keys: dict[str, records.Shape | Maybe | Null] = {}
     declared = {each.name: each for each in dataclasses.fields(kind)}
     for name, codec in _codecs(kind).items():
@@ -129,11 +136,7 @@ def shape_of(kind: type[JsonRecord]) -> records.Record:
         is_required = each.default is each.default_factory is dataclasses.MISSING
         may_be_missing = Null(codec.shape) if "is null" in each.metadata else Maybe(codec.shape)
         keys[name] = codec.shape if is_required else may_be_missing
-    return records.Record(keys)
-
-
-#: What :func:`_codecs` has found out about each class.
-_CODECS: dict[type[JsonRecord], dict[str, JsonCodec]] = {}
+    return _SHAPES.setdefault(kind, records.Record(keys))
 
 
 def _codecs(kind: type[JsonRecord]) -> dict[str, JsonCodec]:

@@ -230,6 +230,7 @@ def _head(held: Mapping[str, Entry]) -> bytes:
             spans = [f"{start}:{start + size}" for start, size in zip(offsets, value.shape, strict=True)]
             # Several pieces of one tensor are told apart by their places in it.
             label = name if len(pieces) == 1 else f"{name}[{', '.join(spans)}]"
+            assert label not in inside, label
             inside[label] = value.dtype, tuple(value.shape)
     return header.encode(inside)
 

@@ -164,8 +164,8 @@ def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Contai
         return None
     here = Path.cwd()
     data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
-    folders: list[str | Path] = [run.path.parent.parent, here, data, *config.cluster.container_mounts]
-    folders += [folder for folder in (config.model.init_from, config.checkpoint.copy_to) if folder]
+    named = (config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts)
+    folders: list[str | Path] = [run.path.parent.parent, here, data, *filter(None, named)]
     gpus = allocation.gpus_per_node > 0
     image = parse_image(config.cluster.container)
     return Container(image, outermost(folders), workdir=str(here), code=str(run.code), gpus=gpus)
