@@ -274,7 +274,7 @@ def copied_weights(session: Session) -> list[str]:
     return same(trained, tensors(strategy))
 
 
-def test_after_an_evaluation_a_model_that_copies_its_state_saves_its_own_weights_and_not_the_average() -> None:
+def test_a_model_that_copies_its_state_saves_its_own_weights_after_an_evaluation() -> None:
     assert run_ranks(2, copied_weights) == [[], []]
 
 
