@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,25 @@ def append_json_line(path: Path, value: Any) -> None:
             raise
     finally:
         os.close(fd)
+
+
+class PatientLines:
+    """JSON lines of a file, kept in memory while the disk does not take them: a full disk must not end a training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten = deque[Any]()
+
+    def write(self, lines: Iterable[Any]) -> None:
+        """Append ``lines``, and those that could not be written before. What fails again is kept, with a warning."""
+        self._unwritten += lines
+        while self._unwritten:
+            try:
+                append_json_line(self._path, self._unwritten[0])
+            except OSError as error:
+                _log.warning("%s: %d lines are not written yet: %s", self._path, len(self._unwritten), error)
+                return
+            self._unwritten.popleft()
 
 
 def set_aside(path: Path) -> Path:

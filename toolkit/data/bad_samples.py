@@ -40,7 +40,7 @@ class BadSamples:
         self._told: set[int] = set()
         self._heard = 0
         self._listed: dict[int, BadSample] = {}
-        self._unwritten: list[BadSample] = []
+        self._lines = fsio.PatientLines(self._path)
         # Bad samples of earlier attempts count, too.
         if most is not None and session.is_main:
             lines = records.read_lines(self._path, _LINE)
@@ -67,8 +67,7 @@ class BadSamples:
                 self._listed[bad.index] = bad
                 new.append(bad)
         self._warn(new)
-        self._unwritten += new
-        self._write()
+        self._lines.write([dataclasses.asdict(bad) for bad in new])
         self._refuse_too_many()
 
     def figures(self, position: int) -> dict[str, float]:
@@ -98,15 +97,6 @@ class BadSamples:
             log.warning("%s cannot be loaded, another one takes its place: %s", bad, bad.error)
         if new[named:]:
             log.warning("%d samples cannot be loaded; they are listed in %s", len(self._listed), self._path)
-
-    def _write(self) -> None:
-        while self._unwritten:
-            try:
-                fsio.append_json_line(self._path, dataclasses.asdict(self._unwritten[0]))
-            except OSError as error:  # a full disk must not end a training
-                log.warning("%s: %d bad samples are not listed yet: %s", self._path, len(self._unwritten), error)
-                return
-            del self._unwritten[0]
 
     def _refuse_too_many(self) -> None:
         if self._most is None or len(self._listed) <= self._most:

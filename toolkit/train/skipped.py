@@ -45,7 +45,7 @@ class SkippedSteps:
         self._writes = session.is_main
         self._path = RunDir(session.run_dir).skipped_steps
         self._listed: set[int] = set()
-        self._unwritten: list[dict[str, Any]] = []
+        self._lines = fsio.PatientLines(self._path)
         self._unread: list[tuple[int, Tensor]] = []
         self._count = self._rollbacks = 0
         self._streak: list[int] = []  #: the steps left out since the last one that was made
@@ -142,27 +142,19 @@ class SkippedSteps:
         """List the ``new`` steps on rank 0, with their positions and samples."""
         if not self._writes:
             return
+        lines = []
         for step, why in new:
             first = step * self._loader.global_batch_size
             last = first + self._loader.global_batch_size - 1
             line = {"step": step, "why": WHY[why], "positions": [first, last]}
             samples = self._loader.global_samples(step)
-            self._unwritten.append({**line, "samples": samples})
+            lines.append({**line, "samples": samples})
             self._listed.add(step)
             if len(self._listed) <= NAMED:
                 log.warning("step %d is left out: %s; samples %s", step, WHY[why], listing(list(map(str, samples)), 8))
         if new and len(self._listed) > NAMED:
             log.warning("%d steps were left out; they are listed in %s", len(self._listed), self._path)
-        self._write()
-
-    def _write(self) -> None:
-        while self._unwritten:
-            try:
-                fsio.append_json_line(self._path, self._unwritten[0])
-            except OSError as error:  # a full disk must not end a training
-                log.warning("%s: %d steps are not listed yet: %s", self._path, len(self._unwritten), error)
-                return
-            del self._unwritten[0]
+        self._lines.write(lines)
 
     def _describe_row(self, step: int) -> str:
         row = self._streak
