@@ -44,8 +44,8 @@ class JsonRecord:
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         record = super().__new__(cls)
-        by_position = [each.name for each in dataclasses.fields(cls) if each.init and not each.kw_only]
-        object.__setattr__(record, "_keys", (*by_position[: len(values)], *named))
+        # The names of the fields by position: this is called for each record that a file holds.
+        object.__setattr__(record, "_keys", (*cls.__match_args__[: len(values)], *named))
         return record
 
     @classmethod
