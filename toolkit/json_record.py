@@ -68,11 +68,15 @@ class JsonRecord:
 
     def merged(self, other: Self) -> Self:
         """Return the record with the values that ``other`` was made with."""
-        return self.replace(**{name: getattr(other, name) for name in other._keys})
+        return self.replace(**other.given(*other._keys))
 
     def replace(self, **changes: Any) -> Self:
         """Return the record with other values. Keys that it does not have, and that do not change, stay unwritten."""
-        return type(self)(**{**{name: getattr(self, name) for name in self._keys}, **changes})
+        return type(self)(**{**self.given(*self._keys), **changes})
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return the values of ``names``, of those that the record was made or read with."""
+        return {name: getattr(self, name) for name in names if name in self._keys}
 
 
 @dataclass(frozen=True)

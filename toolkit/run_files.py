@@ -255,7 +255,7 @@ class OwnerRecord(FileRecord):
     @property
     def is_whole(self) -> bool:
         """True if no part of the file was missing or damaged, but perhaps its jobs."""
-        return {"number", "token", "executor", "host", "pid", "time"} <= {*self._keys}
+        return len(self.given("number", "token", "executor", "host", "pid", "time")) == 6
 
     @property
     def job_id(self) -> str | None:

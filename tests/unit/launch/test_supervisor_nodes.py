@@ -508,6 +508,16 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
         supervisor_of(Ranks(), slurm).run()
 
 
+def test_a_damaged_status_keeps_of_a_left_over_attempt_what_is_known(run: RunDir, slurm: FakeSlurm) -> None:
+    """Its job is this one then, and when it was submitted counts without the rest of its account."""
+    known = {"attempt": 1, "started": 2.0, "updated": 3.0, "submitted": 1.0, "nodes": ["a"], "tasks": [2]}
+    fsio.write_json(run.path / "status.json", {**known, "job_id": [[]], "restart_count": [[]], "goodput": [[]]})
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=2)
+    left_over.close(Supervisor(run, JobConfig(), allocation, Ranks(), slurm)._context, None)
+    (line,) = run.attempts()
+    assert (line.job_id, line.restart_count, line.submitted, line.begun) == ("1", 2, 1.0, 1.0)
+
+
 def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
     place = {"nodes": ["node1", "dead"], "tasks": [1, 1]}
     run.write_status(

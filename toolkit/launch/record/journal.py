@@ -75,8 +75,7 @@ class Journal:
         """Return where the time went up to ``until``. For a left-over attempt its status tells."""
         start = attempt.start
         if start is None:
-            left = attempt.left_over
-            return {"submitted": left.submitted, "goodput": left.goodput} if left and left.goodput else {}
+            return {} if attempt.left_over is None else attempt.left_over.given("submitted", "goodput")
         ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
 
@@ -113,7 +112,7 @@ class Journal:
         attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
-        first, left = verdict.first_failure, attempt.left_over
+        first = verdict.first_failure
         first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how)
         # Keys that few attempts have are left out of the others' lines.
         more = self._account(attempt, attempt.ended)
@@ -123,11 +122,13 @@ class Journal:
             more["left_nodes"] = tuple(sorted(attempt.left_nodes))
         if attempt.progress.stragglers:
             more["slow_nodes"] = attempt.progress.stragglers
+        # A left-over attempt keeps the job id of the job that made it, as far as its status tells.
+        job: dict[str, Any] = {"job_id": self._allocation.job_id, "restart_count": self._allocation.restart_count}
+        if attempt.left_over is not None:
+            job |= attempt.left_over.given(*job)
         line = AttemptRecord(
             attempt=attempt.number,
-            # A left-over attempt keeps the job id of the job that made it.
-            job_id=self._allocation.job_id if left is None else left.job_id,
-            restart_count=self._allocation.restart_count if left is None else left.restart_count,
+            **job,
             nodes=attempt.plan.hosts,
             world_size=attempt.plan.world_size,
             started=attempt.started,
