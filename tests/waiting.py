@@ -36,3 +36,8 @@ def processes_with(text: str) -> dict[int, str]:
         if command:  # a zombie has none
             found[int(folder.name)] = command
     return found
+
+
+def nobody_left(env: dict[str, str]) -> bool:
+    """True if no process has the runs folder of this environment."""
+    return not processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}")

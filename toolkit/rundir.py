@@ -110,6 +110,11 @@ class RunDir:
         """Return the folder of submitit's own files."""
         return self.path / "submitit"
 
+    @property
+    def submission_path(self) -> Path:
+        """Return the file that says how the run was last submitted."""
+        return self.submitit / "submission.json"
+
     def attempt_logs(self, attempt: int) -> Path:
         """Return the folder of logs and error files of one attempt's ranks."""
         return self.logs / f"attempt-{attempt:03d}"
@@ -244,7 +249,11 @@ class RunDir:
 
     def submission(self, damage: list[str] | None = None) -> Submission | None:
         """Return how the run was last submitted: executor, job id, host. None for a user's own batch script."""
-        return Submission.read_or_none(self.submitit / "submission.json", damage)
+        return Submission.read_or_none(self.submission_path, damage)
+
+    def write_submission(self, submission: Submission) -> None:
+        """Replace ``submission.json``, durably."""
+        fsio.write_json(self.submission_path, submission.to_file())
 
 
 def create(name: str, root: Path | None = None) -> RunDir:

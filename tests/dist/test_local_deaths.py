@@ -8,12 +8,11 @@ import subprocess
 
 import pytest
 
-from tests.dist.test_local_runs import END_S, ROOT, TOOLKIT, env, ranks, reached, the_run
+from tests.dist.test_local_runs import END_S, ROOT, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.dist
 
-__all__ = ["env"]  # a fixture
 #: Long enough to be struck twice.
 OVERRIDES = ["train.epochs=60", "train.eval_every=500", "checkpoint.every_steps=50"]
 

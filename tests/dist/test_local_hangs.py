@@ -8,15 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import hangs
-from tests.dist.test_local_runs import END_S, TOOLKIT, nobody_left, ranks, reached, the_run
-from tests.waiting import PATIENCE, processes_with, wait_for
+from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
+from tests.waiting import PATIENCE, nobody_left, wait_for
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.watch import node_watch
 from toolkit.launch.watch.silence import SilenceWatch, start_watch
@@ -27,18 +27,6 @@ pytestmark = pytest.mark.dist
 
 #: Half of it is the bound, 0.8 of it until the first step has ended: three imports of torch on two busy cores.
 TIMEOUT_S = 60
-
-
-@pytest.fixture
-def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """As in test_local_runs, where the reason stands."""
-    variables = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    yield variables
-    try:
-        wait_for(lambda: nobody_left(variables), 10, "no process of the run")
-    finally:
-        for pid in processes_with(f"TOOLKIT_RUNS={tmp_path}/runs"):
-            os.kill(pid, signal.SIGKILL)
 
 
 def start(env: dict[str, str], folder: Path, kind: str, *overrides: str, pause_s: float = 0.0) -> subprocess.Popen[str]:

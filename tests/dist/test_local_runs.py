@@ -9,12 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE, processes_with, wait_for
+from tests.waiting import PATIENCE, nobody_left, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.store import newest_step
 from toolkit.run_files import FirstFailure, RunStatus
@@ -29,19 +28,6 @@ END_S = 120
 SHORT = ["train.max_steps=60", "checkpoint.every_steps=20"]
 #: Long enough to be interrupted: 45,000 steps take minutes.
 LONG = ["train.epochs=2000", "checkpoint.every_steps=20"]
-
-
-@pytest.fixture
-def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment of its own for each test; whatever stays behind is a failure. Who waits for a result has it a
-    moment before the supervisor that wrote it has ended."""
-    variables = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    yield variables
-    try:
-        wait_for(lambda: nobody_left(variables), 10, "no process of the run")
-    finally:
-        for pid in processes_with(f"TOOLKIT_RUNS={tmp_path}/runs"):
-            os.kill(pid, signal.SIGKILL)
 
 
 def start(env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
@@ -75,10 +61,6 @@ def ranks(env: dict[str, str]) -> dict[int, int]:
             environ = dict(p.split("=", 1) for p in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in p)
             found[int(environ["RANK"])] = pid
     return found
-
-
-def nobody_left(env: dict[str, str]) -> bool:
-    return not processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}")
 
 
 def test_a_run_that_is_cancelled_in_its_first_moment_never_trains(env: dict[str, str]) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_local_runs import ROOT, TOOLKIT, env
+from tests.dist.test_local_runs import ROOT, TOOLKIT
 
 pytestmark = pytest.mark.dist
-
-__all__ = ["env"]  # a fixture
 
 
 @pytest.mark.sample(2)

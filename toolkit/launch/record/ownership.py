@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from toolkit import fsio
 from toolkit.errors import RequestError
@@ -263,13 +262,14 @@ def _describe(run: RunDir, owner: OwnerRecord) -> str:
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def as_note(owner: OwnerRecord, jobs: Sequence[str]) -> dict[str, Any]:
-    """Return what the submission records when the ids of the job and of its follow-up jobs are known."""
-    return Submission(
+def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str) -> None:
+    """Record the ids of the submission's job and of its follow-up jobs. Raises OSError."""
+    submission = Submission(
         executor=owner.executor,
         job_id=jobs[0],
-        follow_ups=tuple(jobs[1:]),
+        follow_ups=jobs[1:],
         host=owner.host,
         time=owner.time,
         token=owner.token,
-    ).to_file()
+    )
+    run.write_submission(submission)

@@ -67,12 +67,12 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord) -> R
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.
     try:
-        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id]))
+        ownership.note_jobs(run, owner, job_id)
     except OSError:
         if executor == "slurm":
             _cancel([job_id])
             raise
-        log.warning("%s could not be written", run.submitit / "submission.json", exc_info=True)
+        log.warning("%s could not be written", run.submission_path, exc_info=True)
     if executor == "slurm":
         _send_follow_up(run, config, owner, job_id)
     return sent
@@ -143,7 +143,7 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: 
         return
     forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
     try:
-        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id, follower]))
+        ownership.note_jobs(run, owner, job_id, follower)
     except OSError as error:  # an unrecorded job could not be found; the first job submits another when it starts
         log.warning("the follow-up job %s is given up: %s", follower, error)
         follow_up.dismiss([follower], slurm)
