@@ -30,3 +30,9 @@ def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Ite
     for name in sys.modules.keys() - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Slurm has answered in one test must not answer in another, and tests leave the user's cache alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

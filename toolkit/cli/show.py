@@ -102,14 +102,14 @@ def _row(run: RunDir) -> dict[str, Any]:
 
 
 def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
-    """Ask Slurm once about all jobs, and leave out those that it does not know.
+    """Return Slurm's answer about the jobs, which all processes of the user share, without those it does not know.
 
     A controller that does not answer leaves all of them unknown, which never means "dead".
     """
-    from toolkit.slurm.commands import Slurm
+    from toolkit.slurm import shared_queue
 
     try:
-        answers = Slurm().show_jobs(job_ids)
+        answers = shared_queue.of_user().show_jobs(job_ids)
     except ToolkitError:
         return {}
     return {job_id: job for job_id, job in answers.items() if job}

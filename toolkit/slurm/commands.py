@@ -52,6 +52,14 @@ class SlurmCommands(Protocol):
         """Return the status of every id, ``None`` where it is unknown. Ask once for all ids."""
         ...
 
+    def user_jobs(self) -> list[JobStatus]:
+        """Return all jobs of this user that the controller knows, those that have just ended included. One call."""
+        ...
+
+    def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """Return what accounting knows of these jobs; nothing where it is off or down. One call."""
+        ...
+
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         """End a job or one of its steps, or send a signal.
 
@@ -158,7 +166,18 @@ class Slurm:
         # squeue first; accounting only for the jobs that the controller has forgotten.
         found = rows_by_id(wanted, self._queued(wanted) if wanted else [])
         gone = [job_id for job_id in wanted if found[job_id] is None]
-        return found | (rows_by_id(gone, self._accounted(gone)) if gone else {})
+        return found | (rows_by_id(gone, self.accounted_jobs(gone)) if gone else {})
+
+    def user_jobs(self) -> list[JobStatus]:
+        return parse_statuses(self._run([*_SQUEUE, f"--user={os.getuid()}"]))
+
+    def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        columns = ["--parsable2", "--format=JobID,State,NodeList"]
+        ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
+        try:
+            return parse_statuses(self._run(ask))
+        except SlurmError:
+            return []
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         options = [f"--signal={signal}"] if signal else []
@@ -276,23 +295,13 @@ class Slurm:
         For several ids squeue would load the jobs of the whole cluster, so it is asked for this user's jobs instead.
         For a single id that the controller does not know, squeue fails.
         """
-        ask = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r"]
         if len(job_ids) > 1:
-            return parse_statuses(self._run([*ask, f"--user={os.getuid()}"]))
+            return self.user_jobs()
         try:
-            return parse_statuses(self._run([*ask, f"--jobs={base_id(job_ids[0])}"]))
+            return parse_statuses(self._run([*_SQUEUE, f"--jobs={base_id(job_ids[0])}"]))
         except ProgramRefusedError as error:
             if not error.says("Invalid job id"):
                 raise
-            return []
-
-    def _accounted(self, job_ids: list[str]) -> list[JobStatus]:
-        """Ask sacct once for the jobs that the controller has forgotten. Empty where accounting is off or down."""
-        columns = ["--parsable2", "--format=JobID,State,NodeList"]
-        ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
-        try:
-            return parse_statuses(self._run(ask))
-        except SlurmError:
             return []
 
     # ------------------------------------------------------------------------------------------------ running
@@ -320,9 +329,5 @@ def _version(text: str) -> tuple[int, ...]:
 
 #: Number and name of each step in the output of `scontrol show step`; the toolkit's step names have no spaces.
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
-
-
-# --------------------------------------------------------------------------------------------------- environments
-
-
-# --------------------------------------------------------------------------------------------------------- parsing
+#: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects.
+_SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%S|%r")

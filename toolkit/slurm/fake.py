@@ -54,6 +54,7 @@ class FakeSlurm:
         self.excluded: dict[str, str] = {}
         self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
         self.asked_for_nodes: list[str] = []  #: the node list of each call of `drained`
+        self.asked_for_jobs: list[tuple[str, ...]] = []  #: each call of `user_jobs`, as (), and of `accounted_jobs`
         self.kept: dict[str, str] = {}  #: by job, the node list that it kept when it gave nodes back
         self._jobs: dict[str, JobRow] = {}
         self._accounted: dict[str, JobRow] = {}
@@ -73,6 +74,16 @@ class FakeSlurm:
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         self._contact()
         return {job_id: self._status(job_id) for job_id in job_ids}
+
+    def user_jobs(self) -> list[JobStatus]:
+        self.asked_for_jobs.append(())
+        self._contact()
+        return [_status_of(row) for row in self._jobs.values()]
+
+    def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        self.asked_for_jobs.append(tuple(job_ids))
+        rows = self._accounted.values() if self.accounting and self.is_up else ()
+        return [_status_of(row) for row in rows if {row.job_id, row.requeue_id, row.array_job_id} & {*job_ids}]
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         self._contact()
@@ -153,6 +164,10 @@ class FakeSlurm:
         return str(first)
 
     # ----------------------------------------------------------------------------------- what the test decides
+
+    def estimate_start(self, job_id: str, at: float) -> None:
+        """Set when the scheduler expects the pending job to start, and why it waits."""
+        self._set(self._one(job_id), start_time=at, reason="Resources")
 
     def start(self, job_id: str, node_list: str = "node1") -> None:
         """Start a pending job. Fails during a requeue's delay, as Slurm would."""
@@ -245,7 +260,7 @@ class FakeSlurm:
         gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
         rows = self._find(job_id) + (gone if self.accounting else [])
         row = present_of(rows)
-        return JobStatus(row.requeue_id, row.state, row.reason, row.node_list) if row else None
+        return _status_of(row) if row else None
 
     def _cancel(self, row: JobRow) -> None:
         if phase(row.state) is Phase.PENDING:
@@ -274,6 +289,10 @@ class FakeSlurm:
             self._put_back(row)
         else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
             self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
+
+
+def _status_of(row: JobRow) -> JobStatus:
+    return JobStatus(row.requeue_id, row.state, row.reason, row.node_list, row.start_time)
 
 
 _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")

@@ -55,12 +55,13 @@ class JobRow:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The fields of a job that both squeue and sacct report."""
+    """The fields of a job that squeue reports. sacct reports the same without reason and start."""
 
     job_id: str
     state: str
     reason: str | None = None
     node_list: str = ""
+    start_time: float | None = None  #: in seconds since the epoch; while pending: Slurm's estimate
 
     @property
     def is_over(self) -> bool:
@@ -195,10 +196,22 @@ def parse_statuses(text: str) -> list[JobStatus]:
 
 
 def _status(line: str) -> JobStatus:
-    # The reason is squeue's last column; sacct is not asked for it.
-    job_id, state, node_list, *reason = line.split("|", 3)
-    why = reason[0] if reason and reason[0] not in _NOTHING else None
-    return JobStatus(job_id.strip(), states.canonical(state), why, "" if node_list in _NOTHING else node_list)
+    job_id, state, node_list, *more = line.split("|", 4)
+    # squeue's last columns, for which sacct is not asked.
+    start, reason = (*more, "", "")[:2]
+    return JobStatus(
+        job_id.strip(),
+        states.canonical(state),
+        None if reason in _NOTHING else reason,
+        "" if node_list in _NOTHING else node_list,
+        parse_time(start),
+    )
+
+
+def status_line(status: JobStatus) -> str:
+    """Return the line that :func:`parse_statuses` reads back."""
+    start = "" if status.start_time is None else f"{status.start_time:.0f}"
+    return "|".join((status.job_id, status.state, status.node_list, start, status.reason or ""))
 
 
 def base_id(job_id: str) -> str:

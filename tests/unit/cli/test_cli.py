@@ -70,7 +70,7 @@ def test_status_says_what_slurm_lets_a_job_wait_for(
     waits = rundir.create("digits")
     waits.config.write_text("")
     waits.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
-    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "PENDING", reason)})
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "PENDING", reason)])
     assert cli.main(["status"]) == EXIT_DONE
     out = capsys.readouterr().out
     assert says in out
@@ -86,7 +86,7 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
     failed = JobStatus("7", "FAILED", "JobLaunchFailure", "node[2-3]")
-    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": failed})
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [failed])
     assert cli.main([command, run.id]) == EXIT_DONE
     out = capsys.readouterr().out
     assert "lost (FAILED)" in out
@@ -114,7 +114,7 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
     run.write_status(
         RunStatus.from_json({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
     )
-    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", slurm, None)})
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, None)])
     assert show.status_rows([run])[0]["state"] == shown
 
 
@@ -129,7 +129,7 @@ def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
     run.write_status(
         RunStatus.from_json({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
     )
-    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "REQUEUE_HOLD", reason)})
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "REQUEUE_HOLD", reason)])
     assert cli.main(["status"]) == EXIT_DONE
     out = capsys.readouterr().out
     assert "starting (REQUEUE_HOLD" in out
@@ -146,7 +146,7 @@ def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "queued", "job_id": "7", "updated": time.time()}))
     stop_request.ask(run, wish)
-    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "CANCELLED", None)})
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "CANCELLED", None)])
     assert cli.main(["why", run.id]) == EXIT_DONE
     out = capsys.readouterr().out
     assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out

@@ -219,10 +219,10 @@ def test_a_job_that_the_controller_has_forgotten_is_none(stubs: Stubs) -> None:
 
 
 def test_all_jobs_are_asked_for_in_one_call(stubs: Stubs) -> None:
-    stubs.add("squeue", "1|RUNNING|node[1-3]|None\n2_1|PENDING||Priority\n7_3|COMPLETING|node1|None\n")
+    stubs.add("squeue", "1|RUNNING|node[1-3]|1795188629|None\n2_1|PENDING||N/A|Priority\n7_3|COMPLETING|node1||None\n")
     found = stubs.slurm().show_jobs(["1", "2_1", "7_3"])
     assert found == {
-        "1": JobStatus("1", "RUNNING", None, "node[1-3]"),
+        "1": JobStatus("1", "RUNNING", None, "node[1-3]", 1795188629.0),
         "2_1": JobStatus("2_1", "PENDING", "Priority"),
         "7_3": JobStatus("7_3", "COMPLETING", None, "node1"),
     }
@@ -230,7 +230,7 @@ def test_all_jobs_are_asked_for_in_one_call(stubs: Stubs) -> None:
 
 
 def test_only_jobs_that_the_controller_has_forgotten_are_asked_of_accounting(stubs: Stubs) -> None:
-    stubs.add("squeue", "1|RUNNING|node1|None\n")
+    stubs.add("squeue", "1|RUNNING|node1||None\n")
     stubs.add("sacct", "8|CANCELLED by 1000|node2\n")
     found = stubs.slurm().show_jobs(["1", "8", "9"])
     assert {job_id: status and status.state for job_id, status in found.items()} == {
@@ -249,18 +249,18 @@ def test_without_accounting_a_forgotten_job_is_unknown_and_not_dead(stubs: Stubs
 
 def test_of_several_jobs_squeue_is_asked_for_those_of_the_user(stubs: Stubs) -> None:
     """For several ids it would load the jobs of the whole cluster, and in old versions fail for one unknown id."""
-    stubs.add("squeue", "1|RUNNING|node1|None\n7_3|PENDING||Priority\n7_4|PENDING||Priority\n")
+    stubs.add("squeue", "1|RUNNING|node1||None\n7_3|PENDING|||Priority\n7_4|PENDING||1800000000|Priority\n")
     stubs.add("sacct")
     found = stubs.slurm().show_jobs(["1", "7_4", "8"])
     assert found["1"] == JobStatus("1", "RUNNING", None, "node1")
-    assert found["7_4"] is not None
+    assert found["7_4"] == JobStatus("7_4", "PENDING", "Priority", "", 1_800_000_000.0)
     (call,) = stubs.calls("squeue")
     assert "--user=" in call
     assert "--jobs" not in call
 
 
 def test_a_whole_array_is_over_only_when_its_last_element_is(stubs: Stubs) -> None:
-    stubs.add("squeue", "7_0|COMPLETED|n1|None\n7_1|RUNNING|n1|None\n7_2|FAILED|n1|None\n")
+    stubs.add("squeue", "7_0|COMPLETED|n1||None\n7_1|RUNNING|n1||None\n7_2|FAILED|n1||None\n")
     status = stubs.slurm().show_jobs(["7"])["7"]
     assert status is not None
     assert not status.is_over

@@ -6,10 +6,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, stop_request
@@ -17,7 +18,9 @@ from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
+from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
+from toolkit.slurm.jobs import JobStatus
 
 #: A waiting caller asks Slurm this often whether the job still exists, and reads the run's own files twice a second.
 ASK_SLURM_EVERY_S = 30.0
@@ -25,6 +28,10 @@ READ_FILES_EVERY_S = 0.5
 #: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
 #: was absent. Only after that time is it certain that the job has written no result.
 FILES_LAG_S = 75.0
+
+
+#: Returns the status of each job, None where Slurm does not know it.
+ShowJobs: TypeAlias = Callable[[Sequence[str]], Mapping[str, JobStatus | None]]
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,9 @@ class Run:
         """Yield the status as a record, twice a second until the run has ended.
 
         Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
-        all the time, and a thousand waiting callers would keep the controller busy.
+        all the time. All callers of this user share one answer (`toolkit.slurm.shared_queue`).
         """
+        queue = shared_queue.of_user(Slurm())
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
         over_since: float | None = None
         status = RunStatus()
@@ -84,7 +92,9 @@ class Run:
             # A local process is checked in each round: that costs nothing.
             if now >= ask_at or self.executor != "slurm":
                 ask_at = now + ASK_SLURM_EVERY_S
-                over_since = (over_since or now) if self.is_over() else None
+                over_since = (
+                    (over_since or now) if self.is_over(partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S)) else None
+                )
             if over_since is not None:
                 self._raise_without_result(now - over_since)
             yield status
@@ -176,16 +186,19 @@ class Run:
             f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
         )
 
-    def is_over(self) -> bool:
-        """True if no process can write this run's result any more; False where Slurm does not answer."""
+    def is_over(self, show_jobs: ShowJobs | None = None) -> bool:
+        """True if no process can write this run's result any more; False where Slurm does not answer.
+
+        ``show_jobs`` may answer from an earlier answer of Slurm; without it Slurm is asked now.
+        """
         if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             return False
         try:
-            return self._is_over()
+            return self._is_over(show_jobs)
         except SlurmError:  # the controller is away, which says nothing about the job
             return False
 
-    def _is_over(self) -> bool:
+    def _is_over(self, show_jobs: ShowJobs | None = None) -> bool:
         if self.executor == "debug":
             return True
         if self.executor == "local":
@@ -194,7 +207,10 @@ class Run:
             pids: list[int | str] = [*self._jobs(), *([owner.pid] if owner else [])]
             return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
         jobs = self._jobs()
-        status = ownership.present(jobs, Slurm().show_jobs(jobs))[1] if jobs else None
+        answers = (show_jobs or Slurm().show_jobs)(jobs) if jobs else {}
+        if len(answers) < len(jobs):  # the answer is older than one of the jobs
+            return False
+        status = ownership.present(jobs, answers)[1] if jobs else None
         return status is None or status.is_over
 
     def _host(self) -> str | None:

@@ -1,0 +1,234 @@
+"""Slurm's answer about all jobs of this user, asked for once and shared by all processes of the user.
+
+The answer is a small file in the user's cache folder, one for each cluster. A process that needs a newer one first
+writes there that it asks, then asks, then writes the answer. The others read it. So Slurm is asked at most once in
+`every_s` seconds, however many processes watch however many runs. No lock is held while Slurm is asked: a process that
+is killed or stopped meanwhile delays the next question, and blocks nobody. Without a folder to write to each process
+asks for itself, as rarely.
+
+An answer that fails or does not come says nothing about any job: unknown never means "dead".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from toolkit import fsio, trust
+from toolkit.errors import SlurmError
+from toolkit.json_record import FileRecord
+from toolkit.records import MOMENT
+from toolkit.slurm import commands
+from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
+from toolkit.slurm.programs import TIMEOUT_S
+
+#: For a command that a user waits for. A program that watches asks less often.
+FRESH_S = 5.0
+#: A process that asks may take this long: one call of squeue and one of sacct, each until its time limit.
+ANSWER_S = 2 * TIMEOUT_S + 5.0
+#: Accounting is asked again about a job that it does not know after this time.
+GONE_S = 600.0
+#: The most jobs that accounting is asked about at once, and that the file keeps after their end.
+MOST_ACCOUNTED, MOST_ENDED = 2_000, 20_000
+#: The most seconds to wait for the file's lock, which its holders need for milliseconds.
+LOCK_S = 1.0
+
+
+@dataclass(frozen=True)
+class QueueAnswer(FileRecord):
+    """The file. Each job is a line as squeue prints it. Times in seconds since the epoch."""
+
+    asked: Annotated[float, MOMENT] = 0.0
+    asker: str = ""  #: host and process that asks, empty when it has its answer
+    calls: int = 1  #: programs of Slurm that were called for it
+    error: str = ""  #: why there is no newer answer
+    jobs: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()  #: jobs that are over and that the controller may have forgotten
+    gone: Mapping[str, Annotated[float, MOMENT]] = field(default_factory=dict)  #: unknown to all, and since when
+
+    def statuses(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
+        """Return the status of each job, None where Slurm does not know it. Jobs that it was not asked for lack."""
+        found = rows_by_id(job_ids, parse_statuses("\n".join((*self.jobs, *self.ended))))
+        return {job_id: status for job_id, status in found.items() if status is not None or job_id in self.gone}
+
+
+class SharedQueue:
+    """See the module's text. ``path`` None keeps the answer in this process."""
+
+    def __init__(
+        self,
+        slurm: SlurmCommands,
+        path: Path | None,
+        now: Callable[[], float] = time.time,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._slurm = slurm
+        self._path = path
+        self._now = now
+        self._pause = pause
+        self._own = QueueAnswer()  #: the answer where no file can be written
+
+    def show_jobs(self, job_ids: Iterable[str], every_s: float = FRESH_S) -> dict[str, JobStatus | None]:
+        """Return the status of each job, by an answer that may be up to ``every_s`` old.
+
+        None means that neither the controller nor accounting knows the job. A job that is missing was submitted after
+        the answer, and will be in the next one. Raises SlurmError while Slurm does not answer.
+        """
+        wanted = list(dict.fromkeys(job_ids))
+        if not wanted:
+            return {}
+        deadline = self._now() + ANSWER_S
+        while True:
+            answer = self._read()
+            if self._is_due(answer, every_s):
+                answer = self._ask(wanted, every_s)
+            if not answer.asker or self._now() > deadline:
+                break
+            # Another process is asking at this moment.
+            self._pause(0.1)
+        if answer.error or answer.asker:
+            raise SlurmError(answer.error or f"Slurm has not answered {answer.asker} yet")
+        return answer.statuses(wanted)
+
+    def _is_due(self, answer: QueueAnswer, every_s: float) -> bool:
+        """True if Slurm may be asked now: not too often, and not while another process asks."""
+        age_s = self._now() - answer.asked
+        if age_s < -ANSWER_S:  # from the clock of a node that is ahead
+            return True
+        return age_s >= (ANSWER_S if _is_alive(answer.asker) else every_s * answer.calls)
+
+    def _ask(self, wanted: Sequence[str], every_s: float) -> QueueAnswer:
+        """Ask Slurm, unless another process was faster. Return the answer, or the one that is being asked for."""
+        with self._locked():
+            before = self._read()
+            if not self._is_due(before, every_s):
+                return before
+            asked = before.replace(asked=self._now(), asker=_this_process(), calls=1, error="")
+            self._write(asked)
+        answer = self._answered(asked, wanted)
+        self._write(answer)
+        return answer
+
+    def _answered(self, asked: QueueAnswer, wanted: Sequence[str]) -> QueueAnswer:
+        try:
+            jobs = self._slurm.user_jobs()
+        except SlurmError as error:
+            return asked.replace(asker="", error=str(error))
+        # Keep the jobs that were over before the controller forgot them: accounting may be off.
+        present = {job.job_id for job in jobs}
+        before = parse_statuses("\n".join((*asked.ended, *asked.jobs)))
+        ended = {job.job_id: job for job in before if job.is_over and job.job_id not in present}
+        known, now = rows_by_id(wanted, [*jobs, *ended.values()]), self._now()
+        gone = {job_id: since for job_id, since in asked.gone.items() if 0 <= now - since < GONE_S}
+        lost = [job_id for job_id in wanted if known[job_id] is None and job_id not in gone][:MOST_ACCOUNTED]
+        for job in self._slurm.accounted_jobs(lost) if lost else ():
+            ended[job.job_id] = job
+        found = rows_by_id(lost, list(ended.values()))
+        return asked.replace(
+            asker="",
+            calls=2 if lost else 1,
+            jobs=tuple(map(status_line, jobs)),
+            ended=tuple(map(status_line, list(ended.values())[-MOST_ENDED:])),
+            gone=gone | {job_id: now for job_id in lost if found[job_id] is None},
+        )
+
+    # ------------------------------------------------------------------------------------------------------- the file
+
+    def _read(self) -> QueueAnswer:
+        """Return what the file holds. One that is damaged counts as missing."""
+        if self._path is None:
+            return self._own
+        with contextlib.suppress(OSError):
+            return QueueAnswer.read_or_none(self._path, []) or QueueAnswer()
+        return QueueAnswer()
+
+    def _write(self, answer: QueueAnswer) -> None:
+        self._own = answer
+        if self._path is None:
+            return
+        try:
+            fsio.write_json(self._path, answer.to_file(), durable=False)
+        except OSError:  # a full disk: from now on this process keeps its own
+            self._path = None
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the file's lock. Where a file system has no locks, or a holder was stopped, go on without."""
+        if self._path is None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                fd = fsio.open_private(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+                stack.callback(os.close, fd)
+                _lock(fd, self._pause)
+            yield
+
+
+def of_user(slurm: SlurmCommands | None = None) -> SharedQueue:
+    """Return the queue that this user's processes share on this cluster."""
+    folder = cache_dir()
+    return SharedQueue(slurm or commands.Slurm(), folder and folder / f"queue-{_cluster(os.environ)}.json")
+
+
+def cache_dir() -> Path | None:
+    """Return this user's cache folder, made with mode 0700; None if there is none that only this user may change."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = fsio.expand(base) / "slurm-batch-toolkit"
+    try:
+        if not folder.is_absolute() or trust.reason_against(fsio.make_dir(folder)) is not None:
+            return None
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _cluster(environ: Mapping[str, str]) -> str:
+    """Return a name for the cluster that Slurm's programs speak to here: login nodes of several may share a home."""
+    program = shutil.which("squeue", path=environ.get("PATH")) or ""
+    places = ["/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf"]
+    beside = Path(program).resolve().parent.parent / "etc/slurm.conf"
+    configs = [environ["SLURM_CONF"]] if environ.get("SLURM_CONF") else [str(beside), *places]
+    name = next(filter(None, map(_cluster_name, configs)), socket.gethostname())
+    words = (name, environ.get("SLURM_CONF", ""), environ.get("SLURM_CLUSTERS", ""), program, str(os.getuid()))
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _cluster_name(config: str) -> str | None:
+    try:
+        match = re.search(r"(?im)^\s*ClusterName\s*=\s*(\S+)", Path(config).read_text(errors="replace"))
+    except OSError:
+        return None
+    return match and match[1]
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _is_alive(asker: str) -> bool:
+    """True if a process still asks. One on another host may."""
+    host, _, pid = asker.rpartition(":")
+    return bool(asker) and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())
+
+
+def _lock(fd: int, pause: Callable[[float], None]) -> None:
+    """Take the lock of an open file within LOCK_S. Raises OSError."""
+    for _ in range(int(LOCK_S / 0.05)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pause(0.05)
+        else:
+            return
