@@ -15,12 +15,13 @@ from pathlib import Path
 
 from toolkit import fsio, rundir
 from toolkit.errors import EXIT_FAILED
+from toolkit.secret_values import masked
 
 
 def write(error: BaseException, rank: int) -> None:
     """Write the error file of ``rank`` for ``error``, once.
 
-    Writes nothing outside of a run, or for an exit with code 0.
+    Writes nothing outside of a run, or for an exit with code 0. Secrets of the run are masked.
     """
     folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if folder is None or (isinstance(error, SystemExit) and not error.code) or getattr(error, _WRITTEN, False):
@@ -30,9 +31,9 @@ def write(error: BaseException, rank: int) -> None:
         "host": socket.gethostname(),
         "time": time.time(),
         "type": type(error).__name__,
-        "message": str(error),
+        "message": masked(str(error)),
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": masked("".join(traceback.format_exception(error))),
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
     path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)

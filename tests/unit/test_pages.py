@@ -161,6 +161,10 @@ def test_every_config_of_a_page_is_valid(
     for name in ("scratch/imagenet/train/dog/1.jpg", "scratch/imagenet/val/dog/2.jpg", "images/torch-2.15.sif"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / ".hf_token").touch(0o600)
+    (tmp_path / ".hf_token").write_text("hf_123")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "123")
     declared = blocks(f"docs/{page}.md", "python") if "job:" in config else []
     (tmp_path / "train.py").write_text("".join(declared[:1]) + "\n\ndef main(config): ...\n")
     (tmp_path / "shown.yaml").write_text(re.sub(r"/(scratch|images)/", rf"{tmp_path}/\1/", config))

@@ -96,7 +96,9 @@ def override_layer(text: str) -> Layer:
     for part in reversed(_parts_of(key)):
         node = MappingNode("", [(ScalarNode("", part), node)])
     assert isinstance(node, MappingNode)
-    return Layer(f"argument {text!r}", node, has_lines=False)
+    # Do not show what a user may have given in place of a secret's source.
+    shown = f"{key}=..." if key.startswith("secrets") else text
+    return Layer(f"argument {shown!r}", node, has_lines=False)
 
 
 def _parts_of(key: str) -> list[str]:

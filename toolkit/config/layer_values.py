@@ -148,6 +148,8 @@ def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], ful
     if value is None:
         return f"{full}: is empty (null), and {takes}"
     kind = NAME_OF_KIND[type(value)]
+    if full.startswith("secrets."):  # do not show what may be the secret itself
+        return f"{full}: takes `env` or the path of a file, and this is {kind} to YAML"
     if not isinstance(value, str) and str in kinds:
         key = full.rpartition(".")[2]
         quoted = f"{key}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""

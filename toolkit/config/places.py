@@ -1,18 +1,19 @@
-"""Whether the programs and folders that a config names exist, as far as the login node can tell."""
+"""Whether the programs, folders and secrets that a config names exist, as far as the login node can tell."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 
-from toolkit import fsio
+from toolkit import fsio, secret_values
 from toolkit.config.schema import JobConfig
 from toolkit.errors import ConfigError
 from toolkit.slurm import container
 
 
 def check_places(config: JobConfig) -> None:
-    """Refuse a missing program, and a folder that is missing or cannot be written. Raises ConfigError."""
+    """Refuse a missing program or secret, and a folder that is missing or cannot be written. Raises ConfigError."""
+    secret_values.check_sources(config.secrets)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     for folder in config.cluster.container_mounts:

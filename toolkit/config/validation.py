@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, origin, rundir
+from toolkit import fsio, origin, rundir, secret_values
 from toolkit.config.cluster_checks import check_cluster
 from toolkit.config.job_module import check_job, is_loop
 from toolkit.config.optim_checks import check_optim
@@ -145,6 +145,7 @@ def _check_values(config: JobConfig) -> None:
             f"name: {config.name!r} names a folder: 100 letters, digits, . _ - at most, the first a letter or a digit; "
             "without the key it is the config file's name"
         )
+    secret_values.check_form(config.secrets)  # before the others, whose errors show values
     # Single words and numbers first: the checks below rely on them.
     for key, words in WORDS.items():
         if value_of(config, key) is not None:

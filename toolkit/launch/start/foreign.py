@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit import fsio, records
+from toolkit import config as configs
+from toolkit import error_file, fsio, records, secret_values
 from toolkit.agent import zygote
-from toolkit.errors import RequestError
+from toolkit.errors import RequestError, ToolkitError
 from toolkit.launch.start import python_command
 from toolkit.launch.watch import node_watch
 from toolkit.records import TEXT, ListOf
@@ -52,6 +53,11 @@ def main(run: RunDir) -> None:
     """Become the command, as one rank of ``run``. End the process, with one line, if the command cannot be started."""
     place = placement.derive(os.environ, socket.gethostname())
     cpus = whole_number(os.environ, "OMP_NUM_THREADS", 1)
+    try:
+        secret_values.give_to_rank(configs.load_config(run.config, site=False).secrets)
+    except ToolkitError as error:
+        error_file.write(error, place.rank)
+        sys.exit(f"toolkit exec: {error}")
     environ = {**os.environ, **environment(place, os.environ, cpus)}
     attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     # Set what torchrun would set beside the rank's numbers.

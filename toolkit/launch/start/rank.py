@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from toolkit import chaos, error_file, logs, rundir, signals
+from toolkit import chaos, error_file, logs, rundir, secret_values, signals
 from toolkit import config as configs
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
@@ -76,6 +76,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
     if not supervised:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
+    secret_values.give_to_rank(config.secrets)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
@@ -145,6 +146,7 @@ def joined() -> JobConfig:
     config = configs.load_config(path or (sys.argv[0] if is_script else None), overrides)
     if not supervised:
         _prepare_unsupervised(config, place)
+    secret_values.give_to_rank(config.secrets)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     return config
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, rundir, secret_values
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
@@ -36,6 +36,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
+    secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.
     kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
     number = ownership.take(run, before)

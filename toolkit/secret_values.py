@@ -1,0 +1,138 @@
+"""Secrets of a run: the config names where each comes from, and only the ranks read the values.
+
+``secrets: {HF_TOKEN: ~/.hf_token, WANDB_API_KEY: env}``. Each rank reads a file on its own node, so its value is in no
+file of the run, no command line, and no environment of supervisor, agents or Slurm. With ``env`` the value is in the
+job's environment already, because Slurm hands on the variables of the process that submits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit import fsio, trust
+from toolkit.errors import ConfigError
+
+#: As the source of a secret: the variable of that name in the job's environment.
+FROM_ENVIRONMENT = "env"
+#: In a rank: the names of its secrets, with commas between them.
+NAMES_VARIABLE = "TOOLKIT_SECRETS"
+#: The kernel takes no longer text as one variable (MAX_ARG_STRLEN).
+MOST_BYTES = 128 * 1024 - 1024
+#: Shorter values are not masked: they are parts of ordinary words and numbers.
+MASKED_LENGTH = 8
+#: Variables that the toolkit, Slurm or Python sets for a rank.
+_TAKEN = re.compile(
+    r"(SLURMD?|SBATCH|SRUN|TOOLKIT|TORCHELASTIC|LD|PMIX?|OMPI)_.*|PYTHON.*|MASTER_(ADDR|PORT)|(\w+_)?RANK"
+    r"|(\w+_)?WORLD_SIZE|PATH|HOME|USER|SHELL"
+)
+
+
+def check_form(secrets: Mapping[str, str]) -> None:
+    """Refuse names that are no variables, and what is no source. Raises ConfigError, which never shows a value."""
+    for name, source in secrets.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or _TAKEN.fullmatch(name):
+            raise ConfigError(
+                f"secrets: {name!r} cannot be the name of a secret: it is a variable of the ranks, of letters, digits "
+                "and _, and not one that the toolkit, Slurm or Python sets itself"
+            )
+        # A user may have written the secret itself: do not show it.
+        if source != FROM_ENVIRONMENT and not source.startswith(("/", "~")):
+            raise ConfigError(
+                f"secrets.{name}: takes `{FROM_ENVIRONMENT}`, for the variable {name} of your shell, or the absolute "
+                "path of a file that holds the secret; never the secret itself, which everybody could then read in a "
+                "config or a command line"
+            )
+
+
+def check_sources(secrets: Mapping[str, str]) -> None:
+    """Refuse secrets that are missing here, or that others may read. Raises ConfigError."""
+    for name, source in secrets.items():
+        _read(name, source)
+
+
+def give_to_rank(secrets: Mapping[str, str]) -> None:
+    """Set the secrets as variables of this process, a rank, and mask them in what it prints.
+
+    Raises ConfigError for one that this node does not have.
+    """
+    if not secrets:
+        return
+    os.environ.update({name: _read(name, source) for name, source in secrets.items()})
+    os.environ[NAMES_VARIABLE] = ",".join(secrets)
+    for stream in (sys.stdout, sys.stderr):
+        _mask_stream(stream)
+
+
+def masked(text: str) -> str:
+    """Return ``text`` without the values of this rank's secrets."""
+    for name in filter(None, os.environ.get(NAMES_VARIABLE, "").split(",")):
+        value = os.environ.get(name, "")
+        if len(value) >= MASKED_LENGTH:
+            text = text.replace(value, f"[secret {name}]")
+    return text
+
+
+def _mask_stream(stream: object) -> None:
+    """Have all that Python writes to ``stream`` masked. What C code and other programs write is not."""
+    write = getattr(stream, "write", None)
+    if write is None or hasattr(write, "is_masking"):
+        return
+
+    def write_masked(text: str) -> object:
+        return write(masked(text))
+
+    write_masked.is_masking = True  # type: ignore[attr-defined]
+    # The stream stays the same object: handlers of logging, and libraries, have kept it.
+    stream.write = write_masked  # type: ignore[attr-defined]
+
+
+def _read(name: str, source: str) -> str:
+    """Return the value of a secret. Raises ConfigError, with the key and the host."""
+    if source == FROM_ENVIRONMENT:
+        value = os.environ.get(name)
+        if not value:
+            state = "is not set" if value is None else "is empty"
+            raise _error(name, f"the variable {name} {state}; export it before you submit, or name a file")
+        return value
+    path = fsio.expand(source)
+    try:
+        # A pipe would wait for its writer, without O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _refuse_open_file(name, path, os.fstat(fd))
+            content = os.read(fd, MOST_BYTES + 1)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _error(name, f"{path} cannot be read: {error.strerror}; every node must see that file") from None
+    try:
+        value = content.decode().strip("\r\n")
+    except UnicodeDecodeError:
+        value = "\0"
+    if not value or "\0" in value or len(content) > MOST_BYTES:
+        raise _error(name, f"{path} must hold the secret as text: it is empty, too long for a variable, or binary")
+    return value
+
+
+def _refuse_open_file(name: str, path: Path, status: os.stat_result) -> None:
+    """Refuse a file that others may read or write, or that belongs to someone else."""
+    if not stat.S_ISREG(status.st_mode):
+        raise _error(name, f"{path} is no file")
+    if status.st_uid != os.geteuid():
+        owner = trust.user_name(status.st_uid)
+        raise _error(
+            name, f"{path} belongs to {owner}; a secret is read from a file of your own: copy it, and chmod 600"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise _error(name, f"others may read or change {path} (mode {mode}); close it: chmod 600 {path}")
+
+
+def _error(name: str, text: str) -> ConfigError:
+    return ConfigError(f"secrets.{name}: on {socket.gethostname()}: {text}")
