@@ -293,7 +293,8 @@ class Agent:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
         given = [Standing(*standing) for standing in order["standings"]]
         standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
-        asked = {**order, "standings": [astuple(rank) for rank in standings]}
+        pids = self._processes.pids_of_ranks(order["attempt"])
+        asked = {**order, "standings": [astuple(rank) for rank in standings], "pids": pids}
 
         def take(text: bytes) -> None:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log

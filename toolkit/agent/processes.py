@@ -64,6 +64,10 @@ class Processes:
         """True while any process lives."""
         return bool(self._children)
 
+    def pids_of_ranks(self, attempt: int) -> dict[int, int]:
+        """Return the process of each living rank of an attempt. Ranks that srun has started are not known here."""
+        return {c.rank: pid for pid, c in self._children.items() if c.attempt == attempt and c.rank is not None}
+
     # ----------------------------------------------------------------------------------------------------- starting
 
     def warm(self) -> ZygoteClient:

@@ -1,8 +1,9 @@
-"""The Python stacks of ranks whose script has not prepared for it. The attempt is to end.
+"""The Python stacks of ranks whose script has not prepared for it.
 
-py-spy reads them without disturbing the process, where it is installed and the system permits it. Else the process gets
-SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python write its stacks before. The file
-holds what the kernel reports of each process in any case. Its format is that of :mod:`toolkit.hang.stacks`.
+py-spy reads them without disturbing the process, where it is installed and the system permits it. Else, in an attempt
+that is to end, the process gets SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python
+write its stacks before. The file holds what the kernel reports of each process in any case. Its format is that of
+:mod:`toolkit.hang.stacks`.
 """
 
 from __future__ import annotations
@@ -41,37 +42,62 @@ def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None
         list(pool.map(lambda rank: _write_rank(run, attempt, rank, ranks[rank]), ranks))
 
 
-def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> None:
-    notes = [f"# process {pid}: {_kernel_words(pid)}\n" for pid in pids]
+def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
+    """Write the stacks of each rank, which is given by its first process, as far as py-spy can read them."""
+
+    def write_one(rank: int) -> None:
+        pids = [ranks[rank]]
+        for pid in pids:  # grows meanwhile: a parent comes before its children
+            pids += stacks.children(pid)
+        texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
+        _write_file(folder, rank, texts, _notes(pids), _parents(pids))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(write_one, ranks))
+
+
+def _pythons(pids: Sequence[int]) -> list[int]:
     pythons: list[int] = []
     for pid in pids:
         with contextlib.suppress(OSError):  # it has just ended
             if "python" in Path(f"/proc/{pid}/exe").readlink().name:
                 pythons.append(pid)
-    del pythons[MOST_PROCESSES:]
-    texts = {pid: _by_py_spy(pid) for pid in pythons}
-    parents: dict[int, int] = {}
-    for pid in pythons:
-        fields = _stat_fields(pid)
-        parents[pid] = int(fields[1]) if fields else 0
+    return pythons[:MOST_PROCESSES]
+
+
+def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> None:
+    notes, parents = _notes(pids), _parents(pids)
+    texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
     # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the rank
     # are stopped before: a Python process may react to its child's end, and its stack would be another one then. A
     # shell would go on with its next line as if the script had finished.
-    unread = [pid for pid in pythons if not texts[pid]]
+    unread = [pid for pid, text in texts.items() if not text]
     for pid in pids if unread else ():
         _send(pid, signal.SIGSTOP)
     for pid in reversed(unread):
         texts[pid] = _abort(pid, run.rank_log(attempt, rank))
-    read = [pid for pid in pythons if texts[pid]]
-    # The rank's own file gets the stack of its script; the other processes get files of their own.
+    _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
+
+
+def _notes(pids: Sequence[int]) -> str:
+    return "".join(f"# process {pid}: {_kernel_words(pid)}\n" for pid in pids)
+
+
+def _parents(pids: Sequence[int]) -> dict[int, int]:
+    stats = {pid: _stat_fields(pid) for pid in pids}
+    return {pid: int(fields[1]) if fields else 0 for pid, fields in stats.items()}
+
+
+def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, parents: Mapping[int, int]) -> None:
+    """Write the stack of the rank's script into its own file. The other processes get files of their own."""
+    read = [pid for pid, text in texts.items() if text]
     main = _script_of(read, texts, parents)
-    folder = run.attempt_logs(attempt)
     with contextlib.suppress(OSError):  # a full disk
         for pid in read:
             if pid != main:
                 _put(folder / f"stack-{rank}-process-{pid}.txt", texts[pid])
         own = "" if main is None else f"# process {main}\n{texts[main]}"
-        _put(stacks.stack_path(folder, rank), "".join(notes) + own + stacks.ANSWERED)
+        _put(stacks.stack_path(folder, rank), notes + own + stacks.ANSWERED)
 
 
 def _put(path: Path, text: str) -> None:

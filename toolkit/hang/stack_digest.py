@@ -3,22 +3,27 @@
 The agent starts it: a file server that does not answer blocks only this process. It reads ``{"folder", "standings"}``,
 the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which the same is
 known form one :class:`RankGroup`, so the message to the supervisor is short also for many ranks.
+
+``"whole": true`` adds the stacks: only ranks with the same one form a group. ``"outside": true`` reads those of scripts
+that have not prepared for it, by the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what the
+ranks have written so far.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit.agent.progress import Standing
-from toolkit.hang import activity, stacks
+from toolkit.hang import activity, outside_stacks, stacks
 from toolkit.hang.stacks import Stack, main_stack
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
@@ -164,48 +169,74 @@ class RankGroup:
     has_answered: bool
     ranks: tuple[int, ...]
     still_s: float  #: of the first of them
+    stack: tuple[str, ...] = ()  #: of the main thread, innermost frame first; empty unless it was asked for
 
 
-def group(ranks: Iterable[RankStack]) -> list[RankGroup]:
-    """Return the groups of these ranks, ordered by the first rank of each."""
+def group(ranks: Iterable[RankStack], *, whole: bool = False) -> list[RankGroup]:
+    """Return the groups of these ranks, ordered by the first rank of each. ``whole``: with their stacks."""
     return merge(
-        RankGroup(seen.order, seen.doing, seen.is_read, bool(seen.stack), (seen.standing.rank,), seen.standing.still_s)
+        RankGroup(
+            place=seen.order,
+            doing=seen.doing,
+            is_read=seen.is_read,
+            has_answered=bool(seen.stack),
+            ranks=(seen.standing.rank,),
+            still_s=seen.standing.still_s,
+            stack=_lines(seen.stack or ()) if whole else (),
+        )
         for seen in ranks
     )
+
+
+def _lines(stack: Stack) -> tuple[str, ...]:
+    return tuple(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in stack)
 
 
 def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:
     """Return the groups with equal ones merged, ordered by the first rank of each."""
     alike: dict[Any, list[RankGroup]] = {}
     for each in groups:
-        alike.setdefault((each.place, each.doing, each.is_read, each.has_answered), []).append(each)
+        alike.setdefault((each.place, each.doing, each.is_read, each.has_answered, each.stack), []).append(each)
     merged = []
-    for (place, doing, is_read, has_answered), members in alike.items():
+    for members in alike.values():
         first = min(members, key=lambda member: member.ranks)
-        ranks = tuple(sorted(rank for member in members for rank in member.ranks))
-        merged.append(RankGroup(place, doing, is_read, has_answered, ranks, first.still_s))
+        merged.append(replace(first, ranks=tuple(sorted(rank for member in members for rank in member.ranks))))
     return sorted(merged, key=lambda member: member.ranks)
 
 
 def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
     """Return the groups that :func:`digest` has written."""
     return [
-        RankGroup((place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s)
-        for place, doing, is_read, has_answered, ranks, still_s in groups
+        RankGroup(
+            (place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s, tuple(stack)
+        )
+        for place, doing, is_read, has_answered, ranks, still_s, stack in groups
     ]
 
 
-def digest(folder: Path, standings: Sequence[Standing]) -> str:
+def digest(folder: Path, standings: Sequence[Standing], *, whole: bool = False) -> str:
     """Return the groups of these ranks as JSON, by the stacks that they write."""
     read = collect(folder, standings)
     seen = [RankStack(standing, read.get(standing.rank), is_read=standing.rank in read) for standing in standings]
-    return json.dumps([astuple(each) for each in group(seen)])
+    return json.dumps([astuple(each) for each in group(seen, whole=whole)])
+
+
+def remove(folder: Path, standings: Sequence[Standing]) -> None:
+    """Empty the files of these ranks. A rank keeps its file open and appends to it, so the file itself stays."""
+    for standing in standings:
+        with contextlib.suppress(OSError):  # no file yet
+            os.truncate(stacks.stack_path(folder, standing.rank), 0)
 
 
 def main() -> None:
     request = json.load(sys.stdin)
-    standings = [Standing(*standing) for standing in request["standings"]]
-    print(digest(Path(request["folder"]), standings), flush=True)
+    folder, standings = Path(request["folder"]), [Standing(*standing) for standing in request["standings"]]
+    if request.get("remove"):
+        remove(folder, standings)
+        standings = []
+    if request.get("outside"):
+        outside_stacks.write_without_end(folder, {int(rank): pid for rank, pid in request["pids"].items()})
+    print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
     os._exit(0)  # a thread may hang in a read
 
 

@@ -112,7 +112,7 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
     while True:
         if ASK not in os.read(reader, 1):
             continue
-        for child in _children():  # Slurm's cgroup plugin signals the ranks and not what they have forked
+        for child in children():  # Slurm's cgroup plugin signals the ranks and not what they have forked
             with contextlib.suppress(OSError):
                 os.kill(child, ASK)
         with contextlib.suppress(OSError):
@@ -126,10 +126,12 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
             os.fsync(fd)
 
 
-def _children() -> Iterator[int]:
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended
-            yield from map(int, (task / "children").read_text().split())
+def children(pid: int | str = "self") -> Iterator[int]:
+    """Yield the processes that a process has started and that still run."""
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended
+                yield from map(int, (task / "children").read_text().split())
 
 
 #: Backends with their own recorder. torch 2.15's ``nccl`` is a new backend, nccl2, which feeds the one of its own name.

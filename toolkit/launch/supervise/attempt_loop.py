@@ -36,6 +36,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import RankFailure
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
+from toolkit.launch.supervise.user_requests import UserRequests
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunProgress, RunResult, RunState
@@ -60,6 +61,7 @@ class AttemptLoop:
         self._care = care
         self._hangs = HangWatch(context, attempt, step)
         self.stops = StopPath(context, attempt, step, store)
+        self._requests = UserRequests(context, attempt, store, self._hangs)
 
     def run(self) -> None:
         """Return when all ranks have ended. Raises Overtaken when the run belongs to another job."""
@@ -110,6 +112,7 @@ class AttemptLoop:
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
         self._hangs.look()
+        self._requests.look()
         self._care.look_for_dead(self._attempt)
         self._care.look_for_ailing(self._attempt, self.stops)
         self.stops.leave_the_rest_to_slurm()

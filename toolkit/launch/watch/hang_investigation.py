@@ -16,6 +16,7 @@ from pathlib import Path
 from traceback import StackSummary
 
 from toolkit import fsio, hostlist, logs
+from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Standing
 from toolkit.hang import activity, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup, RankStack
@@ -47,19 +48,20 @@ def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
 
 
 def look(
-    agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], known: Mapping[str, Digest]
+    agents: Agents,
+    run: RunDir,
+    attempt: int,
+    standings: Mapping[str, Sequence[Standing]],
+    known: Mapping[str, Digest],
+    **how: bool,
 ) -> list[RankGroup]:
     """Return what the ranks do, by their stacks, which they are asked for.
 
     ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
-    ``known`` is each node's last digest. Takes at most ``ANSWER_S`` and ``LATE_S``.
+    ``known`` is each node's last digest. ``how`` is for the agents, see :mod:`toolkit.hang.stack_digest`. Takes at most
+    ``ANSWER_S`` and ``LATE_S``.
     """
-    folder = str(run.attempt_logs(attempt))
-    orders = {
-        host: {"do": "stacks", "attempt": attempt, "folder": folder, "standings": [astuple(rank) for rank in ranks]}
-        for host, ranks in standings.items()
-    }
-    answers = agents.ask(orders, stack_digest.ANSWER_S + LATE_S)
+    answers = agents.ask(_orders(run, attempt, standings, how), stack_digest.ANSWER_S + LATE_S)
     # A node that has not answered is described by its last digest.
     groups: list[RankGroup] = []
     for host, ranks in standings.items():
@@ -68,6 +70,19 @@ def look(
         else:
             groups += stack_digest.group(_unheard(ranks, known.get(host), is_silent=host in agents.silent_hosts))
     return stack_digest.merge(groups)
+
+
+def remove_old(agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]]) -> None:
+    """Have the agents remove the stacks that the ranks have written so far. Takes at most ``LATE_S``."""
+    agents.ask(_orders(run, attempt, standings, {"remove": True}), LATE_S)
+
+
+def _orders(
+    run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], how: Mapping[str, bool]
+) -> dict[str, Message]:
+    folder = str(run.attempt_logs(attempt))
+    order: Message = {"do": "stacks", "attempt": attempt, "folder": folder, **how}
+    return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
 
 
 def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool) -> Iterator[RankStack]:

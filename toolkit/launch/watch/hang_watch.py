@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from toolkit import logs
 from toolkit.agent import progress
 from toolkit.agent.progress import Digest, Standing
 from toolkit.hang import stacks
+from toolkit.hang.stack_digest import RankGroup
 from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
 from toolkit.launch.start.launcher import RunningRanks
 from toolkit.launch.supervise.attempt import Attempt
@@ -27,6 +28,7 @@ class HangWatch:
         self._context, self._attempt, self._step = context, attempt, step
         self._silence: SilenceWatch | None = None
         self._reports: Watchdog | None = None
+        self._has_old_stacks = False  #: the ranks have written stacks before
         if not context.is_foreign:
             self._reports = Watchdog(context.config.dist.timeout_s)
 
@@ -75,11 +77,34 @@ class HangWatch:
             # Ranks that report write their stacks on a signal.
             log.info("all ranks together: %s", progress.merge(watch.nodes.values()))
             standings = [Standing(rank, None, None, watch.still_s, False) for rank in range(attempt.plan.world_size)]
-            self._step.kill(stacks.ASK)
+            self._have_stacks_written(self._by_host(standings))
+        return self._by_host(standings)
+
+    def read_stacks(self) -> list[RankGroup]:
+        """Return what the ranks do now, with their stacks. It does not disturb them. Any thread may call it."""
+        attempt, agents = self._attempt, self._context.agents
+        assert agents is not None
+        reports = self._reports
+        phase = None if reports is not None else "running"
+        ranks = self._by_host([Standing(rank, phase, None, 0.0, False) for rank in range(attempt.plan.world_size)])
+        if reports is not None:
+            self._have_stacks_written(ranks)
+        known = {} if reports is None else reports.nodes
+        how = {"whole": True, "outside": reports is None}
+        return hang_investigation.look(agents, self._context.run, attempt.number, ranks, known, **how)
+
+    def _have_stacks_written(self, ranks: Mapping[str, Sequence[Standing]]) -> None:
+        """Have ranks that report write their stacks. Old ones are removed before, or they would pass for new."""
+        if self._has_old_stacks and self._context.agents is not None:
+            hang_investigation.remove_old(self._context.agents, self._context.run, self._attempt.number, ranks)
+        self._has_old_stacks = True
+        self._step.kill(stacks.ASK)
+
+    def _by_host(self, standings: Sequence[Standing]) -> dict[str, list[Standing]]:
         by_host: dict[str, list[Standing]] = {}
         for standing in standings:
-            if standing.rank not in attempt.gone:  # it cannot answer, and would be taken for stopped
-                by_host.setdefault(attempt.host_of(standing.rank), []).append(standing)
+            if standing.rank not in self._attempt.gone:  # it cannot answer, and would be taken for stopped
+                by_host.setdefault(self._attempt.host_of(standing.rank), []).append(standing)
         return by_host
 
     def _watch_from_outside(self) -> SilenceWatch | None:

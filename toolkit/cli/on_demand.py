@@ -1,0 +1,92 @@
+"""What `toolkit stacks`, `set` and `profile` have in common: a request to a run's ranks, and its answer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from toolkit import hostlist
+from toolkit.errors import RequestError
+from toolkit.launch.record import user_request
+from toolkit.launch.record.user_request import Answer, StackGroup, UserRequest
+from toolkit.launch.submission.handle import attach
+from toolkit.rundir import RunDir
+
+DEFAULT_WAIT_S = 600.0
+#: After this time without an answer a line says how the run stands.
+PATIENCE_S = 10.0
+
+
+def add_wait_s(parser: argparse.ArgumentParser) -> None:
+    text = "withdraw the request where the ranks have not answered after this time; default: %(default).0f"
+    parser.add_argument("--wait", type=float, default=DEFAULT_WAIT_S, metavar="SECONDS", dest="wait_s", help=text)
+
+
+def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
+    """Leave a request for the run's supervisor and return what came of it.
+
+    Raises RequestError for a run without ranks, for what is refused, and where there was no answer. The request is then
+    withdrawn: it is not carried out later.
+    """
+    if not 0 < wait_s <= user_request.LONGEST_WAIT_S:
+        raise RequestError(f"--wait {wait_s:g}: from 0 to {user_request.LONGEST_WAIT_S:.0f} seconds")
+    refuse_unless_running(run)
+    handle = attach(run)
+    request_id = user_request.put(run, request)
+    try:
+        began, has_said = time.monotonic(), False
+        for status in handle.statuses():
+            answer, waited_s = user_request.answer_to(run, request_id), time.monotonic() - began
+            if answer is not None or waited_s > wait_s:
+                break
+            if waited_s > PATIENCE_S and not has_said:
+                has_said = True
+                where = f"{status.state}, step {status.progress.step or 0}, {status.progress.phase or 'no step yet'}"
+                print(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", file=sys.stderr)
+        answer = user_request.answer_to(run, request_id)
+    finally:
+        user_request.remove(run, request_id)
+    if answer is None:
+        refuse_unless_running(run)
+        raise RequestError(
+            f"run {run.id}: no answer within {wait_s:.0f} s, the request is withdrawn; "
+            f"`toolkit status {run.id}` says how the run stands, `toolkit logs {run.id}` what its supervisor does"
+        )
+    if answer.refused is not None:
+        raise RequestError(answer.refused)
+    return answer
+
+
+def refuse_unless_running(run: RunDir) -> None:
+    """Raise RequestError for a run that has ended, or whose ranks do not run yet."""
+    result, state = run.result(), run.status().state
+    if result is not None:
+        raise RequestError(f"run {run.id} has ended ({result.state}): it has no ranks that could answer")
+    if state is None or state.is_waiting:
+        raise RequestError(f"run {run.id} is {state or 'not started'}: it has no ranks yet; try again when it runs")
+
+
+def refuse_other_rank(run: RunDir, rank: int) -> None:
+    """Raise RequestError for a rank that the run does not have."""
+    world_size = run.status().world_size
+    if world_size is not None and not 0 <= rank < world_size:
+        raise RequestError(f"run {run.id} has no rank {rank}: its ranks are 0 to {world_size - 1}")
+
+
+def stacks_page(run: RunDir, answer: Answer) -> str:
+    """Return the groups of ranks, the largest first, each with its stack."""
+    step = "" if answer.step is None else f", step {answer.step}"
+    pieces = [f"{run.name}/{run.id}, attempt {answer.attempt}{step}"]
+    for group in sorted(answer.groups, key=lambda group: (-len(group.ranks), group.ranks)):
+        pieces.append("\n".join([_head(group), *(f"  {line}" for line in group.stack)]))
+    if not any(group.stack for group in answer.groups):
+        pieces.append("no Python stack could be read: a script without toolkit.start() needs py-spy on the nodes")
+    return "\n\n".join(pieces)
+
+
+def _head(group: StackGroup) -> str:
+    count = len(group.ranks)
+    ranks = hostlist.compress(map(str, group.ranks)).strip("[]")
+    still = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
+    return f"{'rank' if count == 1 else f'{count} ranks:'} {ranks}: {group.doing}{still}"
