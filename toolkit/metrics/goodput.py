@@ -18,7 +18,7 @@ MEASURED = ("training", "data_wait", "checkpoint", "evaluation")
 #: ``replay`` is the time of steps that an earlier attempt had already made. ``idle`` is the rest: a step that was never
 #: finished, the end of an attempt, time without a process.
 PARTS = ("queue", "start_up", *MEASURED, "replay", "idle")
-_WORDS = {
+WORDS = {
     "queue": "in the queue",
     "start_up": "start-up",
     "data_wait": "waiting for data",
@@ -121,7 +121,7 @@ def sentence(ledger: Mapping[str, float] | None) -> str:
     if not ledger or not any(ledger.get(part) for part in MEASURED):
         return ""
     wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
-    rest = sorted(((ledger.get(part, 0.0) / wall_s, words) for part, words in _WORDS.items()), reverse=True)
+    rest = sorted(((ledger.get(part, 0.0) / wall_s, words) for part, words in WORDS.items()), reverse=True)
     others = ", ".join(f"{share:.0%} {words}" for share, words in rest if share >= 0.005)
     text = f"{ledger.get('training', 0.0) / wall_s:.0%} of {in_units(wall_s)} was training; {others}".replace("%", " %")
     return text.removesuffix("; ")

@@ -158,6 +158,7 @@ class Folder:
 def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
     """What each reader of the file says, by its name."""
     argvs = [["status"], ["status", run.id, "--json"], ["why", run.id], ["why", run.id, "--json"], ["logs", run.id]]
+    argvs += [["report", run.id, "--to", str(run.path.parent.parent / "report.html")], ["report", run.id, "--json"]]
     if name.startswith("checkpoints"):
         argvs += [["checkpoint", "list", run.id], ["checkpoint", "verify", run.id], ["checkpoint", "diff", run.id]]
         argvs += [["checkpoint", "list", run.id, "--json"], ["checkpoint", "prune", run.id]]

@@ -1,0 +1,39 @@
+"""one HTML file about runs: curves, attempts, where the time went, nodes, differences"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.errors import RequestError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", nargs="+", metavar="RUN")
+    parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html in the current folder")
+    parser.add_argument("--compare", metavar="RUN", help="show how the runs differ from this one")
+    parser.add_argument("--png", action="store_true", help="a picture of it beside it; needs Chromium or Chrome")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a file")
+
+
+def run(args: Namespace) -> None:
+    import time
+
+    from toolkit import fsio, rundir
+    from toolkit.cli import show
+    from toolkit.cli.report import browser, facts, page
+
+    runs = [rundir.find(name) for name in dict.fromkeys(args.run)]
+    other = rundir.find(args.compare) if args.compare else None
+    if args.json and (args.png or args.to):
+        raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")
+    target = None if args.json else page.refuse_other_files(args.to or f"report-{runs[0].id}.html")
+    program = browser.find() if args.png else None
+    found = [facts.facts_of(each) for each in runs]
+    compared = facts.facts_of(other) if other else None
+    if target is None:
+        print(show.as_json(page.as_data(found, compared)))
+        return
+    fsio.write_atomic(target, page.page(found, compared, time.time()))
+    print(target)
+    if program is not None:
+        picture = target.with_suffix(".png")
+        fsio.write_atomic(picture, browser.picture(program, target))
+        print(picture)

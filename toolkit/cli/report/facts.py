@@ -1,0 +1,170 @@
+"""What a report says about a run, from the run's own files. No text of the environment is in it but versions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
+
+from toolkit import records
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.store import committed
+from toolkit.cli import why
+from toolkit.cli.report.curves import Curve, read_curves
+from toolkit.config import yaml_core
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.metrics import lines
+from toolkit.records import FLAG, TEXT, Maybe, OrNull, Record
+from toolkit.run_files import AttemptRecord, RunStatus
+from toolkit.rundir import RunDir
+
+#: Keys whose values may be secrets: a report is passed on, and a run folder is not.
+_SECRET = re.compile(
+    r"(?i)passw|secret|token|credential|api_?key|private_?key|(^|\.)(setup|notify|env|environment)(\.|$)"
+)
+_SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
+#: The manifest of a larger checkpoint would take seconds to read.
+_LARGEST_MANIFEST_BYTES = 1 << 25
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """One run."""
+
+    run: RunDir
+    told: Mapping[str, Any]  #: what `toolkit why` says
+    status: RunStatus
+    attempts: tuple[AttemptRecord, ...]  #: and the one that runs now, whose cause is its state
+    figures: Mapping[str, Any]  #: step, time and metrics at the end, or now
+    curves: Mapping[str, Curve]
+    config: Mapping[str, str]  #: by dotted key
+    versions: Mapping[str, str]
+    damage: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.run.name}/{self.run.id}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
+        told = {name: value for name, value in self.told.items() if name not in ("attempts", "first_failure", "damage")}
+        return {
+            **told,
+            "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in self.attempts],
+            "figures": self.figures,
+            "curves": {tag: curve.summary() for tag, curve in self.curves.items()},
+            "config": self.config,
+            "versions": self.versions,
+            "damage": self.damage,
+        }
+
+
+def facts_of(run: RunDir) -> ReportFacts:
+    """Return what is known of ``run``; what is damaged is named and left out."""
+    damage: list[str] = []
+    told = why.facts(run)
+    status, result = run.status(damage), run.result(damage)
+    curves = _patiently(lambda: read_curves(lines.path_of(run), damage), {}, damage)
+    figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}
+    figures["metrics"] = status.progress.metrics
+    if result is not None:
+        more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
+        figures |= {name: value for name, value in more if value not in (None, {})}
+    return ReportFacts(
+        run,
+        told,
+        status,
+        _with_the_present_one(tuple(told["attempts"]), status),
+        figures,
+        curves,
+        _config(run, damage),
+        _versions(run, damage),
+        tuple(dict.fromkeys([*told["damage"], *damage])),
+    )
+
+
+def _patiently(read: Any, default: Any, damage: list[str]) -> Any:
+    try:
+        return read()
+    except (OSError, CheckpointError, RequestError) as error:
+        records.note(str(error), damage)
+        return default
+
+
+def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) -> tuple[AttemptRecord, ...]:
+    """Return the attempts with the one that has no line yet."""
+    if not status.attempt or status.started is None or any(line.attempt == status.attempt for line in closed):
+        return closed
+    present = AttemptRecord(
+        status.attempt,
+        status.nodes,
+        status.started,
+        status.updated or status.started,
+        str(status.state or "unknown"),
+        "",
+        job_id=status.job_id,
+        world_size=status.world_size,
+        step_start=status.progress.step_start,
+        step_end=status.progress.step,
+        submitted=status.submitted,
+        goodput=status.goodput,
+        slow_nodes=status.progress.stragglers,
+    )
+    return (*closed, present)
+
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+def _config(run: RunDir, damage: list[str]) -> dict[str, str]:
+    """Return the resolved config by dotted key. Values that may be secret are not shown."""
+    try:
+        node = yaml_core.compose(run.config.read_text(errors="replace"))
+        values = dict(_pairs(node, "")) if node is not None else {}
+    except (OSError, ValueError, RecursionError) as error:
+        records.note(f"{run.config} cannot be read: {' '.join(str(error).split())[:200]}", damage)
+        return {}
+    empty = ("", "[]", "{}", "null")
+    return {
+        key: "(not shown)" if _SECRET.search(key) and value not in empty else value for key, value in values.items()
+    }
+
+
+def _pairs(node: Node, key: str) -> Any:
+    """Yield the dotted keys below ``node`` and their values as text."""
+    if isinstance(node, MappingNode) and node.value:
+        for name, value in node.value:
+            yield from _pairs(value, f"{key}.{name.value}" if key else str(name.value))
+    elif isinstance(node, ScalarNode):
+        yield key, str(node.value)
+    elif isinstance(node, SequenceNode):
+        yield key, f"[{', '.join(_inline(item) for item in node.value)}]"
+    else:
+        yield key, "{}"
+
+
+def _inline(node: Node) -> str:
+    if isinstance(node, ScalarNode):
+        return str(node.value)
+    return json.dumps(dict(_pairs(node, ""))) if isinstance(node, MappingNode) else next(_pairs(node, ""))[1]
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def _versions(run: RunDir, damage: list[str]) -> dict[str, str]:
+    """Return the versions that the run's files tell: of the sources, and of what has written the checkpoint."""
+    found: dict[str, str] = {}
+    note = records.read_or(run.code / "SNAPSHOT.json", _SNAPSHOT, {}, damage)
+    if note.get("git_sha"):
+        found["sources"] = f"{note['git_sha'][:12]}{', with changes' if note.get('dirty') else ''}"
+    newest = _patiently(lambda: committed(run.checkpoints)[:1], [], damage)
+    for folder in newest:
+        if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:
+            versions = _patiently(lambda folder=folder: manifest.read(folder).versions, {}, damage)
+            found |= {name: str(version) for name, version in sorted(versions.items())}
+    return found

@@ -1,0 +1,76 @@
+"""Reads ``metrics.jsonl`` line by line: it may have a million lines, and a running job may be writing it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import records
+from toolkit.records import COUNT, MOMENT, NUMBER
+from toolkit.rundir import RunDir
+
+#: More damaged lines than this are not named one by one.
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """What was logged at one step."""
+
+    step: int
+    wall_time: float  #: seconds since the epoch, 0 if it is not known
+    values: Mapping[str, float]  #: by tag; NaN for a value that was not finite. Histograms are left out
+    end: int  #: the byte in the file after this line
+
+
+def path_of(run: RunDir) -> Path:
+    """Return the file of a run's metrics."""
+    return run.tensorboard / "metrics.jsonl"
+
+
+def read(path: Path, damage: list[str], start: int = 0) -> Iterator[MetricsLine]:
+    """Yield the lines of ``path`` from byte ``start`` on; none of a missing file.
+
+    Damaged lines are left out and named in ``damage``. A last line that is still being written is left out silently.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        records.note(f"{path} cannot be read: {error.strerror or error}", damage)
+        return
+    with file:
+        file.seek(start)
+        end, damaged = start, 0
+        for raw in file:
+            end += len(raw)
+            line = _parse(raw, end)
+            if line is not None:
+                yield line
+            elif raw.endswith(b"\n") and raw.strip():
+                damaged += 1
+                if damaged <= MOST_NAMED:
+                    text = f"{path}: the line that ends at byte {end} is damaged and left out"
+                    records.note(text + " (further ones are not named)" * (damaged == MOST_NAMED), damage)
+
+
+def _parse(raw: bytes, end: int) -> MetricsLine | None:
+    """Return the line, or None of one that does not fit."""
+    try:
+        found = json.loads(raw)
+        step, values = found.pop("step"), found
+        wall_time = values.pop("wall_time", 0.0)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    if not COUNT.fits(step):
+        return None
+    numbers = {
+        tag: math.nan if value is None else float(value)
+        for tag, value in values.items()
+        if value is None or NUMBER.fits(value)
+    }
+    return MetricsLine(step, float(wall_time) if MOMENT.fits(wall_time) else 0.0, numbers, end)
