@@ -23,6 +23,7 @@ from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.prepare import check_submittable, new_run
 from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.launch.submission.site_checks import check_site
 from toolkit.rundir import RunDir
 
 
@@ -70,6 +71,8 @@ def submit_command(
     if chosen == "debug":
         raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
     config = _foreign_config(command, overrides, name)
+    if chosen == "slurm":
+        check_site(config)
     if chosen == "local":
         # Refuse what does not fit this machine before a run folder is made.
         Allocation.local(config.cluster)
