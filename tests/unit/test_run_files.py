@@ -33,6 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 
 STRAGGLER = {"host": "node1", "ranks": [1], "ratio": 1.5, "since": 1.0, "until": None}
 START = {"since": 1.0, "submitted": None, "queue_s": 0.0, "ready": 2.0, "best_step": 0}
+USAGE = {"job_id": "7", "since": 1.0, "cpu_s": 2.0, "memory_bytes": None, "unused_gpus": ["GPU 1 of node2"]}
 #: Every key, as it stands in the file.
 STATUS: dict[str, Any] = {
     "version": 1,
@@ -59,6 +60,7 @@ STATUS: dict[str, Any] = {
     "why": "rank 1: killed",
     "ended": 3.0,
     "supervised": True,
+    "usage": USAGE,
     "left_over": {"attempt": 3},
 }
 
@@ -166,6 +168,7 @@ RESULT: dict[str, Any] = {
     "metrics": {"eval/accuracy": 0.5, "eval/loss": None},
     "wall_s": 60.5,
     "goodput": {"training": 1.0},
+    "efficiency": {"jobs": 1, "usage": USAGE, "sbatch": "sbatch --nodes=1", "cost": 1.5, "currency": "EUR"},
     "why": "completed",
 }
 

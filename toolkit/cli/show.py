@@ -14,7 +14,7 @@ from toolkit.cli import slow
 from toolkit.errors import ToolkitError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.stop_request import Intent
-from toolkit.metrics import goodput
+from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
@@ -89,6 +89,8 @@ def _row(run: RunDir) -> dict[str, Any]:
         "lost_ranks": status.lost_ranks,
         "stragglers": slow.stragglers(status),
         "goodput": goodput.of_files(run, damage),
+        "usage": status.usage and status.usage.to_json(),
+        "using": efficiency.remark(status.usage),
         "pid": status.pid,
         "host": status.host,
         "updated": status.updated,
@@ -238,9 +240,12 @@ def _slow_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Return where the time went, for a single run: among several the line would not say whose time it is."""
-    told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
-    return f"\n{told}" if told else ""
+    """Return where the time went and what is used, for a single run: among several it would not be clear whose."""
+    if len(rows) != 1:
+        return ""
+    is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
+    told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
+    return "".join(f"\n{text}" for text in told if text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

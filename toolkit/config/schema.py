@@ -58,6 +58,15 @@ STATELESS = ("none", "fp16", "bf16")
 
 
 @dataclass
+class PriceConfig:
+    """What this site charges; for the table at the end of a run, see docs/efficiency.md."""
+
+    cpu_hour: float = 0.0  #: for an hour of one CPU
+    gpu_hour: float = 0.0  #: for an hour of one GPU
+    currency: str | None = None  #: such as EUR, or credits
+
+
+@dataclass
 class ClusterConfig:
     """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
 
@@ -80,6 +89,7 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)  #: lines for the shell of the job's script, such as module load cuda
     container: str | None = None  #: an image in which the ranks run, see slurm/container.py
     container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
+    price: PriceConfig = field(default_factory=PriceConfig)  #: what an hour costs
     extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
 

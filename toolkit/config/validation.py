@@ -294,6 +294,8 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "cluster.mem_gb": (0.001, 2**20),
     "cluster.time_min": (1, 366 * 24 * 60),
     "cluster.signal_delay_s": (0, 65_535),
+    "cluster.price.cpu_hour": (0, 1e6),
+    "cluster.price.gpu_hour": (0, 1e6),
     "retry.max_failures": (0, _MANY),
     "retry.max_requeues": (0, _MANY),
     "retry.no_progress_attempts": (1, _MANY),

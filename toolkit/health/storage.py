@@ -100,7 +100,7 @@ def check_space(check: str, path: Path) -> Finding:
         return Finding(check, "bad", "?", f"{path}: {_words(error)}{_advice(error)}")
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     counted = stat.f_files > 0  # a file system such as btrfs makes inodes on demand
-    figure = _size(free)
+    figure = size_text(free)
     there = f"{path} has {figure} and {inodes if counted else 'enough'} inodes free"
     if free < BAD_BYTES or (counted and inodes < BAD_INODES):
         return Finding(check, "bad", figure, f"{there}: it is full; make room, or choose another folder")
@@ -109,7 +109,7 @@ def check_space(check: str, path: Path) -> Finding:
     return ok(check, figure)
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     units = iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
     unit = next(units)
     while count >= 1024 and unit != "PiB":

@@ -8,6 +8,7 @@ fraction of a second.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
 from toolkit.launch.record import stop_request
+from toolkit.launch.record.job_usage import UsageRecorder
 from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
@@ -76,8 +78,9 @@ class Supervisor:
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         self._journal = Journal(run, allocation, self._nodes)
+        usage = UsageRecorder(run, allocation, config.cluster.price, os.environ)
         self._context = Context(
-            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events
+            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events, usage
         )
         self._care = NodeCare(self._context)
         self._job_requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
@@ -280,6 +283,7 @@ class Supervisor:
 
     def _record(self, attempt: Attempt, verdict: Ending) -> None:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
+        self._context.note_usage(attempt, is_last=True)
         outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
         if verdict.decision is Decision.RESTART:
             self._journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
