@@ -21,7 +21,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
 COMMANDS = (
     *("submit", "new", "supervise", "run", "exec"),  # starting runs
     *("status", "logs", "why"),  # looking at runs
-    *("stacks",),  # a run while it runs
+    *("stacks", "profile", "set"),  # a run while it runs
     *("stop", "cancel", "resume"),  # ending runs, and going on with them
     *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
     *("env", "doctor", "init", "data", "tensorboard", "report"),  # this machine, the cluster and the data

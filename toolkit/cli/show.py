@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, rundir
-from toolkit.cli import slow
+from toolkit.cli import live_values, slow
 from toolkit.errors import ToolkitError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.stop_request import Intent
@@ -99,6 +99,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "reason": None,
         "why": result and result.why,
         "damage": damage,
+        "changes": live_values.rows(run, damage),
         "path": str(run.path),
     }
 
@@ -225,7 +226,9 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
     ]
     damaged = [(row["run"], f"damaged: {what}") for row in rows for what in row["damage"]]
     losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *ailing, *dead, *damaged])
+    changed = [(row["run"], text) for row in rows for text in live_values.lines(row["changes"])]
+    every = [*lines, *losses, *changed, *bad, *ailing, *dead, *damaged]
+    return "".join(f"\n{run}: {text}" for run, text in every)
 
 
 def loss_remark(metrics: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.store import newest_step
-from toolkit.cli import slow
+from toolkit.cli import live_values, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import nodes
 from toolkit.launch.supervise.error_files import read_error_files
@@ -64,6 +64,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "efficiency": efficiency.of_files(run, damage),
         "ailing_nodes": status.ailing_nodes,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
+        "changes": row["changes"],
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
     }
@@ -115,6 +116,7 @@ def page(told: dict[str, Any]) -> str:
         lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
+    lines += live_values.lines(told["changes"])
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
