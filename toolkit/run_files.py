@@ -227,6 +227,7 @@ class AttemptStatus(FileRecord):
     submitted: Moment | None = None
     goodput: Seconds = field(default_factory=dict)
     why: str | None = None
+    staging: tuple[str, ...] = ()  #: what was copied to the nodes' own disks, or why not
     ended: Moment | None = None
     supervised: bool = True
     usage: JobUsage | None = None

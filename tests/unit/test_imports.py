@@ -25,7 +25,7 @@ FLOORS = [
         *("origin", "records"),
         *("run_files", "rundir", "secret_values", "signals", "trust"),
     ],
-    ["slurm"],
+    ["slurm", "staging"],
     ["config", "health", "testing"],
     ["agent"],
     ["hang"],
@@ -78,7 +78,7 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
-LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "health", "agent", "launch", "diagnose", "cli"]
+LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "staging", "health", "agent", "launch", "diagnose", "cli"]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.

@@ -20,11 +20,13 @@ The messages that it receives (``do``) and sends (``is``):
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
+* ``stage``: copy packages to the node's own disk. Then ``staged``. What is started waits ``wait_s`` for that.
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
 since the last time. It sends at once which ranks are ``reporting``
-for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once.
+for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once, and how
+long a zygote has ``imported``.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class Agent:
                     sample = {} if usage is None else {"usage": usage}
                     self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
                     self._note_monitors_silence()
-                    self._processes.learn()
+                    self._processes.look_at_the_clock()
                 if time.monotonic() >= monitor_at:
                     monitor_at = math.inf
                     self._helpers.start(MONITOR_COMMAND, self._take_from_monitor)
@@ -197,6 +199,8 @@ class Agent:
                 self._answer(order)
             case "watch":
                 self._watch_order = order
+            case "stage":
+                self._stage(order)
             case "leave":
                 self._is_over = True
 
@@ -312,6 +316,21 @@ class Agent:
                 self._send(message)
         for attempt, ranks in first.items():
             self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
+
+    def _stage(self, order: Message) -> None:
+        """Copy packages in a separate process, which holds the copies until this one ends."""
+        if order["wait_s"]:
+            self._processes.await_copies(order["wait_s"])
+
+        def take(text: bytes) -> None:
+            answer: Message = {"copies": {}, "problems": ["the copying has failed: see the agent's log"]}
+            with contextlib.suppress(ValueError):
+                answer = json.loads(text)
+            self._processes.use_copies(answer["copies"])
+            self._send({"is": "staged", **answer})
+
+        command = [sys.executable, "-P", "-m", "toolkit.staging.copying"]
+        self._helpers.ask(command, take, json.dumps(order["request"]).encode())
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

@@ -63,6 +63,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "goodput": goodput.of_files(run, damage),
         "efficiency": efficiency.of_files(run, damage),
         "ailing_nodes": status.ailing_nodes,
+        "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "changes": row["changes"],
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
@@ -117,6 +118,7 @@ def page(told: dict[str, Any]) -> str:
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
     lines += live_values.lines(told["changes"])
+    lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from toolkit.durations import in_units
-from toolkit.health.storage import size_text
+from toolkit.fsio import size_text
 from toolkit.run_files import Efficiency, JobUsage, RunUsage
 from toolkit.rundir import RunDir
 

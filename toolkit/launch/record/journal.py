@@ -40,6 +40,7 @@ class Journal:
         self._submitted = status.updated if is_waiting and status.updated is not None else self._began
         self._number = 0  #: of the last attempt
         self.usage: JobUsage | None = None  #: what the job uses, once that is known
+        self.staging: tuple[str, ...] = ()  #: what was copied to the nodes, see `toolkit.launch.start.staging`
 
     def read(self) -> None:
         """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
@@ -182,6 +183,8 @@ class Journal:
     def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
         if self.usage is not None:
             more["usage"] = self.usage
+        if self.staging:
+            more["staging"] = self.staging
         status = RunStatus(
             state=state,
             run=f"{self._run.name}/{self._run.id}",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, rundir, staging
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job.allocation import Allocation
@@ -42,7 +42,7 @@ def submit(
     """
     folder = Path(project).resolve()
     if str(config).endswith(".py") and not configs.is_job(str(config), folder):
-        return submit_command([sys.executable, str(folder / config)], overrides, executor=executor)
+        return submit_command([str(staging.origin(sys.executable)), str(folder / config)], overrides, executor=executor)
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides, project=folder)
     check_submittable(loaded, chosen, folder)

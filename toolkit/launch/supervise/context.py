@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from toolkit import rundir
+from toolkit import rundir, staging
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
@@ -66,6 +66,7 @@ class Context:
         """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
         environ = dict(os.environ)
         environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
+        environ.pop(staging.VARIABLE, None)  # a rank that submits this run has copies on its own node only
         environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
         environ.update(
             {

@@ -33,6 +33,7 @@ from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
+from toolkit.launch.start.staging import Staging
 from toolkit.launch.start.store import refuse_too_many_ranks
 from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
@@ -163,9 +164,14 @@ class Supervisor:
             return None
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
+        staging = Staging(self._run, self._config, self._allocation, self._launcher, self._journal)
+        staging.decide()
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
+        staging.begin()
         self._prepare_requeue()
         self._check_nodes()
+        plan = self._nodes.plan()  # without nodes that are bad
+        staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
     def _prepare_requeue(self) -> None:
