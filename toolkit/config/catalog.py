@@ -121,7 +121,7 @@ def text_files(root: str | None) -> list[Path]:
 
     Null means the Python files of the standard library.
     """
-    folder = fsio.expand(root or sysconfig.get_path("stdlib")).absolute()
+    folder = staged(fsio.expand(root or sysconfig.get_path("stdlib")).absolute())
     files = []
     for path in sorted(folder.rglob("*" if root else "*.py")):
         parts = path.relative_to(folder).parts

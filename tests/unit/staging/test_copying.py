@@ -307,7 +307,9 @@ def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> 
 
 def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
     request = PackRequest(
-        str(tmp_path / "cache"), (Source(str(tmp_path / "none")), Source("/dev/null"), Source(str(source))), most_bytes=9
+        str(tmp_path / "cache"),
+        (Source(str(tmp_path / "none")), Source("/dev/null"), Source(str(source))),
+        most_bytes=9,
     )
     done = subprocess.run(
         [sys.executable, "-m", "toolkit.staging.package"],
