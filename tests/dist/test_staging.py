@@ -44,7 +44,7 @@ def test_ranks_use_the_copy_and_without_it_the_original(env: dict[str, str], tmp
         keys = ["cluster.stage=always", f"cluster.stage_dir={node}", f"data.stage=[{data},{tmp_path}/none]"]
 
         def run(name: str) -> tuple[dict[str, Any], str]:
-            command = [python, "-m", "toolkit", "exec", "--executor", "local", "--wait", *keys, f"name={name}"]
+            command = [str(python), "-m", "toolkit", "exec", "--executor", "local", "--wait", *keys, f"name={name}"]
             subprocess.run([*command, "--", "python", "script.py"], cwd=tmp_path, env=env, check=True, timeout=120)
             [folder] = (tmp_path / "runs" / name).iterdir()
             told = "\n".join(json.loads((folder / "status.json").read_text())["staging"])
