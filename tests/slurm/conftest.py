@@ -52,8 +52,7 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
     folder = box.shared / re.sub(r"[^\w.-]+", "-", request.node.name)
     folder.mkdir()
     site = Site(box, folder)
-    if site.user:
-        box.run(["chown", site.user, str(folder)])
+    site.give(folder)
     yield site
     box.run(["scancel", "--signal=KILL", "--full", f"--user={site.user or 'root'}"], check=False)
     box.run(["scancel", f"--user={site.user or 'root'}"])

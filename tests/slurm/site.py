@@ -79,6 +79,11 @@ class Site:
         """The Slurm job that the run was submitted as, or that supervises it now."""
         return ownership.jobs_of(run)[0]
 
+    def give(self, folder: Path) -> None:
+        """Make the user of a strict site the owner of what root has made: ranks may write there, too."""
+        if self.user:
+            self.box.run(["chown", "-R", self.user, str(folder)])
+
     def project(self, **jobs: str) -> Path:
         """A project of one's own, with these modules in its ``jobs`` package."""
         folder = self.folder / "project"

@@ -38,6 +38,7 @@ def submitted(site: Site, library: str, name: str, *, is_slow: bool) -> RunDir:
     assert text.count(STEP[library]) == 1
     slower = SLOWER[library] if is_slow else ""
     (project / f"{name}.py").write_text(text.replace(STEP[library], slower + STEP[library]))
+    site.give(project)
     site.run("toolkit", "submit", f"{name}.py", *SIZE, cwd=project)
     return site.find(name)
 

@@ -39,8 +39,7 @@ def cluster(
             (site.folder / "traces").mkdir()
             (site.folder / "traces").chmod(0o1777)
             (site.folder / "runs").symlink_to(disk)
-            if site.user:  # else it would be shared by users, with a part for each
-                site.box.run(["chown", site.user, str(disk)])
+            site.give(disk)  # else it would be shared by users, with a part for each
             with closing(Cluster(site, disk)) as cluster:
                 yield cluster, site.folder / "traces"
     finally:

@@ -108,8 +108,7 @@ SHOWN = [
 def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, typed: str) -> None:
     project = project_of(site, page)
     fill_home(site.folder)
-    if site.user:
-        site.box.run(["chown", "-R", site.user, str(site.folder)])
+    site.give(site.folder)
     text = "\n".join([*(command for name, command in RUNS.items() if name in typed), typed])
     for shown, fitting in FITTED:
         text = re.sub(shown, fitting, text)

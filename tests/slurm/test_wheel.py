@@ -14,8 +14,7 @@ def test_a_new_project_trains_on_slurm_and_its_own_test_passes(site: Site) -> No
     wheel = install_wheel(site.folder / "wheel")
     home = site.folder / "home"
     home.mkdir()
-    if site.user:
-        site.box.run(["chown", "-R", site.user, str(site.folder)])
+    site.give(site.folder)
     commands = "toolkit new demo && cd demo && toolkit submit demo.yaml --follow && python -m pytest -q"
     path = f"{wheel.toolkit.parent}:/usr/bin:/bin"
     said = site.run("bash", "-euxc", commands, cwd=home, PATH=path, HOME=str(home))
