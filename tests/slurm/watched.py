@@ -122,6 +122,8 @@ class Watched:
             with suppress(Exception):
                 status = self.run.status()
                 writer = (status.job_id, status.host, status.pid)
+                if None in writer:  # written by a submission, or out of reach
+                    continue
                 if writer not in self.writers:
                     self.writers.append(writer)
                 elif writer != self.writers[-1]:
