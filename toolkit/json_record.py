@@ -27,7 +27,7 @@ class JsonCodec:
     """How a value is kept in JSON: its shape there, and the ways to and from it."""
 
     shape: records.Shape
-    load: Callable[[Any], Any] = lambda value: value
+    load: Callable[[Any], Any] | None = None  #: None: the value as it is
     dump: Callable[[Any], Any] = lambda value: value
 
 
@@ -51,9 +51,14 @@ class JsonRecord:
     @classmethod
     def load(cls, value: Mapping[str, Any]) -> Self:
         """Return the record of a JSON value that fits."""
-        codecs = _codecs(cls)
-        known = {name: codecs[name].load(item) for name, item in value.items() if name in codecs}
-        return cls(**known, extra={name: item for name, item in value.items() if name not in codecs})
+        codecs, known, extra = _codecs(cls), dict[str, Any](), dict[str, Any]()
+        for name, item in value.items():
+            codec = codecs.get(name)
+            if codec is None:
+                extra[name] = item
+            else:
+                known[name] = item if codec.load is None else codec.load(item)
+        return cls(**known, extra=extra)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
@@ -163,14 +168,16 @@ def _codec(hint: Any) -> JsonCodec:
         return JsonCodec(_LEAVES[hint])
     if origin in (Union, UnionType):
         (inner,) = (_codec(arg) for arg in args if arg is not type(None))
-        return JsonCodec(OrNull(inner.shape), _or_none(inner.load), _or_none(inner.dump))
+        return JsonCodec(OrNull(inner.shape), inner.load and _or_none(inner.load), _or_none(inner.dump))
     if origin is tuple:
         item = _codec(args[0])
         return JsonCodec(
-            ListOf(item.shape), lambda value: tuple(map(item.load, value)), lambda v: list(map(item.dump, v))
+            ListOf(item.shape),
+            lambda value: tuple(value if item.load is None else map(item.load, value)),
+            lambda value: list(map(item.dump, value)),
         )
     if origin is Mapping:
-        return JsonCodec(MapOf(_codec(args[1]).shape), dict, dict)
+        return JsonCodec(MapOf(_codec(args[1]).shape), None, dict)
     if issubclass(hint, StrEnum):
         return JsonCodec(records.one_of(*hint), hint, str)
     return JsonCodec(shape_of(hint), hint.load, hint.to_json)

@@ -103,13 +103,17 @@ def one_of(*words: str) -> Leaf:
 
 def _is_text(value: Any) -> bool:
     """True for a text that a file name, and a UTF-8 file, can hold."""
-    return isinstance(value, str) and "\0" not in value and value == value.encode(errors="ignore").decode()
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    return value.isascii() or value == value.encode(errors="ignore").decode()
 
 
 _WORD = re.compile(r"\w[\w.+-]{0,254}")
 
 
 def _is_number(value: Any) -> bool:
+    if type(value) is float:  # most are
+        return -1e300 < value < 1e300
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
 
 
@@ -138,7 +142,8 @@ def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | Non
     Raises DamagedFileError if nothing of it can be used.
     """
     try:
-        return _fit(_parse(_read_bytes(path)), shape, "", _Notes(f"{path}: ", damage))
+        value = _parse(_read_bytes(path))
+        return value if _check(shape)(value) else _fit(value, shape, "", _Notes(f"{path}: ", damage))
     except FileNotFoundError:
         return None
     except Misfit as misfit:
@@ -242,6 +247,58 @@ def _parse(raw: bytes) -> Any:
         raise Misfit(f"byte {error.start + 1} is no UTF-8") from None
     except ValueError as error:
         raise Misfit(f"it is no JSON ({error})") from None
+
+
+#: The check of each shape that was asked for, by the shape's identity: dicts have no hash.
+_CHECKS: dict[int, tuple[Shape | Null, Callable[[Any], bool]]] = {}
+
+
+def _check(shape: Shape | Null) -> Callable[[Any], bool]:
+    """Return a check that is True only of values that :func:`_fit` returns as they are.
+
+    It is several times faster, because it names no keys. Nearly all files fit.
+    """
+    if id(shape) not in _CHECKS:
+        _CHECKS[id(shape)] = (shape, _new_check(shape))
+    return _CHECKS[id(shape)][1]
+
+
+def _new_check(shape: Shape | Null) -> Callable[[Any], bool]:
+    match shape:
+        case Leaf():
+            return shape.fits
+        case OrNull(inner) | Null(inner):
+            inner_check = _check(inner)
+            return lambda value: value is None or inner_check(value)
+        case Either():
+            checks = [_check(each) for each in shape.shapes]
+            return lambda value: any(each(value) for each in checks)
+        case ListOf(inner):
+            item_check = _check(inner)
+            return lambda value: isinstance(value, list) and all(map(item_check, value))
+        case MapOf(inner):
+            value_check = _check(inner)
+            return lambda value: (
+                isinstance(value, dict) and all(map(_is_text, value)) and all(map(value_check, value.values()))
+            )
+        case Record(keys):
+            return _record_check(keys)
+
+
+def _record_check(keys: Mapping[str, Shape | Maybe | Null]) -> Callable[[Any], bool]:
+    checks = {name: _check(each.shape if isinstance(each, Maybe) else each) for name, each in keys.items()}
+    needed = {name for name, each in keys.items() if not isinstance(each, Maybe)}
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict) or not needed <= value.keys():
+            return False
+        for name, item in value.items():
+            known = checks.get(name)
+            if isinstance(item, (dict, list)) if known is None else not known(item):
+                return False
+        return True
+
+    return check
 
 
 def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:

@@ -22,16 +22,7 @@ from toolkit.records import (
     MapOf,
     OrNull,
 )
-from toolkit.run_files import (
-    AttemptRecord,
-    AttemptStatus,
-    OwnerRecord,
-    RunResult,
-    RunState,
-    RunStatus,
-    RunUsage,
-    Submission,
-)
+from toolkit.run_files import AttemptRecord, AttemptStatus, OwnerRecord, RunResult, RunState, RunStatus, Submission
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -208,14 +199,6 @@ class RunDir:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line.to_file())
 
-    def usage(self, damage: list[str] | None = None) -> RunUsage:
-        """Return ``usage.json`` as far as it can be read; empty where nothing was measured."""
-        return RunUsage.read_or_none(self.path / "usage.json", damage) or RunUsage()
-
-    def write_usage(self, usage: RunUsage) -> None:
-        """Replace ``usage.json``. It is rewritten every minute, so not flushed to disk."""
-        fsio.write_json(self.path / "usage.json", usage.to_file(), durable=False)
-
     def owner(self, damage: list[str] | None = None) -> OwnerRecord | None:
         """Return ``owner.json``: who has the run now. None if there is no owner. See `launch.record.ownership`."""
         return OwnerRecord.read_or_none(self.path / "owner.json", damage)
@@ -297,9 +280,29 @@ def refuse_code_of_others(run: RunDir) -> None:
 
 
 def all_runs(root: Path | None = None) -> list[RunDir]:
-    """Return every run, oldest first."""
-    found = (root or runs_root()).glob("*/*/config.yaml")
-    return sorted((RunDir(path.parent) for path in found), key=lambda run: run.id)
+    """Return every run, oldest first, also one whose config is lost but that has started."""
+    # os.path and texts: there may be 10,000 runs, and a Path takes ten times as long.
+    found = [(run_id, path) for _, name in _folders(str(root or runs_root())) for run_id, path in _folders(name)]
+    return [RunDir(Path(path)) for run_id, path in sorted(found) if _is_run(run_id, path)]
+
+
+def _folders(path: str) -> list[tuple[str, str]]:
+    """Return names and paths of the folders in ``path``; none where it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return [(entry.name, entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _is_run(run_id: str, path: str) -> bool:
+    if os.path.exists(f"{path}/config.yaml"):  # noqa: PTH110
+        return True
+    return _RUN_ID.fullmatch(run_id) is not None and any(os.path.exists(f"{path}/{name}") for name in _OF_STARTED)  # noqa: PTH110
+
+
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+_OF_STARTED = ("status.json", "result.json", "owner.json")
 
 
 def find(text: str, root: Path | None = None) -> RunDir:

@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, rundir
-from toolkit.cli import live_values, slow
+from toolkit.cli import columns, slow
+from toolkit.cli.run_rows import RowCache, read_row
 from toolkit.errors import ToolkitError
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import ownership
 from toolkit.launch.record.stop_request import Intent
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.slurm.jobs import JobStatus
+    from toolkit.slurm.shared_queue import SharedQueue
 
 #: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
 #: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
 QUIET_S, SILENT_S = 5.0, 30.0
 
 
-def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Return one row for each run, from its own files.
+def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[dict[str, Any]]:
+    """Return one row for each run, from its own files, or from the cache while these are unchanged.
 
     Slurm is asked, once for all, about runs that wait or are quiet.
     """
-    rows = [_row(run) for run in runs]
+    return with_slurm(list(map(read_row, runs)) if cache is None else cache.rows(runs), ask_slurm)
+
+
+def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus]]) -> list[dict[str, Any]]:
+    """Return the rows with Slurm's word on those that wait or are quiet; ``ask`` is called once, if there are any."""
+    for row in rows:
+        is_over = isinstance(row["state"], RunState) and row["state"].is_over
+        row["silent"] = row["state"] != "unknown" and not is_over and _quiet_s(row["updated"]) > SILENT_S
+        row.update(slurm=None, reason=None, expected_start=None)
     asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
-    answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
+    answers = ask([job for ids in jobs.values() for job in ids]) if jobs else {}
     for row in asked:
         if row["run"] in jobs:
             row["job_id"], job = ownership.present(jobs[row["run"]], answers)
-            row.update(slurm=job and job.state, reason=job and job.reason, why=row["why"] or _launch_failure(row, job))
+            row.update(
+                slurm=job and job.state,
+                reason=job and job.reason,
+                expected_start=job and job.start_time if ownership.waits(job) else None,
+                why=row["why"] or _launch_failure(row, job),
+            )
     for row in rows:
         row["state"] = _honest_state(row)
     return rows
@@ -58,53 +75,15 @@ def _quiet_s(updated: float | None) -> float:
 
 def as_json(value: Any) -> str:
     """Return one JSON document. A loss that is not a number becomes null: JSON has no other word for it."""
-    return json.dumps(fsio.finite(value), indent=2, allow_nan=False)
+    try:
+        return json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        return json.dumps(fsio.finite(value), indent=2, allow_nan=False)
 
 
-def _row(run: RunDir) -> dict[str, Any]:
-    damage: list[str] = []
-    # Damaged files are reported in the row, not raised.
-    status, result, sent = run.status(damage), run.result(damage), run.submission(damage)
-    jobs, asked = ownership.jobs_of(run, damage), stop_request.asked(run, damage)
-    progress, state = status.progress, status.state if result is None else result.state
-    executor = ("slurm" if status.job_id else "local") if sent is None else sent.executor
-    step = progress.step if result is None or result.step is None else result.step
-    metrics = result.metrics if result is not None and result.metrics else progress.metrics
-    return {
-        "run": run.id,
-        "name": run.name,
-        "state": state or "unknown",
-        "job_id": jobs[0] if jobs else status.job_id,
-        "follow_ups": jobs[1:],
-        "asked": asked and asked.value,
-        "executor": executor,
-        "attempt": status.attempt or 0,
-        "step": step,
-        "total_steps": progress.total_steps,
-        "loss": progress.loss,
-        "metrics": metrics,
-        "nodes": list(status.nodes),
-        "bad_nodes": status.bad_nodes,
-        "ailing_nodes": status.ailing_nodes,
-        "lost_ranks": status.lost_ranks,
-        "stragglers": slow.stragglers(status),
-        "goodput": goodput.of_files(run, damage),
-        "usage": status.usage and status.usage.to_json(),
-        "using": efficiency.remark(status.usage),
-        "pid": status.pid,
-        "host": status.host,
-        "updated": status.updated,
-        "silent": state is not None and not state.is_over and _quiet_s(status.updated) > SILENT_S,
-        "slurm": None,
-        "reason": None,
-        "why": result and result.why,
-        "damage": damage,
-        "changes": live_values.rows(run, damage),
-        "path": str(run.path),
-    }
-
-
-def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
+def ask_slurm(
+    job_ids: Sequence[str], queue: SharedQueue | None = None, every_s: float | None = None
+) -> dict[str, JobStatus]:
     """Return Slurm's answer about the jobs, which all processes of the user share, without those it does not know.
 
     A controller that does not answer leaves all of them unknown, which never means "dead".
@@ -112,7 +91,7 @@ def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
     from toolkit.slurm import shared_queue
 
     try:
-        answers = shared_queue.of_user().show_jobs(job_ids)
+        answers = (queue or shared_queue.of_user()).show_jobs(job_ids, every_s or shared_queue.FRESH_S)
     except ToolkitError:
         return {}
     return {job_id: job for job_id, job in answers.items() if job}
@@ -197,22 +176,45 @@ def _alive(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
 
 
-def status_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table for a terminal."""
+def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> str:
+    """Return the rows as a table for a terminal.
+
+    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Few rows have lines below
+    that tell more; many have their number by state.
+    """
     if not rows:
         return f"no runs under {rundir.runs_root()}"
-    head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
-    lines = _why_lines(rows) + _held_lines(rows) + _slow_lines(rows)
-    return table([head, *(_cells(row) for row in rows)]) + lines + _time_line(rows)
+    names = names or (columns.USUAL if width is None else columns.that_fit(rows, width))
+    if len(rows) > MOST_TOLD:
+        lines = f"\n{count_by_state(rows)}{_damage_lines(rows)}"
+    else:
+        lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows) + _slow_lines(rows)
+    return table(columns.cells(rows, names)) + lines + _time_line(rows)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    step = "" if row["step"] is None else f"{row['step']}/{row['total_steps'] or '?'}"
-    job = str(row["job_id"] or "") if row["executor"] == "slurm" else row["executor"]
-    loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-    accuracy = row["metrics"].get("eval/accuracy")
-    shown = "" if accuracy is None else f"{accuracy:.4f}"
-    return (row["run"], row["name"], row["state"], job, str(row["attempt"]), step, loss, shown)
+#: The most rows of which lines below the table tell more.
+MOST_TOLD = 20
+
+
+def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many rows are in each state, the most first."""
+    counts = Counter(re.split(r"[? ]", str(row["state"]))[0] for row in rows)
+    return f"{len(rows)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())
+
+
+def _waits_lines(rows: list[dict[str, Any]]) -> str:
+    """Return what the pending jobs wait for, in words, and when Slurm expects them to start."""
+    lines = list[str]()
+    for row in rows:
+        start = columns.start_text(row["expected_start"])
+        if _waits(row) and _held_for(row) is None:
+            lines.append(f"\n{row['run']}: {columns.text(row, 'waits_for')}")
+            lines[-1] += f"; Slurm expects it to start at {start}" if start else ""
+    return "".join(lines)
+
+
+def _damage_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(f"\n{row['run']}: damaged: {what}" for row in rows for what in row["damage"])
 
 
 def _why_lines(rows: list[dict[str, Any]]) -> str:
@@ -224,11 +226,8 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
         for row in rows
         for rank, how in row["lost_ranks"].items()
     ]
-    damaged = [(row["run"], f"damaged: {what}") for row in rows for what in row["damage"]]
     losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
-    changed = [(row["run"], text) for row in rows for text in live_values.lines(row["changes"])]
-    every = [*lines, *losses, *changed, *bad, *ailing, *dead, *damaged]
-    return "".join(f"\n{run}: {text}" for run, text in every)
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *ailing, *dead])
 
 
 def loss_remark(metrics: Any) -> str:
@@ -243,15 +242,12 @@ def _slow_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Return where the time went and what is used, for a single run: among several it would not be clear whose."""
-    if len(rows) != 1:
-        return ""
-    is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
-    told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
-    return "".join(f"\n{text}" for text in told if text)
+    """Return where the time went, for a single run: among several the line would not say whose time it is."""
+    told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
+    return f"\n{told}" if told else ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return plain columns. rich would take longer to import than everything else here together."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    line = "  ".join(f"%-{max(map(len, column))}s" for column in zip(*rows, strict=True))
+    return "\n".join((line % tuple(row)).rstrip() for row in rows)

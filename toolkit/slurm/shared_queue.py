@@ -33,8 +33,8 @@ from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
 from toolkit.slurm.programs import TIMEOUT_S
 
-#: For a command that a user waits for. A program that watches asks less often.
-FRESH_S = 5.0
+#: How old an answer may be for a command that a user waits for, and for a program that watches.
+FRESH_S, WATCH_S = 5.0, 30.0
 #: A process that asks may take this long: one call of squeue and one of sacct, each until its time limit.
 ANSWER_S = 2 * TIMEOUT_S + 5.0
 #: Accounting is asked again about a job that it does not know after this time.

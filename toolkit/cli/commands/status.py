@@ -2,18 +2,55 @@
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, selection
+
+EXAMPLES = (
+    ("toolkit status", "the ten newest runs"),
+    ("toolkit status gpt", "the newest run of the config named gpt, with where its time went"),
+    ("toolkit status --state failed,lost --since 2d --name 'gpt*'", "what went wrong in the last two days"),
+    ("toolkit status --all --sort eval/accuracy --columns run,optim.lr,eval/accuracy", "all runs, the best last"),
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="*", metavar="RUN", help="default: the ten newest runs")
+    parser.add_argument("--all", action="store_true", help="all runs; the default with a filter")
+    selection.add_arguments(parser)
+    parser.add_argument("--sort", metavar="COLUMN", default="run", help="a column, metric or config key; default: run")
+    parser.add_argument("--reverse", action="store_true", help="the highest first")
+    columns = "separated by commas: columns of the table, metrics and config keys"
+    parser.add_argument("--columns", metavar="NAMES", help=columns)
     arguments.add_json(parser)
 
 
 def run(args: Namespace) -> None:
-    from toolkit import rundir
-    from toolkit.cli import show
+    import gc
+    import shutil
+    import sys
+    from pathlib import Path
 
-    runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()[-10:]
-    rows = show.status_rows(runs)
-    print(show.as_json(rows) if args.json else show.status_table(rows))
+    from toolkit import rundir
+    from toolkit.cli import columns, run_rows, show
+
+    gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
+    is_short = not (args.run or args.all or selection.is_asked(args))
+    runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
+    runs = selection.by_place(runs, args)[-10 if is_short else 0 :]
+    cache = run_rows.cache_of(rundir.runs_root()) if args.all or selection.is_asked(args) else None
+    rows = selection.by_state(show.status_rows(runs, cache), args.state)
+    names = tuple(filter(None, (args.columns or "").split(",")))
+    if columns.needs_config((*names, args.sort)):
+        cache = cache or run_rows.RowCache(None)
+        kept = [rundir.RunDir(Path(row["path"])) for row in rows]
+        for row, config in zip(rows, cache.configs(kept), strict=True):
+            row["config"] = config
+    columns.check((*names, args.sort), rows)
+    if cache is not None:
+        cache.save()
+    if args.sort != "run" or args.reverse:
+        rows = columns.in_order(rows, args.sort, args.reverse)
+    if args.json:
+        print(show.as_json(rows))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(show.status_table(rows, names, width))

@@ -18,15 +18,18 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit import fsio
 from toolkit.errors import RequestError
 from toolkit.launch import outages
-from toolkit.launch.job.allocation import Allocation
 from toolkit.run_files import OwnerRecord, Submission
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase, phase
+
+if TYPE_CHECKING:  # it loads the config, and commands that only look at runs need none
+    from toolkit.launch.job.allocation import Allocation
 
 TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
 #: A submission without a job id after this time has died: sbatch itself times out earlier.
@@ -48,7 +51,7 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     owner, sent = read(run, damage), run.submission(damage)
     # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
     if owner is None:
-        known = [run.status().job_id if sent is None else sent.job_id]
+        known = [run.status(damage).job_id if sent is None else sent.job_id]
     elif owner.job_id is not None:
         known = [owner.job_id, *owner.follow_ups]
     elif sent is not None and sent.token == owner.token:

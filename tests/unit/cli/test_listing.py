@@ -1,0 +1,270 @@
+"""Many runs: which are listed, in which columns, and a cache that may be old, damaged or missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.listing import make_runs
+from toolkit import rundir
+from toolkit.cli import main as cli
+from toolkit.cli import run_rows, show
+from toolkit.cli.run_rows import RowCache, read_row
+from toolkit.cli.selection import parse_since
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST, RequestError
+from toolkit.run_files import RunResult, RunState, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm import commands
+from toolkit.slurm.fake import FakeSlurm
+
+
+@pytest.fixture(autouse=True)
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    slurm = FakeSlurm(now=time.time())
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    return slurm
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sixty runs that were written a while ago, and a damaged one."""
+    make_runs(tmp_path / "runs", 60)
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(run_rows, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(run_rows, "_WORTH_WRITING", 1)
+    return tmp_path / "runs"
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert cli.main(["status", "--json", *words]) == EXIT_DONE
+    return json.loads(capsys.readouterr().out)
+
+
+def test_all_runs_are_listed_and_the_damaged_one_says_what_it_has(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = listed(capsys, "--all")
+    assert len(rows) == 61
+    (damaged,) = (row for row in rows if row["damage"])
+    assert damaged["run"] == "20260101-000000-deadbeef"
+    assert "status.json is damaged" in damaged["damage"][0]
+    assert cli.main(["status", "--all"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "61 runs: " in out
+    assert f"{damaged['run']}: damaged: " in out
+
+
+def test_a_run_whose_config_is_gone_is_a_row_with_its_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = rundir.all_runs(root)[7]
+    run.config.unlink()
+    (row,) = (row for row in listed(capsys, "--all") if row["run"] == run.id)
+    assert row["damage"] == [f"{run.config} is missing"]
+
+
+def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale, plain = rundir.all_runs(root)[5], Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if stale.path in path.parents:
+            raise OSError(5, "Input/output error", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    (row,) = (row for row in listed(capsys, "--all") if row["damage"] and row["run"] == stale.id)
+    assert "Input/output error" in row["damage"][0]
+
+
+def test_rows_of_the_cache_are_those_of_the_files(root: Path, tmp_path: Path) -> None:
+    runs = rundir.all_runs(root)
+    plain = [read_row(run) for run in runs]
+    cold = RowCache(tmp_path / "c.sqlite")
+    assert cold.rows(runs) == plain
+    cold.save()
+    assert (tmp_path / "c.sqlite").stat().st_mode & 0o777 == 0o600
+    warm = RowCache(tmp_path / "c.sqlite").rows(runs)
+    assert warm == json.loads(json.dumps(plain))
+    assert all(isinstance(row["state"], RunState) for row in warm if not row["damage"])
+
+
+def test_a_full_cache_reads_no_file_of_an_ended_run(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = rundir.all_runs(root)
+    cache = RowCache(tmp_path / "c.sqlite")
+    cache.rows(runs)
+    cache.save()
+    read: list[RunDir] = []
+    monkeypatch.setattr(run_rows, "read_row", lambda run: read.append(run) or {})
+    assert len(RowCache(tmp_path / "c.sqlite").rows(runs)) == 61
+    assert read == []
+
+
+@pytest.mark.parametrize("change", ["resumed", "edited", "damaged", "removed"])
+def test_a_change_of_a_run_is_seen_through_the_cache(root: Path, tmp_path: Path, change: str) -> None:
+    run = next(run for run in rundir.all_runs(root) if run.result())
+    cache = RowCache(tmp_path / "c.sqlite")
+    before = cache.rows([run])[0]
+    cache.save()
+    if change == "resumed":
+        run.clear_result()
+        run.write_status(RunStatus.from_json({"state": "queued", "attempt": 2}))
+    elif change == "edited":
+        run.write_result(RunResult(RunState.CANCELLED, step=3))
+    elif change == "damaged":
+        text = (run.path / "status.json").read_bytes()
+        (run.path / "status.json").write_bytes(b"\0" * len(text))
+    else:
+        (run.path / "status.json").unlink()
+    row = RowCache(tmp_path / "c.sqlite").rows([run])[0]
+    assert row != before
+    assert row == read_row(run)
+
+
+def test_a_row_read_within_a_tick_of_the_clock_is_not_kept(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file may change again with the same time and size."""
+    monkeypatch.setattr(run_rows, "_SETTLED_S", 3600.0)
+    cache = RowCache(tmp_path / "c.sqlite")
+    cache.rows(rundir.all_runs(root))
+    cache.save()
+    assert not (tmp_path / "c.sqlite").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "nul", "cut", "flipped", "text", "folder"])
+def test_a_damaged_cache_is_thrown_away(root: Path, tmp_path: Path, damage: str) -> None:
+    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
+    cache = RowCache(path)
+    rows = cache.rows(runs)
+    cache.save()
+    content = path.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    new = {"empty": b"", "nul": b"\0" * 999, "cut": content[:middle], "flipped": flipped, "text": b"x" * 50}
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(new[damage])
+    again = RowCache(path)
+    assert again.rows(runs) == rows
+    again.save()
+
+
+def test_a_cache_of_another_version_is_thrown_away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
+    monkeypatch.setattr(run_rows, "_VERSION", 0)
+    cache = RowCache(path)
+    cache.rows(runs)
+    cache.save()
+    monkeypatch.setattr(run_rows, "_VERSION", 1)
+    assert RowCache(path)._database.execute("SELECT count(*) FROM row").fetchone() == (0,)
+
+
+def test_a_lock_on_the_cache_hinders_nobody(root: Path, tmp_path: Path) -> None:
+    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
+    cache = RowCache(path)
+    cache.rows(runs)
+    cache.save()
+    holder = sqlite3.connect(tmp_path / "other.sqlite")
+    holder.execute("BEGIN EXCLUSIVE")
+    os.link(tmp_path / "other.sqlite", tmp_path / "c.sqlite-journal")
+    assert len(RowCache(path).rows(runs)) == 61
+
+
+def test_without_a_writable_home_all_is_read_from_the_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    assert len(listed(capsys, "--all")) == 61
+
+
+def test_filters_by_state_name_and_age(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = listed(capsys, "--all")
+    failed = [row["run"] for row in rows if row["state"] == "failed"]
+    assert failed
+    assert [row["run"] for row in listed(capsys, "--state", "failed")] == failed
+    two = [row["run"] for row in rows if row["state"] in ("failed", "stopped")]
+    assert [row["run"] for row in listed(capsys, "--state", "stopped,failed")] == two
+    assert {row["name"] for row in listed(capsys, "--name", "gpt*")} == {"gpt-small", "gpt-large"}
+    recent = listed(capsys, "--since", "2h")
+    assert recent == [row for row in rows if row["submitted"] and row["submitted"] > time.time() - 7200]
+    assert 0 < len(recent) < 61
+    assert [row["run"] for row in listed(capsys, "--state", "damaged")] == ["20260101-000000-deadbeef"]
+
+
+def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "run,optim.lr,train.seed,eval/accuracy"
+    words = ["status", "--all", "--state", "over", "--columns", names, "--sort", "eval/accuracy", "--reverse"]
+    assert cli.main(words) == EXIT_DONE
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["RUN", "OPTIM.LR", "TRAIN.SEED", "EVAL/ACCURACY"]
+    cells = [line.split() for line in lines if line[:4] == "2026" and "damaged" not in line]
+    accuracies = [float(row[3]) for row in cells if len(row) == 4]
+    assert len(accuracies) > 30
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert {row[1] for row in cells} == {"0.1", "0.01", "0.001", "0.0100", "0.1000", "0.0010"} & {r[1] for r in cells}
+    by_lr = listed(capsys, "--all", "--sort", "optim.lr", "--state", "over")
+    rates = [row["config"]["optim.lr"] for row in by_lr]
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--state", "fialed"], "did you mean 'failed'?"),
+        (["--since", "soon"], "--since 'soon': give a time such as 90min"),
+        (["--columns", "run,los"], "did you mean 'loss'?"),
+        (["--sort", "optim.lrr"], "did you mean 'optim.lr'?"),
+    ],
+)
+def test_a_wrong_filter_or_column_is_refused_with_what_there_is(
+    root: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--all", *words]) == EXIT_REQUEST
+    assert says in capsys.readouterr().err
+
+
+def test_an_age_is_a_time_or_a_date() -> None:
+    now = 1_800_000_000.0
+    assert [parse_since("--since", text, now) for text in ("90min", "12h", "2d")] == [
+        now - 5400,
+        now - 43200,
+        now - 172800,
+    ]
+    assert parse_since("--since", "2026-01-31", now) == time.mktime((2026, 1, 31, 0, 0, 0, 0, 0, -1))
+    with pytest.raises(RequestError):
+        parse_since("--since", "9999999999999d", now)
+
+
+def test_a_narrow_terminal_gets_the_columns_that_fit(root: Path) -> None:
+    rows = show.status_rows(rundir.all_runs(root))
+    lines = show.status_table(rows, width=80).splitlines()[: len(rows)]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[:4] == ["RUN", "NAME", "STATE", "STEP"]
+
+
+def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(
+    root: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rundir.create("waits")
+    run.config.write_text("")
+    job = slurm.sbatch(["job.sh"])
+    slurm.estimate_start(job, time.time() + 3 * 86400)
+    run.write_status(RunStatus.from_json({"state": "queued", "job_id": job, "updated": time.time()}))
+    (row,) = (row for row in listed(capsys, "--all") if row["run"] == run.id)
+    assert (row["state"], row["reason"]) == ("queued (PENDING, Resources)", "Resources")
+    assert row["expected_start"] > time.time()
+    assert slurm.asked_for_jobs[0] == ()
+    assert len(slurm.asked_for_jobs) == 2  # the second about the jobs that this Slurm never had
+    assert cli.main(["status", run.id]) == EXIT_DONE
+    assert "waits for free nodes (Resources); Slurm expects it to start at " in capsys.readouterr().out
+    assert len(slurm.asked_for_jobs) == 2

@@ -1,0 +1,137 @@
+"""The columns of `toolkit status` and `toolkit watch`: the usual ones, any metric, and any key of a run's config."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from toolkit.cli import run_rows
+from toolkit.durations import as_clock, in_units
+from toolkit.errors import RequestError, listing, nearest
+
+Row = dict[str, Any]
+
+
+def _number(value: Any) -> str:
+    """Return a figure in few characters, anything else as text."""
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+    return "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def _job(row: Row) -> str:
+    return str(row["job_id"] or "") if row["executor"] == "slurm" else str(row["executor"])
+
+
+def _waits_for(row: Row) -> str | None:
+    from toolkit.slurm import reasons
+
+    return reasons.in_words(row["reason"]) if row["slurm"] == "PENDING" and row["reason"] else None
+
+
+def ago(at: float | None) -> str:
+    """Return how long ago a time was; empty if it is unknown."""
+    return "" if at is None else f"{in_units(max(0.0, time.time() - at))} ago"
+
+
+#: Name: the value that a column is sorted by, and its text, if that differs.
+_COLUMNS: Mapping[str, tuple[Callable[[Row], Any], Callable[[Any, Row], str]]] = {
+    "run": (lambda row: row["run"], lambda value, _: value),
+    "name": (lambda row: row["name"], lambda value, _: value),
+    "state": (lambda row: row["state"], lambda value, _: str(value)),
+    "job": (_job, lambda value, _: value),
+    "attempt": (lambda row: row["attempt"], lambda value, _: str(value)),
+    "restarts": (lambda row: row["restarts"], lambda value, _: str(value)),
+    "step": (lambda row: row["step"], lambda v, row: "" if v is None else f"{v}/{row['total_steps'] or '?'}"),
+    "loss": (lambda row: row["loss"], lambda value, _: "" if value is None else f"{value:.4f}"),
+    "rate": (lambda row: row["samples_per_s"], lambda v, _: "" if v is None else f"{v:,.0f}/s"),
+    "left": (lambda row: row["eta_s"], lambda value, _: "" if value is None else as_clock(value)),
+    "goodput": (lambda row: (row["goodput"] or {}).get("ratio"), lambda v, _: "" if v is None else f"{v:.0%}"),
+    "accuracy": (lambda row: row["metrics"].get("eval/accuracy"), lambda v, _: "" if v is None else f"{v:.4f}"),
+    "submitted": (lambda row: row["submitted"], lambda value, _: ago(value)),
+    "updated": (lambda row: row["updated"], lambda value, _: ago(value)),
+    "ended": (lambda row: row["ended"], lambda value, _: ago(value)),
+    "nodes": (lambda row: len(row["nodes"]), lambda value, _: str(value)),
+    "waits_for": (_waits_for, lambda value, _: value or ""),
+    "start": (lambda row: row["expected_start"], lambda value, _: start_text(value)),
+    "why": (lambda row: row["why"], lambda value, _: value or ""),
+    "damage": (lambda row: len(row["damage"]), lambda value, row: "; ".join(row["damage"])),
+    "path": (lambda row: row["path"], lambda value, _: value),
+}
+#: The columns without ``--columns``. A narrow terminal gets those that fit, by their importance.
+USUAL = ("run", "name", "state", "job", "attempt", "step", "loss", "accuracy", "rate", "left", "goodput")
+_IMPORTANCE = ("run", "state", "step", "name", "loss", "left", "goodput", "rate", "job", "attempt", "accuracy")
+
+
+def start_text(start: float | None) -> str:
+    """Return when Slurm expects a job to start; empty if it does not say."""
+    from toolkit.slurm import reasons
+
+    return reasons.expected_start(start, time.time())
+
+
+def check(names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Raise RequestError for a name that is no column, no metric and no config key of any of the rows."""
+    metrics = {name for row in rows for name in row["metrics"]}
+    keys = {name for row in rows for name in row.get("config", ())}
+    for name in names:
+        if rows and name not in _COLUMNS and name not in metrics and name not in keys:
+            valid = sorted({*_COLUMNS, *metrics, *keys})
+            raise RequestError(
+                f"--columns, --sort: {name!r} is no column, and no metric or config key of these runs; "
+                f"{nearest(name, valid)}columns: {', '.join(_COLUMNS)}; metrics: {listing(sorted(metrics)) or 'none'}"
+            )
+
+
+def needs_config(names: Sequence[str]) -> bool:
+    """True if one of the columns may be a key of the config, which is read only then."""
+    return any(name not in _COLUMNS and "/" not in name for name in names)
+
+
+def value(row: Row, name: str) -> Any:
+    """Return what a column holds, None if the run has no such value."""
+    if name in _COLUMNS:
+        return _COLUMNS[name][0](row)
+    return row["metrics"].get(name, row.get("config", {}).get(name))
+
+
+def text(row: Row, name: str) -> str:
+    """Return what a column shows."""
+    if name in _COLUMNS:
+        get, show = _COLUMNS[name]
+        return show(get(row), row)
+    return _number(value(row, name))
+
+
+def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]:
+    """Return the rows sorted by a column. Rows without a value come last."""
+    known = [row for row in rows if value(row, name) is not None]
+    known.sort(key=lambda row: _sortable(value(row, name)), reverse=reverse)
+    return known + [row for row in rows if value(row, name) is None]
+
+
+def _sortable(item: Any) -> tuple[bool, float, str]:
+    is_number = isinstance(item, (int, float))
+    return (not is_number, float(item) if is_number else 0.0, str(item))
+
+
+def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
+    """Return the texts of the rows below a head."""
+    return [[name.upper() for name in names], *([text(row, name) for name in names] for row in rows)]
+
+
+def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:
+    """Return the usual columns that fit into ``width`` characters, the most important first to be taken."""
+    left, taken = width + 2, set[str]()
+    for name in _IMPORTANCE:
+        needs = 2 + max(len(name), max((len(text(row, name)) for row in rows), default=0))
+        if needs <= left:
+            taken.add(name)
+            left -= needs
+    return tuple(name for name in USUAL if name in taken)
+
+
+def is_over(row: Row) -> bool:
+    """True if the run goes on only by a user's command."""
+    return row["state"] in run_rows.OVER or str(row["state"]).startswith("lost")

@@ -1,0 +1,283 @@
+"""What a run's own files say of it, as a row of `toolkit status`. Slurm is asked elsewhere, by `toolkit.cli.show`.
+
+The rows of many runs are kept in a cache, an SQLite file that may be thrown away at any time. A row counts while the
+files that it was read from have the same times, sizes and inodes. The cache is read as a whole and replaced as a whole,
+without locks: so it works on NFS, and a process that is killed leaves the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio
+from toolkit.cli import slow
+from toolkit.launch.record import ownership, stop_request
+from toolkit.metrics import goodput
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+
+#: The files that a row of an ended run is made of, and those of one that may go on.
+_ENDED_FILES = ("status.json", "result.json")
+_LIVE_FILES = (*_ENDED_FILES, "owner.json", "intent.json", "attempts.jsonl", "submitit/submission.json", "config.yaml")
+#: A file that was written this recently may change again within the tick of its file system's clock: such rows are not
+#: kept.
+_SETTLED_S = 3.0
+#: The cache is written again when this many rows are new.
+_WORTH_WRITING = 20
+#: Processes are started to read this many runs.
+_WORTH_PROCESSES = 1000
+#: Fewer rows than this are looked for one by one.
+_FEW = 500
+#: Changes with the meaning of the rows: a cache with another one is thrown away.
+_VERSION = 1
+
+
+def read_row(run: RunDir) -> dict[str, Any]:
+    """Return what the run's files say. Damaged files are named in the row, not raised."""
+    damage: list[str] = []
+    try:
+        return _row(run, damage)
+    except OSError as error:
+        return {**_EMPTY, "run": run.id, "name": run.name, "path": str(run.path), "damage": [*damage, str(error)]}
+
+
+def _row(run: RunDir, damage: list[str]) -> dict[str, Any]:
+    status, result = run.status(damage), run.result(damage)
+    if not run.config.exists():
+        damage.append(f"{run.config} is missing")
+    progress, state = status.progress, status.state if result is None else result.state
+    row: dict[str, Any] = {
+        "run": run.id,
+        "name": run.name,
+        "state": state or "unknown",
+        "job_id": status.job_id,
+        "follow_ups": [],
+        "asked": None,
+        "executor": "slurm" if status.job_id else "local",
+        "attempt": status.attempt or 0,
+        "restarts": max(0, ((result.attempts if result is not None else 0) or status.attempt or 1) - 1),
+        "step": progress.step if result is None or result.step is None else result.step,
+        "total_steps": progress.total_steps,
+        "loss": progress.loss,
+        "samples_per_s": progress.samples_per_s,
+        "eta_s": progress.eta_s if state is not None and state.has_ranks else None,
+        "metrics": dict(result.metrics if result is not None and result.metrics else progress.metrics),
+        "nodes": list(status.nodes),
+        "bad_nodes": dict(status.bad_nodes),
+        "ailing_nodes": dict(status.ailing_nodes),
+        "lost_ranks": dict(status.lost_ranks),
+        "stragglers": slow.stragglers(status),
+        "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
+        "pid": status.pid,
+        "host": status.host,
+        "submitted": status.submitted,
+        "updated": status.updated,
+        "ended": status.ended if result is not None else None,
+        "why": result and result.why,
+        "damage": damage,
+        "path": str(run.path),
+    }
+    # Who has the run matters while it may go on. Of an ended one only the way in which it was submitted may lack.
+    if result is None or status.job_id is None or damage:
+        jobs, sent = ownership.jobs_of(run, damage), run.submission(damage)
+        asked = stop_request.asked(run, damage)
+        row["job_id"], row["follow_ups"] = (jobs[0] if jobs else status.job_id), jobs[1:]
+        row["asked"] = asked and asked.value
+        row["executor"] = row["executor"] if sent is None else sent.executor
+        row["submitted"] = row["submitted"] or (sent.time if sent is not None else None)
+    return row
+
+
+#: A row without facts, which also names all keys.
+_EMPTY: Mapping[str, Any] = {
+    "run": "",
+    "name": "",
+    "state": "unknown",
+    "job_id": None,
+    "follow_ups": [],
+    "asked": None,
+    "executor": "local",
+    "attempt": 0,
+    "restarts": 0,
+    "step": None,
+    "total_steps": None,
+    "loss": None,
+    "samples_per_s": None,
+    "eta_s": None,
+    "metrics": {},
+    "nodes": [],
+    "bad_nodes": {},
+    "ailing_nodes": {},
+    "lost_ranks": {},
+    "stragglers": [],
+    "goodput": None,
+    "pid": None,
+    "host": None,
+    "submitted": None,
+    "updated": None,
+    "ended": None,
+    "why": None,
+    "damage": [],
+    "path": "",
+}
+
+
+class RowCache:
+    """The rows and configs of runs. ``path`` None keeps them in this process alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._database = _open(path)
+        self._new_rows = 0  #: rows that the file does not have
+
+    def rows(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+        """Return :func:`read_row` of each run."""
+        rows = self._all("row", runs, read_row, _row_files)
+        for row in rows:
+            row["state"] = _STATES.get(row["state"], row["state"])
+        return rows
+
+    def configs(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+        """Return :func:`read_config` of each run."""
+        return self._all("config", runs, read_config, lambda _: ("config.yaml",))
+
+    def save(self) -> None:
+        """Replace the file, if that is worth it. A disk that does not take it changes nothing."""
+        if self._path is None or self._new_rows < _WORTH_WRITING:
+            return
+        self._database.commit()
+        content = self._database.serialize()
+        try:
+            fsio.write_atomic(self._path, zlib.crc32(content).to_bytes(4, "big") + content, durable=False)
+        except OSError:
+            self._path = None
+        self._new_rows = 0
+
+    def _all(
+        self,
+        kind: str,
+        runs: Sequence[RunDir],
+        read: Callable[[RunDir], dict[str, Any]],
+        files_of: Callable[[Mapping[str, Any]], Sequence[str]],
+    ) -> list[dict[str, Any]]:
+        paths = [os.fspath(run.path) for run in runs]
+        values = self._known(kind, paths, files_of(_EMPTY))
+        unknown = {path: run for path, run in zip(paths, runs, strict=True) if path not in values}
+        # Look at the files before they are read: a change meanwhile makes the row old at once.
+        before = [_signature(path, files_of(_EMPTY)) for path in unknown]
+        found = _map(read, list(unknown.values()))
+        for path, signature, value in zip(unknown, before, found, strict=True):
+            values[path] = value
+            if signature is not None:
+                self._keep(kind, path, " ".join(signature.split()[: len(files_of(value))]), value)
+        return [values[path] for path in paths]
+
+    def _known(self, kind: str, paths: Sequence[str], files: Sequence[str]) -> dict[str, Any]:
+        """Return the values whose files have not changed. The files of an ended run are the first of a live one's."""
+        wanted, texts, ask = set(paths), dict[str, str](), f"SELECT path, signature, value FROM {kind}"
+        if len(paths) < _FEW:
+            found = self._database.execute(f"{ask} WHERE path IN ({','.join('?' * len(paths))})", paths)
+        else:
+            found = self._database.execute(ask)
+        for path, signature, text in found:
+            if path in wanted and signature == _signature(path, files[: signature.count(" ") + 1]):
+                texts[path] = text
+        # One text is decoded faster than thousands.
+        return dict(zip(texts, json.loads(f"[{','.join(texts.values())}]"), strict=True))
+
+    def _keep(self, kind: str, path: str, signature: str, value: dict[str, Any]) -> None:
+        insert = f"INSERT OR REPLACE INTO {kind} VALUES (?, ?, ?)"
+        self._database.execute(insert, (path, signature, json.dumps(value, separators=(",", ":"))))
+        self._new_rows += 1
+
+
+def _map(read: Callable[[RunDir], dict[str, Any]], runs: Sequence[RunDir]) -> Iterable[dict[str, Any]]:
+    """Return ``read`` of each run, read by several processes if there are many."""
+    if len(runs) < _WORTH_PROCESSES:
+        return map(read, runs)
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
+        return list(pool.map(read, runs, chunksize=200))
+
+
+def _row_files(row: Mapping[str, Any]) -> Sequence[str]:
+    is_over = row["state"] in OVER and row["executor"] == "slurm" and not row["damage"]
+    return _ENDED_FILES if is_over else _LIVE_FILES
+
+
+_STATES = {str(state): state for state in RunState}
+#: The states of runs that have ended.
+OVER = frozenset(str(state) for state in RunState if state.is_over)
+
+
+def _signature(path: str, files: Sequence[str]) -> str | None:
+    """Return times, sizes and inodes of the files; None if one of them has changed only now."""
+    parts, newest = [], 0.0
+    for name in files:
+        try:
+            found = os.stat(f"{path}/{name}")  # noqa: PTH116 (a Path would take ten times as long)
+        except OSError:
+            parts.append("-")
+            continue
+        newest = max(newest, found.st_mtime)
+        parts.append(f"{found.st_mtime_ns},{found.st_size},{found.st_ino}")
+    return None if newest > time.time() - _SETTLED_S else " ".join(parts)
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """Return the config's scalar values by their full keys; none of a config that cannot be read."""
+    from toolkit.config import yaml_core
+
+    try:
+        root = yaml_core.compose(run.config.read_text())
+        return dict(_leaves(root, "")) if root is not None else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    from toolkit.config import yaml_core
+
+    if isinstance(node.value, str):
+        yield prefix, yaml_core.scalar_of(node)
+    elif node.id == "mapping":
+        for name, (_, value) in yaml_core.pairs_of(node).items():
+            yield from _leaves(value, f"{prefix}.{name}" if prefix else name)
+    else:
+        yield prefix, [leaf for item in node.value for _, leaf in _leaves(item, "")]
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    """Return the file's content as a database in memory; an empty one if it is missing or damaged."""
+    database = sqlite3.connect(":memory:")
+    try:
+        content = path.read_bytes() if path is not None else b""
+        if zlib.crc32(content[4:]).to_bytes(4, "big") == content[:4] and len(content) > 4:
+            database.deserialize(content[4:])
+            if database.execute("PRAGMA user_version").fetchone()[0] == _VERSION:
+                return database
+    except (OSError, sqlite3.Error):
+        pass
+    database = sqlite3.connect(":memory:")
+    database.execute(f"PRAGMA user_version = {_VERSION}")
+    for kind in ("row", "config"):
+        database.execute(f"CREATE TABLE {kind} (path TEXT PRIMARY KEY, signature TEXT, value TEXT)")
+    return database
+
+
+def cache_of(root: Path) -> RowCache:
+    """Return the cache of the runs under ``root``."""
+    from toolkit.slurm.shared_queue import cache_dir
+
+    folder = cache_dir()
+    name = f"runs-{zlib.crc32(os.fsencode(root)):08x}.sqlite"
+    return RowCache(folder and folder / name)

@@ -1,0 +1,75 @@
+"""Which runs a listing shows: by state, age and name."""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from toolkit.errors import RequestError, nearest
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+
+_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+#: Words that stand for several states, and those of runs whose own files do not say that they have ended.
+_GROUPS: dict[str, list[str]] = {
+    "live": [state for state in RunState if not state.is_over],
+    "waiting": [state for state in RunState if state.is_waiting],
+    "over": [*(state for state in RunState if state.is_over), "lost"],
+}
+_STATES = [*map(str, RunState), "lost", "unknown", "damaged", *_GROUPS]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the filters."""
+    states = "such as failed or running,lost; also live, waiting, over, damaged"
+    parser.add_argument("--state", metavar="STATE", help=states)
+    parser.add_argument("--since", metavar="TIME", help="submitted since then: 90min, 12h, 2d, 1w or 2026-01-31")
+    parser.add_argument("--name", metavar="PATTERN", help="name of the config, such as 'gpt*'")
+
+
+def is_asked(args: Namespace) -> bool:
+    """True if a filter was given."""
+    return any((args.state, args.since, args.name))
+
+
+def by_place(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
+    """Return the runs that ``--since`` and ``--name`` leave. Nothing of them is read: their paths say it."""
+    since = None if args.since is None else parse_since("--since", args.since, time.time())
+    if since is not None:
+        begin = time.strftime("%Y%m%d-%H%M%S", time.localtime(since))
+        runs = [run for run in runs if run.id >= begin]
+    return [run for run in runs if args.name is None or fnmatchcase(run.name, args.name)]
+
+
+def by_state(rows: Sequence[dict[str, Any]], states: str | None) -> list[dict[str, Any]]:
+    """Return the rows in one of the states, which commas separate. Raises RequestError for an unknown one."""
+    if states is None:
+        return list(rows)
+    wanted = set[str]()
+    for word in filter(None, states.split(",")):
+        if word not in _STATES:
+            raise RequestError(f"--state: no state {word!r}; {nearest(word, _STATES)}states: {', '.join(_STATES)}")
+        wanted |= {str(state) for state in _GROUPS.get(word, [word])}
+    return [row for row in rows if _plain(row["state"]) in wanted or (row["damage"] and "damaged" in wanted)]
+
+
+def _plain(state: str) -> str:
+    """Return the state's word: ``lost`` of ``lost (FAILED)``, ``running`` of ``running? (silent)``."""
+    return re.split(r"[? ]", str(state))[0]
+
+
+def parse_since(argument: str, text: str, now: float) -> float:
+    """Return the time that ``2d`` ago was, or that a date names. Raises RequestError."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?) ?([a-z]+)", text)
+    if match and match[2] in _UNITS:
+        return max(0.0, now - float(match[1]) * _UNITS[match[2]])
+    for form in ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M"):
+        try:
+            return time.mktime(time.strptime(text, form))
+        except (ValueError, OverflowError):
+            continue
+    raise RequestError(f"{argument} {text!r}: give a time such as 90min, 12h, 2d or 1w, or a date such as 2026-01-31")
