@@ -20,11 +20,12 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
 #: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
 COMMANDS = (
     *("submit", "new", "supervise", "run", "exec"),  # starting runs
-    *("status", "logs", "why"),  # looking at runs
-    *("stacks", "profile", "set"),  # a run while it runs
+    *("status", "watch", "compare", "logs", "why"),  # looking at runs
+    *("stacks",),  # a run while it runs
     *("stop", "cancel", "resume"),  # ending runs, and going on with them
+    *("rm", "gc"),  # removing runs
     *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
-    *("env", "doctor", "init", "data", "tensorboard", "report"),  # this machine, the cluster and the data
+    *("env", "doctor", "data", "tensorboard", "report"),  # this machine, the cluster and the data
 )
 EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.
 Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanly, to be continued."""

@@ -1,4 +1,4 @@
-"""the log of a rank, or of the supervisor"""
+"""the log of a rank, of the supervisor, or of all by time"""
 
 import sys
 import time
@@ -6,11 +6,20 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.errors import RequestError
 
+EXAMPLES = (
+    ("toolkit logs gpt", "the supervisor's log of the newest run named gpt"),
+    ("toolkit logs gpt --rank 3 --follow", "what rank 3 prints, until the run has ended"),
+    ("toolkit logs gpt --merged --attempt 2", "all ranks and the supervisor by time, each line with its writer"),
+    ("toolkit logs gpt --errors", "what the failed ranks said, the first failing rank first"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--rank", type=int, help="default: the supervisor's log")
     parser.add_argument("--attempt", type=int, help="default: the newest")
+    parser.add_argument("--merged", action="store_true", help="all ranks and the supervisor, by time")
+    parser.add_argument("--errors", action="store_true", help="what the failed ranks said, the first failure first")
     parser.add_argument("--follow", action="store_true", help="print what is added until the run has ended")
 
 
@@ -18,14 +27,23 @@ def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
     from toolkit import rundir
 
-    if args.attempt is not None and args.rank is None:
-        raise RequestError("logs: --attempt goes with --rank; the supervisor has one log for all attempts")
+    of_all = args.merged or args.errors
+    if of_all and (args.rank is not None or args.follow or (args.merged and args.errors)):
+        raise RequestError("logs: --merged and --errors are about all ranks, and go only with --attempt")
+    if args.attempt is not None and args.rank is None and not of_all:
+        raise RequestError(
+            "logs: --attempt goes with --rank, --merged or --errors; the supervisor has one log for all attempts"
+        )
     if args.attempt is not None and args.attempt < 1:
         raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     of = rundir.find(args.run)
-    path = of.logs / "supervisor.log"
-    if args.rank is not None:
-        path = of.rank_log(args.attempt or max(of.attempts_with_logs(), default=1), args.rank)
+    attempt = args.attempt or max(of.attempts_with_logs(), default=1)
+    if of_all:
+        from toolkit.cli import merged_logs
+
+        sys.stdout.writelines((merged_logs.merged if args.merged else merged_logs.errors)(of, attempt))
+        return
+    path = of.logs / "supervisor.log" if args.rank is None else of.rank_log(attempt, args.rank)
     if not path.exists():
         there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
         raise RequestError(f"{path}: no such log; there are: {', '.join(there) or 'none yet'}")

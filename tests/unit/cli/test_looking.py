@@ -1,0 +1,256 @@
+"""`compare`, `logs --merged`, `logs --errors`, `rm` and `gc`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bench.listing import make_runs
+from toolkit import rundir
+from toolkit.cli import main as cli
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus
+from toolkit.rundir import RunDir
+
+AT = 1_795_519_584.0
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    return new_run("digits", "0.1")
+
+
+def new_run(name: str, lr: str) -> RunDir:
+    run = rundir.create(name)
+    run.config.write_text(f"name: {name}\noptim: {{lr: {lr}}}\n")
+    run.write_status(RunStatus(RunState.COMPLETED, attempt=1, started=AT, updated=AT))
+    run.write_result(RunResult(RunState.COMPLETED, attempts=1, metrics={"eval/accuracy": float(lr)}))
+    return run
+
+
+def clock(seconds: float, form: str = "%H:%M:%S") -> str:
+    return time.strftime(form, time.localtime(AT + seconds))
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+
+
+def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    other = new_run("other", "0.2")
+    for each, bias in ((run, 0.0), (other, 1.0)):
+        points = [{"step": step, "train/loss": step + bias, "world/x": bias} for step in range(3)]
+        points += [{"step": 9, "train/loss": 9.0}] * (each is run)
+        text = "".join(json.dumps(point) + "\n" for point in points)
+        (each.tensorboard / "metrics.jsonl").write_text(text)
+        (each.code / "jobs").mkdir(parents=True)
+        (each.code / "jobs/same.py").write_text("same\n")
+        (each.code / "jobs/main.py").write_text(f"bias = {bias}\n")
+    (other.code / "new.py").write_text("")
+    assert cli.main(["compare", run.id, other.id, "--json"]) == EXIT_DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"] == {"name": ["digits", "other"], "optim.lr": ["0.1", "0.2"]}
+    assert found["results"] == {"eval/accuracy": [0.1, 0.2]}
+    assert found["curves"] == {
+        "train/loss": {"last": [9.0, 3.0], "common_step": 2, "at_common_step": [2.0, 3.0]},
+    }
+    assert found["sources"]["only_second"] == ["new.py"]
+    assert found["sources"]["changed"] == ["jobs/main.py"]
+    ours = Path(run.path.parent, "a"), Path(run.path.parent, "b")
+    for path, each in zip(ours, (run, other), strict=True):
+        path.write_bytes((each.code / "jobs/main.py").read_bytes())
+    theirs = subprocess.run(["diff", "-u", *map(str, ours)], capture_output=True, text=True, check=False).stdout
+    assert found["sources"]["diff"].splitlines()[2:] == theirs.splitlines()[2:]
+    assert cli.main(["compare", run.id, other.id]) == EXIT_DONE
+    assert "optim.lr" in capsys.readouterr().out
+
+
+def test_a_run_compared_with_itself_differs_in_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", run.id, run.id]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert out.count("no difference") == 5
+
+
+def test_a_damaged_run_is_compared_as_far_as_it_can_be_read(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    other = new_run("other", "0.2")
+    (other.path / "status.json").write_bytes(b"\0" * 50)
+    (other.tensorboard / "metrics.jsonl").write_bytes(b'{"step": 1, "train/loss": 2}\n{"st\n')
+    other.config.unlink()
+    assert cli.main(["compare", run.id, str(other.path)]) in (EXIT_DONE, EXIT_REQUEST)
+    assert cli.main(["compare", run.id, other.id]) == EXIT_DONE
+    assert "damaged: " in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------- logs
+
+
+def attempt_with_logs(run: RunDir) -> None:
+    logs = run.attempt_logs(1)
+    logs.mkdir(parents=True)
+    full = "%Y-%m-%d %H:%M:%S"
+    told = ((-99, "of an earlier attempt"), (1, "starts"), (9, "ends"))
+    text = "".join(f"{clock(at, full)},500 INFO {what}\n" for at, what in told)
+    (run.logs / "supervisor.log").write_text(text)
+    (logs / "rank-0.log").write_text(
+        f"before any time\n{clock(2)} rank 0/2 n1 INFO step 1\nprinted\n{clock(8)} INFO last\n"
+    )
+    (logs / "rank-1.log").write_text(f"{clock(3)} rank 1/2 n2 INFO step 1\nTraceback\n")
+    (logs / "rank-10.log").write_text(f"{clock(4)} ten\n")
+
+
+def test_merged_logs_are_in_the_order_of_time_with_their_writers(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt_with_logs(run)
+    assert cli.main(["logs", run.id, "--merged"]) == EXIT_DONE
+    lines = [line.split(" | ", 1) for line in capsys.readouterr().out.splitlines()]
+    told = [(who.strip(), text.split()[-1]) for who, text in lines]
+    assert told == [
+        ("rank 0", "time"),
+        ("supervisor", "starts"),
+        ("rank 0", "1"),
+        ("rank 0", "printed"),
+        ("rank 1", "1"),
+        ("rank 1", "Traceback"),
+        ("rank 10", "ten"),
+        ("rank 0", "last"),
+        ("supervisor", "ends"),
+    ]
+
+
+def test_merged_logs_go_on_after_midnight(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = run.attempt_logs(1)
+    logs.mkdir(parents=True)
+    midnight = time.mktime((2026, 11, 25, 0, 0, 0, 0, 0, -1))
+    run.write_status(RunStatus(RunState.COMPLETED, attempt=1, started=midnight - 60, updated=midnight))
+    (logs / "rank-0.log").write_text("23:59:30 a\n00:00:30 d\n")
+    (logs / "rank-1.log").write_text("23:59:40 b\n00:00:20 c\n")
+    assert cli.main(["logs", run.id, "--merged"]) == EXIT_DONE
+    assert [line[-1] for line in capsys.readouterr().out.splitlines()] == ["a", "b", "c", "d"]
+
+
+def error(run: RunDir, rank: int, at: float, text: str) -> None:
+    said = {
+        "rank": rank,
+        "host": f"n{rank}",
+        "time": at,
+        "type": "ValueError",
+        "message": text,
+        "traceback": f"at {text}",
+    }
+    run.error_file(1, rank).write_text(json.dumps({**said, "exit_code": 1}))
+
+
+def test_errors_begin_with_the_rank_that_failed_first(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt_with_logs(run)
+    error(run, 0, AT + 5, "late")
+    error(run, 10, AT + 4, "early")
+    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 10 on n10 failed first: ")
+    assert lines[1] == "  at early"
+    assert lines[2].startswith("rank 0 on n0 failed later: ")
+
+
+def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt_with_logs(run)
+    error(run, 0, AT + 5, "connection reset")
+    failure = FirstFailure(1, "n1", "killed by SIGKILL")
+    run.add_attempt(AttemptRecord(1, ("n1",), AT, AT + 9, "crashed", "give_up", first_failure=failure))
+    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rank 1 on n1 failed first: killed by SIGKILL"
+    assert lines[2] == "  Traceback"
+    assert lines[3].startswith("rank 0 on n0 failed later: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--merged", "--rank", "1"], "go only with --attempt"),
+        (["--merged", "--attempt", "7"], "no log of a rank of attempt 7"),
+        (["--attempt", "1"], "--attempt goes with --rank, --merged or --errors"),
+    ],
+)
+def test_logs_refuses_what_has_no_meaning(
+    run: RunDir, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["logs", run.id, *words]) == EXIT_REQUEST
+    assert says in capsys.readouterr().err
+
+
+def test_a_run_without_failures_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
+    assert capsys.readouterr().out == "no rank of attempt 1 has failed\n"
+
+
+# ----------------------------------------------------------------------------------------------------------- rm and gc
+
+
+def test_a_live_run_is_not_removed_and_neither_are_those_beside_it(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives = new_run("lives", "0.1")
+    lives.clear_result()
+    lives.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
+    assert cli.main(["rm", run.id, lives.id]) == EXIT_REQUEST
+    assert f"run {lives.id} is running; when it has ended it can be removed" in capsys.readouterr().err
+    assert run.path.exists()
+    assert cli.main(["rm", run.id]) == EXIT_DONE
+    assert not run.path.exists()
+    assert lives.path.exists()
+    assert [each.id for each in rundir.all_runs()] == [lives.id]
+
+
+def test_gc_sums_the_disk_as_du_does_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    make_runs(tmp_path / "runs", 5)
+    big = rundir.all_runs()[2]
+    (big.checkpoints / "step-1").mkdir()
+    (big.checkpoints / "step-1/data").write_bytes(b"x" * 300_000)
+    os.link(big.checkpoints / "step-1/data", big.path / "linked")
+    assert cli.main(["gc", "--json"]) == EXIT_DONE
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[0]["run"] == big.id
+    files = "find \"$0\" -type f -printf '%D %i %b\\n' | sort -u | awk '{sum += $3} END {print 512 * sum}'"
+    done = subprocess.run(["sh", "-c", files, str(big.path)], capture_output=True, text=True, check=True)
+    assert rows[0]["bytes"] == float(done.stdout)
+    assert len(rundir.all_runs()) == 6
+
+
+def test_gc_tells_what_a_purge_takes_and_removes_only_what_is_over_and_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    old, live, new = (new_run(name, "0.1") for name in ("old", "live", "new"))
+    live.clear_result()
+    live.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
+    month = time.time() - 40 * 86400
+    for run in (old, live):
+        for path in run.path.rglob("*"):
+            os.utime(path, (month, month))
+    os.utime(old.config, (time.time(), month))  # somebody has read it
+    assert cli.main(["gc", "--older-than", "30d", "--json"]) == EXIT_DONE
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    files = sum(path.is_file() for path in old.path.rglob("*"))
+    assert rows["old"]["purged_files"] == files - 1
+    assert {name: row["removed"] for name, row in rows.items()} == {"old": True, "live": False, "new": False}
+    assert old.path.exists()
+    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
+    assert "1 runs that are over have not changed for 30d" in capsys.readouterr().out
+    assert {run.id for run in rundir.all_runs()} == {live.id, new.id}
+
+
+def test_gc_removes_nothing_without_an_age(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gc", "--remove"]) == EXIT_REQUEST
+    assert "--remove goes with --older-than" in capsys.readouterr().err
+    assert run.path.exists()

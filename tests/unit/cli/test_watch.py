@@ -1,0 +1,164 @@
+"""`toolkit watch`: how often it asks Slurm, what it shows where, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.listing import make_runs
+from tests.waiting import wait_for
+from toolkit import rundir
+from toolkit.cli import show
+from toolkit.cli import watch as watching
+from toolkit.cli.run_rows import RowCache
+from toolkit.cli.watch import Watch
+from toolkit.run_files import RunResult, RunState, RunStatus
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.shared_queue import SharedQueue
+
+ARGS = Namespace(run=[], state=None, since=None, name=None, columns=None)
+
+
+class Hour:
+    """Runs, a fake Slurm, and watchers of them by the fake's clock."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+        self.slurm = FakeSlurm(now=time.time())
+        self.answer = tmp_path / "queue.json"
+
+    def run(self, state: str, job: str | None = None) -> rundir.RunDir:
+        run = rundir.create("digits")
+        run.config.write_text("")
+        # Its supervisor writes for as long as the test lasts.
+        status = {"state": state, "attempt": 1, "job_id": job, "updated": time.time() + 1e6}
+        run.write_status(RunStatus.from_json(status))
+        return run
+
+    def watcher(self) -> Watch:
+        queue = SharedQueue(self.slurm, self.answer, lambda: self.slurm.now, self.slurm.advance)
+        return Watch(ARGS, RowCache(None), queue, lambda: self.slurm.now)
+
+    def calls_of(self, *watchers: Watch, seconds: int = 3600, every_s: int = 5) -> int:
+        for _ in range(seconds // every_s):
+            for watcher in watchers:
+                watcher.rows()
+            self.slurm.advance(every_s)
+        return len(self.slurm.asked_for_jobs)
+
+
+@pytest.fixture
+def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hour:
+    return Hour(tmp_path, monkeypatch)
+
+
+def test_runs_that_go_on_are_watched_without_a_call_to_slurm(hour: Hour) -> None:
+    for number in range(5):
+        hour.run("running", str(number + 1))
+    assert hour.calls_of(hour.watcher(), every_s=60) == 0
+
+
+def test_waiting_runs_cost_few_calls_while_nothing_changes(hour: Hour) -> None:
+    for _ in range(3):
+        hour.run("queued", hour.slurm.sbatch(["job.sh"]))
+    assert 5 <= hour.calls_of(hour.watcher(), every_s=10) <= 20
+
+
+def test_changing_runs_and_three_terminals_cost_120_calls_an_hour_at_most(hour: Hour) -> None:
+    """Each half minute the answer is another one, and one job is unknown to Slurm and to accounting."""
+    jobs = [hour.slurm.sbatch(["job.sh"]) for _ in range(3)]
+    for job in (*jobs, "900000"):
+        hour.run("queued", job)
+    watchers = [hour.watcher() for _ in range(3)]
+    for number in range(120):
+        hour.slurm.estimate_start(jobs[0], hour.slurm.now + 1000 + number)
+        hour.calls_of(*watchers, seconds=30, every_s=10)
+    assert 60 <= len(hour.slurm.asked_for_jobs) <= 120
+
+
+def test_a_new_waiting_run_is_asked_about_within_half_a_minute(hour: Hour) -> None:
+    hour.run("queued", hour.slurm.sbatch(["job.sh"]))
+    watcher = hour.watcher()
+    hour.calls_of(watcher, seconds=1800, every_s=30)
+    new = hour.run("queued", hour.slurm.sbatch(["job.sh"]))
+    hour.calls_of(watcher, seconds=60, every_s=10)
+    (row,) = (row for row in watcher.rows() if row["run"] == new.id)
+    assert row["state"] == "queued (PENDING, Priority)"
+
+
+def test_a_run_that_ends_stays_in_the_table_for_an_hour(hour: Hour) -> None:
+    run = hour.run("running", "1")
+    watcher = hour.watcher()
+    run.write_status(RunStatus(RunState.COMPLETED, job_id="1", ended=hour.slurm.now, updated=hour.slurm.now))
+    run.write_result(RunResult(RunState.COMPLETED))
+    assert [row["state"] for row in watcher.rows()] == ["completed"]
+    hour.slurm.advance(3700)
+    assert watcher.rows() == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60)])
+def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: int) -> None:
+    make_runs(tmp_path, 100)
+    rows = show.with_slurm(RowCache(None).rows(rundir.all_runs(tmp_path)), lambda _: {})
+    lines = str(watching.picture(rows, (), width, height)).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines[:2])) <= max(width, 60)
+    assert "101 runs: " in lines[0]
+
+
+@pytest.fixture
+def live(hour: Hour) -> rundir.RunDir:
+    return hour.run("running", "1")
+
+
+def environ() -> dict[str, str]:
+    return os.environ | {"PATH": "/nothing", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+
+
+def test_without_a_terminal_it_prints_once_for_each_change_and_ends_with_the_runs(live: rundir.RunDir) -> None:
+    argv = [sys.executable, "-m", "toolkit", "watch", live.id]
+    with subprocess.Popen(argv, env=environ(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith("1 runs: 1 running\n")
+        live.write_result(RunResult(RunState.COMPLETED))
+        rest = process.stdout.read()
+        assert process.wait(30) == 0
+    assert rest.count("1 runs: ") == 1
+    assert "1 runs: 1 completed" in rest
+
+
+@pytest.mark.parametrize("how", ["q", "ctrl-c"])
+def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(live: rundir.RunDir, how: str) -> None:
+    main, terminal = pty.openpty()
+    argv = [sys.executable, "-m", "toolkit", "watch"]
+    with subprocess.Popen(
+        argv, env=environ(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        seen = b""
+
+        def shows_the_run() -> bool:
+            nonlocal seen
+            while select.select([main], [], [], 0)[0]:
+                seen += os.read(main, 4096)
+            return live.id.encode() in seen
+
+        wait_for(shows_the_run, 60, "the table shows the run")
+        if how == "q":
+            os.write(main, b"q")
+        else:
+            os.kill(process.pid, signal.SIGINT)
+        assert process.wait(30) == (0 if how == "q" else 130)
+        shows_the_run()
+    os.close(terminal)
+    os.close(main)
+    assert b"Traceback" not in seen
+    assert seen.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l"))

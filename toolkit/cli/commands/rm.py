@@ -1,0 +1,26 @@
+"""remove runs that are over, with their checkpoints"""
+
+from argparse import ArgumentParser, Namespace
+
+EXAMPLES = (
+    ("toolkit rm 20260131-120000-1a2b3c4d", "one run by its id"),
+    ("toolkit rm gpt", "the newest run of the config named gpt"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", nargs="+", metavar="RUN")
+
+
+def run(args: Namespace) -> None:
+    """Remove the runs. A run that lives is refused before any is removed."""
+    from toolkit import rundir
+    from toolkit.cli import disk
+
+    runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
+    for each in runs:
+        disk.refuse_alive(each)
+    for each in runs:
+        size = disk.size_text(disk.usage(each)["bytes"])
+        disk.remove(each)
+        print(f"run {each.id} is removed ({size})")

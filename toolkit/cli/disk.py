@@ -1,0 +1,127 @@
+"""The disk that runs take, and their removal by a user: `toolkit gc` and `toolkit rm`."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit import fsio
+from toolkit.cli import columns, show
+from toolkit.cli.columns import is_over
+from toolkit.cli.show import status_rows
+from toolkit.errors import RequestError, ToolkitError
+from toolkit.launch.submission.handle import attach
+from toolkit.rundir import RunDir
+
+
+def usage(run: RunDir) -> dict[str, Any]:
+    """Return what the run takes on disk, and when a file of it was last written and last read.
+
+    A file with several links counts by its share. Sources that runs have in common are linked.
+    """
+    found = {"bytes": 0.0, "checkpoint_bytes": 0.0, "files": 0, "written": 0.0, "read": 0.0}
+    checkpoints = os.fspath(run.checkpoints)
+    for folder, _, names in os.walk(run.path):
+        for name in names:
+            try:
+                status = os.lstat(f"{folder}/{name}")
+            except OSError:  # it is removed at this moment
+                continue
+            size = status.st_blocks * 512 / max(1, status.st_nlink)
+            found["bytes"] += size
+            found["checkpoint_bytes"] += size if folder.startswith(checkpoints) else 0
+            found["files"] += 1
+            found["written"] = max(found["written"], status.st_mtime)
+            found["read"] = max(found["read"], status.st_atime, status.st_mtime)
+    return found
+
+
+def purged_files(run: RunDir, before: float) -> int:
+    """Return how many files a site's purge takes that removes what nobody has read or written since ``before``."""
+    count = 0
+    for folder, _, names in os.walk(run.path):
+        for name in names:
+            try:
+                status = os.lstat(f"{folder}/{name}")
+            except OSError:
+                continue
+            count += stat.S_ISREG(status.st_mode) and max(status.st_atime, status.st_mtime) < before
+    return count
+
+
+def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, Any]]:
+    """Return a row for each run, the largest first, and which of them ``toolkit gc --older-than`` would remove."""
+    now = time.time()
+    # First: whoever reads a file of a run, as the next lines do, changes the time by which a purge goes.
+    used = [usage(run) for run in runs]
+    purged = [0 if older_than_s is None else purged_files(run, now - older_than_s) for run in runs]
+    found = []
+    for run, row, size, count in zip(runs, status_rows(runs), used, purged, strict=True):
+        is_old = older_than_s is not None and size["written"] < now - older_than_s
+        removed = is_old and is_over(row) and not _lives(run)
+        known = {"run": run.id, "name": run.name, "state": row["state"], **size}
+        found.append({**known, "removed": removed, "purged_files": count, "path": str(run.path)})
+    return sorted(found, key=lambda each: -each["bytes"])
+
+
+def refuse_alive(run: RunDir) -> None:
+    """Raise RequestError for a run that lives, or may."""
+    if _lives(run):
+        state = status_rows([run])[0]["state"]
+        raise RequestError(
+            f"run {run.id} is {state}; when it has ended it can be removed: `toolkit cancel {run.id}` ends it"
+        )
+
+
+def remove(run: RunDir) -> None:
+    """Remove a run that is over, with its checkpoints. Raises RequestError for one that lives, or may."""
+    refuse_alive(run)
+    # Its name changes first: a removal that is killed leaves no half of a run in the listings.
+    grave = run.path.with_name(f".removed-{run.id}")
+    fsio.rename_dir(run.path, grave)
+    fsio.remove_tree(grave)
+
+
+def _lives(run: RunDir) -> bool:
+    """True if a process may still write the run's files."""
+    if run.result() is not None:
+        return False
+    try:
+        return not attach(run).is_over()
+    except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
+        return not is_over(status_rows([run])[0])
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes in the largest fitting unit: ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("the last unit returns")
+
+
+def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> str:
+    """Return the rows for a terminal, and what is or would be removed."""
+    head = ("RUN", "NAME", "STATE", "DISK", "CHECKPOINTS", "FILES", "CHANGED", "PURGED")
+    cells = [
+        (
+            *(row["run"], row["name"], str(row["state"]), size_text(row["bytes"]), size_text(row["checkpoint_bytes"])),
+            *(str(row["files"]), columns.ago(row["written"])),
+            "" if args.older_than is None else f"{row['purged_files']} files",
+        )
+        for row in rows
+    ]
+    width = len(head) - (args.older_than is None)
+    lines = [show.table([head[:width], *(row[:width] for row in cells)])]
+    lines.append(f"{len(rows)} runs take {size_text(sum(row['bytes'] for row in rows))}")
+    if args.older_than is not None:
+        size = size_text(sum(row["bytes"] for row in going))
+        did = "removed" if args.remove else "would be removed by --remove"
+        lines.append(f"{len(going)} runs that are over have not changed for {args.older_than}: {size} {did}")
+        lines.append(f"PURGED: files that a purge takes of what nobody has read or written for {args.older_than}")
+    return "\n".join(lines)
