@@ -10,6 +10,7 @@ ToolkitError
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those present can be read
+├── TrackerError            a tracker (mlflow, wandb, ...) is away, or refused what was sent
 ├── RankLostError           joint work of the ranks is incomplete because one has died; it is to be done again
 ├── JobFailedError          the job ran and failed (exit code 1)
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
@@ -74,6 +75,10 @@ class SlurmRefusedError(SlurmError):
 
 class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, or none of those present can be read."""
+
+
+class TrackerError(ToolkitError):
+    """A tracker of experiments did not answer, or refused what was sent. What it has not got is sent the next time."""
 
 
 class RankLostError(ToolkitError):

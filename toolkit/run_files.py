@@ -273,3 +273,21 @@ class Submission(FileRecord):
     host: str | None = None
     time: Moment | None = None
     token: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------------ trackers/*.json
+
+
+@dataclass(frozen=True)
+class SyncRecord(FileRecord):
+    """What a tracker has of ``metrics.jsonl``: all up to the byte ``end``, and perhaps some up to ``sending``."""
+
+    tracker: str
+    place: str  #: the server or file, and the project
+    remote: str  #: the run's id there
+    end: int = 0
+    sending: int = 0
+    tail: str = ""  #: a digest of the bytes before ``end``: a restart may have written them anew
+    sending_tail: str = ""  #: the same before ``sending``
+    step: int | None = None
+    points: int = 0

@@ -106,6 +106,11 @@ class RunDir:
         return self.path / "witness"
 
     @property
+    def trackers(self) -> Path:
+        """Return the folder of what `toolkit sync` has sent, a file for each tracker and project."""
+        return self.path / "trackers"
+
+    @property
     def submitit(self) -> Path:
         """Return the folder of submitit's own files."""
         return self.path / "submitit"

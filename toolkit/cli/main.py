@@ -25,7 +25,7 @@ COMMANDS = (
     *("stop", "cancel", "resume"),  # ending runs, and going on with them
     *("rm", "gc"),  # removing runs
     *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
-    *("env", "doctor", "data", "tensorboard", "report"),  # this machine, the cluster and the data
+    *("env", "doctor", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
 )
 EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.
 Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanly, to be continued."""

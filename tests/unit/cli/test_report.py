@@ -320,7 +320,7 @@ def test_a_report_replaces_a_report_and_no_other_file(run: RunDir, capsys: pytes
     report(run.id)
     Path("train.py").write_text("print()\n")
     assert cli.main(["report", run.id, "--to", "train.py"]) == EXIT_REQUEST
-    assert "train.py is there already and is no report" in capsys.readouterr().err
+    assert "train.py is there already, and not from this command" in capsys.readouterr().err
     assert Path("train.py").read_text() == "print()\n"
     assert cli.main(["report", run.id, "--to", "missing/out.html"]) == EXIT_REQUEST
     assert "missing is no folder" in capsys.readouterr().err

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import records
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.store import committed
 from toolkit.cli import why
 from toolkit.cli.report.curves import Curve, read_curves
-from toolkit.config import yaml_core
+from toolkit.config import shown
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.metrics import lines
 from toolkit.records import FLAG, TEXT, Maybe, OrNull, Record
 from toolkit.run_files import AttemptRecord, RunStatus
 from toolkit.rundir import RunDir
 
-#: Keys whose values may be secrets: a report is passed on, and a run folder is not.
-_SECRET = re.compile(
-    r"(?i)passw|secret|token|credential|api_?key|private_?key|(^|\.)(setup|notify|env|environment)(\.|$)"
-)
 _SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
 #: The manifest of a larger checkpoint would take seconds to read.
 _LARGEST_MANIFEST_BYTES = 1 << 25
@@ -81,7 +73,7 @@ def facts_of(run: RunDir) -> ReportFacts:
         _with_the_present_one(tuple(told["attempts"]), status),
         figures,
         curves,
-        _config(run, damage),
+        shown.values_of(run.config, damage),
         _versions(run, damage),
         tuple(dict.fromkeys([*told["damage"], *damage])),
     )
@@ -115,42 +107,6 @@ def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) 
         slow_nodes=status.progress.stragglers,
     )
     return (*closed, present)
-
-
-# -------------------------------------------------------------------------------------------------------------- config
-
-
-def _config(run: RunDir, damage: list[str]) -> dict[str, str]:
-    """Return the resolved config by dotted key. Values that may be secret are not shown."""
-    try:
-        node = yaml_core.compose(run.config.read_text(errors="replace"))
-        values = dict(_pairs(node, "")) if node is not None else {}
-    except (OSError, ValueError, RecursionError) as error:
-        records.note(f"{run.config} cannot be read: {' '.join(str(error).split())[:200]}", damage)
-        return {}
-    empty = ("", "[]", "{}", "null")
-    return {
-        key: "(not shown)" if _SECRET.search(key) and value not in empty else value for key, value in values.items()
-    }
-
-
-def _pairs(node: Node, key: str) -> Any:
-    """Yield the dotted keys below ``node`` and their values as text."""
-    if isinstance(node, MappingNode) and node.value:
-        for name, value in node.value:
-            yield from _pairs(value, f"{key}.{name.value}" if key else str(name.value))
-    elif isinstance(node, ScalarNode):
-        yield key, str(node.value)
-    elif isinstance(node, SequenceNode):
-        yield key, f"[{', '.join(_inline(item) for item in node.value)}]"
-    else:
-        yield key, "{}"
-
-
-def _inline(node: Node) -> str:
-    if isinstance(node, ScalarNode):
-        return str(node.value)
-    return json.dumps(dict(_pairs(node, ""))) if isinstance(node, MappingNode) else next(_pairs(node, ""))[1]
 
 
 # --------------------------------------------------------------------------------------------------------- environment

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, fsio
+from toolkit import __version__
 from toolkit.cli.report import sections
 from toolkit.cli.report.facts import ReportFacts
 from toolkit.cli.report.html import Html, element, join, table, text
 from toolkit.durations import in_units
-from toolkit.errors import RequestError
 from toolkit.metrics import goodput
 
 #: The first bytes of a report: a file that begins otherwise is not replaced by one.
@@ -151,20 +149,3 @@ def as_data(runs: Sequence[ReportFacts], compared: ReportFacts | None) -> dict[s
         name: dict(zip([facts.title for facts in drawn], values, strict=True)) for name, values in differing(drawn)
     }
     return {"runs": [facts.to_json() for facts in runs], "differences": different}
-
-
-def refuse_other_files(name: str) -> Path:
-    """Return the path of the report. Raises RequestError if its folder is missing, or another file is there."""
-    path = fsio.expand(name).absolute()
-    if not path.parent.is_dir():
-        raise RequestError(f"--to: {path.parent} is no folder")
-    try:
-        with path.open("rb") as file:
-            is_report = file.read(len(BEGIN)) == BEGIN.encode()
-    except FileNotFoundError:
-        return path
-    except OSError as error:
-        raise RequestError(f"--to: {path}: {error.strerror or error}") from None
-    if not is_report:
-        raise RequestError(f"--to: {path} is there already and is no report; choose another name")
-    return path

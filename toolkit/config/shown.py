@@ -1,0 +1,52 @@
+"""A run's config for reports and trackers, which others may read: as text by dotted key, without what may be secret."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
+
+from toolkit import records
+from toolkit.config import yaml_core
+
+_SECRET = re.compile(
+    r"(?i)passw|secret|token|credential|api_?key|private_?key|(^|\.)(setup|notify|env|environment)(\.|$)"
+)
+_EMPTY = ("", "[]", "{}", "null")
+
+
+def values_of(path: Path, damage: list[str]) -> dict[str, str]:
+    """Return the values in the config ``path`` by dotted key; those that may be secret are "(not shown)".
+
+    A file that cannot be read has none, and is named in ``damage``.
+    """
+    try:
+        node = yaml_core.compose(path.read_text(errors="replace"))
+        values = {} if node is None else dict(_pairs(node, ""))
+    except (OSError, ValueError, RecursionError) as error:
+        records.note(f"{path} cannot be read: {' '.join(str(error).split())[:200]}", damage)
+        return {}
+    hidden = {key for key, value in values.items() if _SECRET.search(key) and value not in _EMPTY}
+    return {key: "(not shown)" if key in hidden else value for key, value in values.items()}
+
+
+def _pairs(node: Node, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys below ``node`` and their values as text."""
+    if isinstance(node, MappingNode) and node.value:
+        for name, value in node.value:
+            yield from _pairs(value, f"{key}.{name.value}" if key else str(name.value))
+    elif isinstance(node, ScalarNode):
+        yield key, str(node.value)
+    elif isinstance(node, SequenceNode):
+        yield key, f"[{', '.join(_inline(item) for item in node.value)}]"
+    else:
+        yield key, "{}"
+
+
+def _inline(node: Node) -> str:
+    """Return an item of a list as text."""
+    pairs = dict(_pairs(node, ""))
+    return json.dumps(pairs) if isinstance(node, MappingNode) else next(iter(pairs.values()))
