@@ -23,7 +23,7 @@ FLOORS = [
     [
         *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "open_files"),
         *("origin", "records"),
-        *("run_files", "rundir", "secret_values", "signals", "trust"),
+        *("run_files", "rundir", "secret_values", "signals", "trust", "user_cache"),
     ],
     ["slurm"],
     ["config", "health", "testing"],

@@ -63,6 +63,15 @@ def page(config: str, overrides: Sequence[str]) -> str:
     return "\n".join([*lines, "", *_section("the run", "", top), *sections])
 
 
+def words_by_key() -> dict[str, list[str]]:
+    """Return the keys of every config, each with the words that it takes if these are known."""
+    keys = dataclass_in(PythonSource(Path(schema.__file__)), "JobConfig")
+    hints = {key.name: key.hint for key in _keys(keys, "", defaults_of(keys, _REQUIRED), defaults_of(keys, _REQUIRED))}
+    flags = {name: ("true", "false") for name, hint in hints.items() if hint is bool}
+    words = {"data.name": schema.DATASETS, **WORDS}
+    return {name: [str(word) for word in flags.get(name, words.get(name, ()))] for name in hints}
+
+
 def _own_section(values: Mapping[str, Any], own: type | None) -> list[str]:
     try:
         job = PythonSource(job_source(values["job"]))

@@ -26,6 +26,7 @@ COMMANDS = (
     *("rm", "gc"),  # removing runs
     *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
     *("env", "doctor", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
+    *("completion",),  # the shell
 )
 EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.
 Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanly, to be continued."""
@@ -38,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Print what the terminal's encoding lacks as escapes: the name of a file may hold any character.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    args = parse(build_parser(), sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
+        from toolkit.cli import completion
+
+        return completion.main(words[1:])
+    args = parse(build_parser(), words)
     try:
         code: int | None = args.run_command(args)
         return code or EXIT_DONE
@@ -80,12 +86,23 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for name in COMMANDS:
         module = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}")
-        text = module.__doc__
-        # "resolve": a command may replace --help.
-        command = commands.add_parser(name, help=text, description=text, conflict_handler="resolve")
+        text = module.__doc__ or ""
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            epilog=_examples_text(getattr(module, "EXAMPLES", ())),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",  # a command may replace --help
+        )
         module.add_arguments(command)
         command.set_defaults(run_command=module.run)
     return parser
+
+
+def _examples_text(examples: Sequence[tuple[str, str]]) -> str:
+    """Return the examples of a command's help: each command line with what it does below."""
+    return "examples:\n" + "\n".join(f"  {line}\n      {what}" for line, what in examples)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -22,6 +22,7 @@ from toolkit.launch.record import ownership, stop_request
 from toolkit.metrics import goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
+from toolkit.user_cache import cache_dir
 
 #: The files that a row of an ended run is made of, and those of one that may go on.
 _ENDED_FILES = ("status.json", "result.json")
@@ -40,15 +41,24 @@ _VERSION = 1
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
-    """Return what the run's files say. Damaged files are named in the row, not raised."""
+    """Return what all files of the run say. Damaged files are named in the row, not raised."""
+    return _patient_row(run, is_whole=True)
+
+
+def _quick_row(run: RunDir) -> dict[str, Any]:
+    """Return the row by the two files that matter of an ended run. Of one that may go on all are read."""
+    return _patient_row(run, is_whole=False)
+
+
+def _patient_row(run: RunDir, is_whole: bool) -> dict[str, Any]:
     damage: list[str] = []
     try:
-        return _row(run, damage)
+        return _row(run, damage, is_whole)
     except OSError as error:
         return {**_EMPTY, "run": run.id, "name": run.name, "path": str(run.path), "damage": [*damage, str(error)]}
 
 
-def _row(run: RunDir, damage: list[str]) -> dict[str, Any]:
+def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
     status, result = run.status(damage), run.result(damage)
     if not run.config.exists():
         damage.append(f"{run.config} is missing")
@@ -84,8 +94,8 @@ def _row(run: RunDir, damage: list[str]) -> dict[str, Any]:
         "damage": damage,
         "path": str(run.path),
     }
-    # Who has the run matters while it may go on. Of an ended one only the way in which it was submitted may lack.
-    if result is None or status.job_id is None or damage:
+    # Who has the run matters while it may go on.
+    if is_whole or result is None or status.job_id is None or damage:
         jobs, sent = ownership.jobs_of(run, damage), run.submission(damage)
         asked = stop_request.asked(run, damage)
         row["job_id"], row["follow_ups"] = (jobs[0] if jobs else status.job_id), jobs[1:]
@@ -138,8 +148,8 @@ class RowCache:
         self._new_rows = 0  #: rows that the file does not have
 
     def rows(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-        """Return :func:`read_row` of each run."""
-        rows = self._all("row", runs, read_row, _row_files)
+        """Return the row of each run. Of an ended one only ``status.json`` and ``result.json`` are looked at."""
+        rows = self._all("row", runs, _quick_row, _row_files)
         for row in rows:
             row["state"] = _STATES.get(row["state"], row["state"])
         return rows
@@ -276,8 +286,6 @@ def _open(path: Path | None) -> sqlite3.Connection:
 
 def cache_of(root: Path) -> RowCache:
     """Return the cache of the runs under ``root``."""
-    from toolkit.slurm.shared_queue import cache_dir
-
     folder = cache_dir()
     name = f"runs-{zlib.crc32(os.fsencode(root)):08x}.sqlite"
     return RowCache(folder and folder / name)

@@ -15,12 +15,13 @@ from toolkit.rundir import RunDir
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Words that stand for several states, and those of runs whose own files do not say that they have ended.
-_GROUPS: dict[str, list[str]] = {
+GROUPS: dict[str, list[str]] = {
     "live": [state for state in RunState if not state.is_over],
     "waiting": [state for state in RunState if state.is_waiting],
     "over": [*(state for state in RunState if state.is_over), "lost"],
 }
-_STATES = [*map(str, RunState), "lost", "unknown", "damaged", *_GROUPS]
+#: What ``--state`` takes.
+STATES = [*map(str, RunState), "lost", "unknown", "damaged", *GROUPS]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,9 +52,9 @@ def by_state(rows: Sequence[dict[str, Any]], states: str | None) -> list[dict[st
         return list(rows)
     wanted = set[str]()
     for word in filter(None, states.split(",")):
-        if word not in _STATES:
-            raise RequestError(f"--state: no state {word!r}; {nearest(word, _STATES)}states: {', '.join(_STATES)}")
-        wanted |= {str(state) for state in _GROUPS.get(word, [word])}
+        if word not in STATES:
+            raise RequestError(f"--state: no state {word!r}; {nearest(word, STATES)}states: {', '.join(STATES)}")
+        wanted |= {str(state) for state in GROUPS.get(word, [word])}
     return [row for row in rows if _plain(row["state"]) in wanted or (row["damage"] and "damaged" in wanted)]
 
 

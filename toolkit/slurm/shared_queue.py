@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from toolkit import fsio, trust
+from toolkit import fsio
 from toolkit.errors import SlurmError
 from toolkit.json_record import FileRecord
 from toolkit.records import MOMENT
@@ -32,6 +32,7 @@ from toolkit.slurm import commands
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
 from toolkit.slurm.programs import TIMEOUT_S
+from toolkit.user_cache import cache_dir
 
 #: How old an answer may be for a command that a user waits for, and for a program that watches.
 FRESH_S, WATCH_S = 5.0, 30.0
@@ -180,18 +181,6 @@ def of_user(slurm: SlurmCommands | None = None) -> SharedQueue:
     """Return the queue that this user's processes share on this cluster."""
     folder = cache_dir()
     return SharedQueue(slurm or commands.Slurm(), folder and folder / f"queue-{_cluster(os.environ)}.json")
-
-
-def cache_dir() -> Path | None:
-    """Return this user's cache folder, made with mode 0700; None if there is none that only this user may change."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = fsio.expand(base) / "slurm-batch-toolkit"
-    try:
-        if not folder.is_absolute() or trust.reason_against(fsio.make_dir(folder)) is not None:
-            return None
-    except OSError:
-        return None
-    return folder if os.access(folder, os.W_OK) else None
 
 
 def _cluster(environ: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, seclude
 from toolkit import config as configs
 from toolkit import fsio, rundir
+from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
@@ -63,6 +64,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(datasets, "fetch", lambda name, root=None: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
     monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())
+    monkeypatch.setattr(disk, "remove", lambda run: _refuse())
     monkeypatch.setattr(os, "execv", lambda *args: _refuse())
     run = rundir.create("real")
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))

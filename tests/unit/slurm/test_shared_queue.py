@@ -20,6 +20,7 @@ from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.reasons import expected_start, in_words
 from toolkit.slurm.shared_queue import SharedQueue
+from toolkit.user_cache import cache_dir
 
 
 class Site:
@@ -217,13 +218,13 @@ def test_the_cache_folder_is_private_and_one_that_others_may_change_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = shared_queue.cache_dir()
+    folder = cache_dir()
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    assert shared_queue.cache_dir() is None
+    assert cache_dir() is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-    assert shared_queue.cache_dir() is None
+    assert cache_dir() is None
 
 
 @pytest.mark.parametrize(

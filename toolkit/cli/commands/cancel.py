@@ -6,6 +6,11 @@ from toolkit.cli.commands.stop import add_arguments, ask_to_end
 
 __all__ = ["add_arguments", "run"]
 
+EXAMPLES = (
+    ("toolkit cancel digits-ddp", "end the newest run of this name; its checkpoints stay"),
+    ("toolkit cancel 20260131-1200", "end the run whose id begins so"),
+)
+
 
 def run(args: Namespace) -> None:
     text = "cancelled; its checkpoints stay, `toolkit resume {run}` goes on from the last one"

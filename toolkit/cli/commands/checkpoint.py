@@ -5,6 +5,13 @@ from argparse import ArgumentParser, Namespace
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_FAILED, RequestError
 
+EXAMPLES = (
+    ("toolkit checkpoint list gpt", "the checkpoints of the newest run named gpt"),
+    ("toolkit checkpoint verify gpt 2000", "read every byte of one and compare the checksums"),
+    ("toolkit checkpoint diff gpt 1000 2000", "which tensors changed between two steps"),
+    ("toolkit checkpoint export gpt --to gpt.safetensors", "the weights as one file"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (

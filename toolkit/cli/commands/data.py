@@ -2,6 +2,11 @@
 
 from argparse import ArgumentParser, Namespace
 
+EXAMPLES = (
+    ("toolkit data fetch mnist", "download it to $TOOLKIT_DATA, or ./data"),
+    ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("verb", choices=["fetch"])

@@ -5,6 +5,11 @@ from argparse import ArgumentParser, Namespace
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
+EXAMPLES = (
+    ("toolkit doctor", "check this machine, or all nodes of this allocation"),
+    ("toolkit doctor --nodes 4 cluster.partition=gpu", "ask Slurm for four nodes and check them"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = "toolkit doctor [--nodes N] [--json] [CONFIG] [key=value ...]"

@@ -7,6 +7,11 @@ from typing import Any
 
 from toolkit.cli.arguments import add_json
 
+EXAMPLES = (
+    ("toolkit env", "which rank this process is, and by which variables"),
+    ("toolkit env --json", "the same as JSON"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_json(parser)

@@ -6,6 +6,11 @@ from typing import Any
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 
+EXAMPLES = (
+    ("toolkit evaluate digits-ddp --checkpoint best", "judge the best checkpoint on this machine"),
+    ("toolkit evaluate digits-ddp --images photos --output classes.csv", "classify the images of a folder"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

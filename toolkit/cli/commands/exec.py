@@ -5,6 +5,14 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.errors import RequestError
 
+EXAMPLES = (
+    (
+        "toolkit exec cluster.nodes=2 --follow -- python train.py --epochs 3",
+        "submit a torchrun-style script and watch it",
+    ),
+    ("toolkit exec --name try --executor local -- python train.py", "on this machine, with a name"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = "toolkit exec [--name NAME] [--executor E] [--wait] [--follow] [key=value ...] -- CMD ..."

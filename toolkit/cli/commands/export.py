@@ -4,6 +4,8 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
+EXAMPLES = (("toolkit export digits-ddp exported", "weights and a program that torch alone runs, in a new folder"),)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

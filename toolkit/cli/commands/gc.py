@@ -6,7 +6,7 @@ from toolkit.cli import arguments
 
 EXAMPLES = (
     ("toolkit gc", "what each run takes, the largest first"),
-    ("toolkit gc --older-than 30d", "which runs have not changed for 30 days, and what a site's purge will take"),
+    ("toolkit gc --older-than 30d", "what has not changed for 30 days, and what a site's purge will take"),
     ("toolkit gc --older-than 90d --name 'sweep*' --remove", "remove those that are over"),
 )
 

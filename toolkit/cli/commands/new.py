@@ -2,6 +2,11 @@
 
 from argparse import ArgumentParser, Namespace
 
+EXAMPLES = (
+    ("toolkit new mine", "a project with a job, a config, a batch script and a test"),
+    ("toolkit new mine --from language_model", "from another example"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="NAME", help="its folder, which is made")

@@ -5,6 +5,11 @@ from argparse import ArgumentParser, Namespace
 from toolkit.cli import arguments
 from toolkit.errors import RequestError
 
+EXAMPLES = (
+    ("toolkit report gpt", "a file report-RUN.html about the newest run named gpt"),
+    ("toolkit report gpt --compare 20260131-1200 --to gpt.html", "with the differences to another run"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")

@@ -4,6 +4,11 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
+EXAMPLES = (
+    ("toolkit resume gpt", "go on from the last checkpoint, as it was submitted"),
+    ("toolkit resume gpt train.epochs=20 --follow", "with more epochs, and watch it"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

@@ -5,6 +5,11 @@ from argparse import ArgumentParser, Namespace
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 
+EXAMPLES = (
+    ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at a random step and compare all steps"),
+    ("toolkit resume-check configs/digits_ddp.yaml --how stop --then-ranks 1", "stop it, and go on with one rank"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)

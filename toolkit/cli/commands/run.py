@@ -6,6 +6,8 @@ from toolkit.cli.arguments import add_config as add_arguments
 
 __all__ = ["add_arguments", "run"]
 
+EXAMPLES = (("toolkit run configs/digits_ddp.yaml train.epochs=1", "one rank, alone in this process"),)
+
 
 def run(args: Namespace) -> int:
     from toolkit.launch.start.rank import run_rank

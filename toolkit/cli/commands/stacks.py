@@ -4,6 +4,11 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
+EXAMPLES = (
+    ("toolkit stacks gpt", "what all ranks do now"),
+    ("toolkit stacks gpt --rank 3", "one rank"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

@@ -2,6 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+EXAMPLES = (("toolkit stop gpt", "commit a checkpoint and end; `toolkit resume gpt` goes on"),)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

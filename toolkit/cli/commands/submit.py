@@ -4,6 +4,12 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
+EXAMPLES = (
+    ("toolkit submit configs/digits_ddp.yaml --follow", "submit and watch it to its end"),
+    ("toolkit submit configs/digits_ddp.yaml optim.lr=0.1 cluster.nodes=4", "with other values"),
+    ("toolkit submit configs/digits_ddp.yaml --dry-run", "print the sbatch script and the config, submit nothing"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)

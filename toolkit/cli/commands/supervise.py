@@ -6,6 +6,8 @@ from toolkit.cli.arguments import add_config as add_arguments
 
 __all__ = ["add_arguments", "run"]
 
+EXAMPLES = (("toolkit supervise configs/digits_ddp.yaml", "inside your own sbatch script or salloc"),)
+
 
 def run(args: Namespace) -> None:
     from toolkit.launch.submission import inside_allocation

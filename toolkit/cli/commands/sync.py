@@ -4,6 +4,12 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
+EXAMPLES = (
+    ("toolkit sync gpt wandb --project mine", "the newest run named gpt, as a run of W&B"),
+    ("toolkit sync gpt digits-ddp mlflow --follow", "two runs, until both have ended"),
+    ("toolkit sync gpt csv --to gpt.csv", "all points as a table"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")

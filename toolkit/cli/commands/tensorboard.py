@@ -9,6 +9,11 @@ from toolkit.errors import RequestError
 #: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that; 1,600 do not fit into an argument.
 MOST_RUNS = 100
 
+EXAMPLES = (
+    ("toolkit tensorboard", "the newest runs"),
+    ("toolkit tensorboard gpt digits-ddp --port 6007", "two runs, at another port"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="*", metavar="RUN", help="default: all runs")

@@ -4,6 +4,11 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
+EXAMPLES = (
+    ("toolkit why gpt", "why the newest run named gpt failed, and what to do"),
+    ("toolkit why gpt --json", "the same as JSON"),
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")

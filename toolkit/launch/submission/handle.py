@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.submission import notebook
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -66,16 +68,38 @@ class Run:
         for _ in self.statuses():
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} has not ended after {timeout_s:.0f} s")
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait as :meth:`wait` does, in a coroutine or a notebook: ``result = await run``. Others go on meanwhile."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> dict[str, Any]:
+        for _ in self._looks():
+            await asyncio.sleep(READ_FILES_EVERY_S)
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
         result = self.dir.result()
         assert result is not None
         return result.to_json()
+
+    def _repr_html_(self) -> str:
+        """Return how the run stands, for a notebook."""
+        return notebook.html_of(self.dir)
 
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield what :meth:`status` returns, twice a second until the run has ended."""
         return (status.to_json() for status in self.statuses())
 
     def statuses(self) -> Iterator[RunStatus]:
-        """Yield the status as a record, twice a second until the run has ended.
+        """Yield the status as a record, twice a second until the run has ended."""
+        for status in self._looks():
+            yield status
+            time.sleep(READ_FILES_EVERY_S)
+
+    def _looks(self) -> Iterator[RunStatus]:
+        """Yield the status at each call, until the run has ended.
 
         Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
         all the time. All callers of this user share one answer (`toolkit.slurm.shared_queue`).
@@ -98,7 +122,6 @@ class Run:
             if over_since is not None:
                 self._raise_without_result(now - over_since)
             yield status
-            time.sleep(READ_FILES_EVERY_S)
 
     def result(self) -> dict[str, Any]:
         """Return ``result.json`` of a completed run. Raises JobFailedError, with the cause, for any other."""
