@@ -60,6 +60,7 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.collectives
 	$(BIN)/python -m tests.bench.links
 	$(BIN)/python -m tests.bench.pipeline
+	$(BIN)/python -m tests.bench.why
 	$(BIN)/python -m tests.bench.listing
 	$(BIN)/python -m tests.scale
 

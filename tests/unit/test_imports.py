@@ -33,7 +33,7 @@ FLOORS = [
     ["checkpoint", "data", "metrics"],
     ["strategies", "launch"],
     ["train"],
-    ["diagnose", "integrations", "trackers"],
+    ["diagnose", "integrations", "why", "trackers"],
     ["cli"],
 ]
 RANKS = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
@@ -78,7 +78,7 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
-LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "health", "agent", "launch", "diagnose", "trackers", "cli"]
+LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "health", "agent", "launch", "diagnose", "why", "trackers", "cli"]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.store import newest_step
-from toolkit.cli import slow
+from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import nodes
 from toolkit.launch.supervise.error_files import read_error_files
@@ -15,6 +15,7 @@ from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import goodput
 from toolkit.run_files import AttemptRecord, FirstFailure, RunState
 from toolkit.rundir import RunDir
+from toolkit.why.runs import cause_of
 
 #: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
@@ -47,11 +48,13 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
+    found = cause_of(run)
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
         "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
         "cause": last and last.cause,
+        "diagnosis": found and found.to_json(),
         "first_failure": _first_failure(run, attempts, damage),
         "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
@@ -104,6 +107,7 @@ def page(told: dict[str, Any]) -> str:
     """Return the facts as text."""
     lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
     lines += _failure_lines(told["first_failure"])
+    lines += _cause_lines(told["diagnosis"], told["first_failure"])
     lines += [told["loss"]] if told["loss"] else []
     lines += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
@@ -132,6 +136,15 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     if failure["others"]:
         lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")
     return [*lines, f"  log: {failure['log']}", ""]
+
+
+def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | None) -> list[str]:
+    """Return the cause and what to do; if it is not known, the log's last lines, unless an error is shown above."""
+    if diagnosis is not None:
+        return [*cause.lines(diagnosis), ""]
+    if failure is None or failure["traceback"]:
+        return []
+    return [*cause.unknown_lines(failure["log"], cause.last_lines_of(Path(failure["log"]))), ""]
 
 
 _HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")

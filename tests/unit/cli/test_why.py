@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -14,7 +16,7 @@ from tests.unit.checkpoint.ranks import alone, weights
 from toolkit import fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.rundir import RunDir
 
@@ -235,3 +237,84 @@ def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
     line = json.dumps({**keys, "loss": float("nan")})  # NaN, as Python writes it
     (run.path / "attempts.jsonl").write_text(line + "\n")
     assert document(run, capsys)["attempts"][0]["loss"] is None
+
+
+# -------------------------------------------------------------------------------------------------- the cause by rules
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def failed(run: RunDir, how: str) -> None:
+    """An attempt that rank 1 ended."""
+    run.add_attempt(
+        attempt(1, "crashed", "give_up", first_failure={"rank": 1, "host": "node1", "how": how}, step_start=None)
+    )
+
+
+def test_the_page_names_the_cause_and_what_to_do(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failed(run, "exit code 1")
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 1).write_text(f"step 1 loss 2.0\n{OOM}\n")
+    lines = page(run, capsys)
+    assert any(line.startswith("cause: The GPU has too little memory") for line in lines)
+    assert "  from: rank 1 on node1" in lines
+    assert any("strategy.name=fsdp" in line for line in lines)
+    told = document(run, capsys)["diagnosis"]
+    assert (told["rule"], told["line"], told["log"]) == ("cuda.oom", OOM, str(run.rank_log(1, 1)))
+
+
+def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failed(run, "exit code 3")
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 1).write_text("step 1 loss 2.0\nbye\n")
+    lines = page(run, capsys)
+    start = lines.index(f"cause: not known; the last lines of {run.rank_log(1, 1)}:")
+    assert lines[start + 1 : start + 3] == ["  step 1 loss 2.0", "  bye"]
+    assert document(run, capsys)["diagnosis"] is None
+
+
+def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["why", *arguments]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert err == ""
+    return str(out)
+
+
+def test_any_log_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    log = tmp_path / "slurm-7.out"
+    log.write_text(f"[rank3]: {OOM}\n")
+    out = told_by_log(capsys, "--log", str(log))
+    assert f"  seen: {OOM}\n  from: rank 3\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+    told = json.loads(told_by_log(capsys, "--log", str(log), "--json"))
+    assert (told["diagnosis"]["rule"], told["diagnosis"]["rank"], told["last_lines"]) == ("cuda.oom", 3, [])
+
+
+def test_a_log_of_unknown_cause_shows_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "slurm-7.out"
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    out = told_by_log(capsys, "--log", str(log))
+    assert out.startswith(f"cause: not known; the last lines of {log}:\n  line 88\n")
+    assert out.endswith("  line 99\n")
+    log.write_text("")
+    assert told_by_log(capsys, "--log", str(log)) == f"cause: not known; {log} is empty\n"
+
+
+def test_the_standard_input_is_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n" + OOM.encode())))
+    assert "(cuda.oom)" in " ".join(told_by_log(capsys, "--log", "-").split())
+
+
+def test_a_log_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, why in ((tmp_path / "no.log", "No such file"), (tmp_path, "Is a directory")):
+        assert cli.main(["why", "--log", str(path)]) == EXIT_REQUEST
+        assert f"{path} cannot be read: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["digits", "--log", "x.log"]])
+def test_a_run_or_a_log_is_asked_for(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["why", *arguments])
+    assert ended.value.code == EXIT_REQUEST
+    assert "--log" in capsys.readouterr().err

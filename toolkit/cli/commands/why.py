@@ -11,13 +11,19 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run", metavar="RUN", nargs="?")
+    what.add_argument("--log", metavar="FILE", help="instead of a run: the log of any job, or - for the standard input")
     arguments.add_json(parser)
 
 
 def run(args: Namespace) -> None:
     from toolkit import rundir
-    from toolkit.cli import show, why
+    from toolkit.cli import cause, show, why
 
+    if args.log is not None:
+        told = cause.of_log(args.log)
+        print(show.as_json(told) if args.json else cause.log_page(told))
+        return
     facts = why.facts(rundir.find(args.run))
     print(show.as_json(why.as_data(facts)) if args.json else why.page(facts))

@@ -1,0 +1,45 @@
+"""How often `toolkit why` names the right cause of a log, and how often it says that it does not know.
+
+    python -m tests.bench.why [--table]
+
+With ``--table`` it prints the table of docs/why.md instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from tests import gold
+from toolkit.why.rules import all_rules
+
+
+def table() -> str:
+    """Return all rules as the table of the page that lists them."""
+    rows = [f"| `{rule.id}` | {rule.cause} | {rule.next} |" for rule in all_rules()]
+    return "\n".join(["| rule | what it means | what to do |", "|---|---|---|", *rows])
+
+
+def main() -> None:
+    """Print accuracy, coverage and every confusion of both parts of the gold set."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", action="store_true")
+    if parser.parse_args().table:
+        print(table())
+        return
+    print(f"{len(all_rules())} rules")
+    for part in gold.PARTS:
+        cases = gold.read(part)
+        start = time.perf_counter()
+        score = gold.score(cases)
+        each_ms = 1000 * (time.perf_counter() - start) / len(cases)
+        threads = len({case.source for case in cases} - {"ours"})
+        print(f"{part}: {score.cases} log tails of {threads} public threads, {each_ms:.1f} ms each")
+        print(f"  right where it names a cause: {score.right} of {score.spoken} ({score.accuracy:.1%})")
+        print(f"  names one where there is one: {score.coverage:.1%} of {score.with_cause}")
+        for (label, said), count in score.confusion.most_common():
+            print(f"  {count} x {label}: {'not known' if said == gold.SILENT else said}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Log tails with the cause that a reader of the whole thread would name, and how often `toolkit why` names it.
+
+The files in ``why/`` hold cases, each from a line ``== RULE | SOURCE`` to the next. RULE is the id of the rule that is
+right, or ``-`` if no cause can be told from these lines. SOURCE is the public thread (``owner/repository#number``) that
+shows the error, or ``ours``. The characteristic lines are as there; the rest is shortened, and hosts, paths, times and
+numbers are made up.
+
+``seen`` are the cases by which rules were written. No rule was written by a case in ``held_out``, and no thread is in
+both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.why.diagnosis import cause_of_text
+
+PARTS = ("seen", "held_out")
+#: The label of a case in which no cause can be told.
+SILENT = "-"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A log tail, and the rule that is right for it."""
+
+    label: str
+    source: str
+    text: str
+
+
+@dataclass
+class Score:
+    """How often a cause was named, and how often the right one."""
+
+    cases: int = 0
+    with_cause: int = 0
+    spoken: int = 0
+    right: int = 0
+    #: (label, what was said instead): how often. A cause that was not named is said to be ``-``.
+    confusion: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def accuracy(self) -> float:
+        """Return how often it was right, where it named a cause."""
+        return self.right / self.spoken
+
+    @property
+    def coverage(self) -> float:
+        """Return how often it named a cause, where there was one."""
+        missed = sum(count for (label, said), count in self.confusion.items() if said == SILENT != label)
+        return 1 - missed / self.with_cause
+
+
+def read(part: str) -> list[Case]:
+    """Return the cases of a part."""
+    cases = []
+    for file in sorted((Path(__file__).parent / "why" / part).glob("*.txt")):
+        for block in re.split(r"(?m)^== (?=\S+ \| )", file.read_text())[1:]:
+            head, _, text = block.partition("\n")
+            label, source = head.split(" | ")
+            cases.append(Case(label, source, text))
+    return cases
+
+
+def score(cases: list[Case]) -> Score:
+    """Let every case be diagnosed, and count."""
+    score = Score()
+    for case in cases:
+        found = cause_of_text(case.text)
+        said = found.rule if found else SILENT
+        score.cases += 1
+        score.with_cause += case.label != SILENT
+        score.spoken += found is not None
+        score.right += found is not None and said == case.label
+        if said != case.label:
+            score.confusion[case.label, said] += 1
+    return score

@@ -1,0 +1,71 @@
+"""The part of `toolkit why` about the cause: of a run, or of any log."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from toolkit.errors import RequestError
+from toolkit.why.diagnosis import cause_of_text, last_lines, tail_of_file, tail_of_stream
+
+#: So many lines of a log are shown where the cause is not known.
+LAST_LINES = 12
+#: What `--log` takes for the standard input.
+STDIN = "-"
+
+
+def of_log(path: str) -> dict[str, Any]:
+    """Return what the end of a log tells, of a run or of any other job. The log may have any size."""
+    try:
+        tail = tail_of_stream(sys.stdin.buffer) if path == STDIN else tail_of_file(Path(path))
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    found = cause_of_text(tail)
+    return {
+        "log": path,
+        "diagnosis": found and found.to_json(),
+        "last_lines": [] if found else last_lines(tail, LAST_LINES),
+    }
+
+
+def log_page(told: dict[str, Any]) -> str:
+    """Return what ``of_log`` tells as text."""
+    if told["diagnosis"]:
+        return "\n".join(lines(told["diagnosis"]))
+    return "\n".join(unknown_lines(told["log"], told["last_lines"]))
+
+
+def lines(diagnosis: dict[str, Any]) -> list[str]:
+    """Return a diagnosis as text, as wide as the terminal."""
+    rank, host, where = diagnosis["rank"], diagnosis["host"], diagnosis["where"]
+    ranks = "" if rank is None else f"rank {rank}"
+    source = ", ".join(filter(None, [" on ".join(filter(None, [ranks, host])), where]))
+    return [
+        *_wrapped("cause: ", f"{diagnosis['cause']} ({diagnosis['rule']})"),
+        *_wrapped("  seen: ", diagnosis["line"]),
+        *(_wrapped("  from: ", source) if source else []),
+        *_wrapped("  do: ", diagnosis["next"]),
+    ]
+
+
+def unknown_lines(log: str, last: list[str]) -> list[str]:
+    """Return the last lines of a log of unknown cause."""
+    if not last:
+        return [f"cause: not known; {log} is empty"]
+    return [f"cause: not known; the last lines of {log}:", *(f"  {line}" for line in last)]
+
+
+def last_lines_of(path: Path) -> list[str]:
+    """Return the last lines of a log; none if it cannot be read."""
+    try:
+        return last_lines(tail_of_file(path), LAST_LINES)
+    except OSError:
+        return []
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    width = shutil.get_terminal_size().columns
+    return wrap(text, width, initial_indent=label, subsequent_indent="    ", break_long_words=False)

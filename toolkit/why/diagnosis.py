@@ -1,0 +1,176 @@
+"""What ended a job, by the last lines of its log.
+
+A diagnosis is made only where a rule fits. A log that no rule fits has none: a wrong cause costs more than no cause.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from toolkit.why.rules import Rule, Tier, all_rules, rule
+
+#: Of a log this much is read, from its end.
+TAIL_BYTES = 256 << 10
+#: Longer lines are cut: those that list a model's keys have megabytes.
+LONGEST_LINE = 2000
+#: Of the line that gave the cause away this much is shown.
+SHOWN = 300
+#: A log that reports at least this many steps after an error was not ended by it.
+STEPS_AFTER = 5
+#: In the lines before an error, as many as a traceback may have, its last frame is looked for.
+FRAME_LINES = 60
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+#: What launchers put before a line: torch's ``[rank3]:``, torchrun's ``[default3]:``, mpirun's ``[1,3]<stderr>:``,
+#: srun's and mpirun's ``3:``, DeepSpeed's ``node7:``, Ray's ``(Worker pid=7, ip=10.0.0.7)``.
+_LABELS = re.compile(
+    r"(?m)^(?:[ \t]*(?:\[(?:rank|default)(?P<torch>\d+)\]:|\[1,(?P<mpi>\d+)\]<std\w+>:|(?P<srun>\d+):(?= )"
+    r"|\(\w+ pid=\d+[^)\n]{0,80}\))[ \t]?){1,3}"
+)
+_HOST = re.compile(r"srun: error: (?P<srun>[\w.-]+): task|\*\*\* (?:JOB|STEP) \S+ ON (?P<step>[\w.-]+) CANCELLED")
+_PROGRESS = re.compile(
+    r"(?m)\d(?:it/s|s/it)\b"
+    r"|(?i:\b(?:step|iter|iteration|epoch|batch|update|num_updates)\b[^a-z\n]{0,8}\d"
+    r"[^\n]{0,200}?\b(?:\w+[_/])?(?:loss|ppl)\b)"
+)
+_FRAME = re.compile(r'File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+), in (?P<function>[^\n]{1,80})')
+#: Frames of libraries and of Python itself say less than the caller's own.
+_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |<string>")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a job ended, the line that says so, and what to do next."""
+
+    rule: str  #: such as ``nccl.timeout``
+    cause: str
+    next: str
+    line: str  #: the line that gave it away
+    rank: int | None = None
+    host: str | None = None
+    where: str | None = None  #: ``train.py:42 in forward``: the last frame of the traceback, the user's own if possible
+    log: str | None = None  #: the file in which the line was found
+
+    @property
+    def tier(self) -> Tier:
+        """Return how much it tells about the cause."""
+        return rule(self.rule).tier
+
+    @property
+    def is_consequence(self) -> bool:
+        """True if the process ended because another one did: the cause is in the log of that one."""
+        return self.tier is Tier.CONSEQUENCE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object for a JSON document."""
+        return {**asdict(self), "is_consequence": self.is_consequence}
+
+
+def cause_of_text(text: str) -> Diagnosis | None:
+    """Return what ended the job whose log ends with ``text``; None if that is not known.
+
+    Among the rules that fit, the one that tells most counts, and of those the one that fits the earliest line: what
+    follows an error is mostly its consequence.
+    """
+    lines = _clean(text)
+    plain = _LABELS.sub("", lines)
+    end = _last_moment(plain)
+    hits = ((rule.tier, at, rule) for rule in all_rules() for at in _first_hit(rule, plain, end))
+    best = min(hits, key=lambda hit: hit[:2], default=None)
+    if best is None:
+        return None
+    _, at, found = best
+    line = _line_at(plain, at)
+    rank = _rank_at(lines, plain.count("\n", 0, at))
+    return diagnosis_by(found, line, rank, _host_in(line), _frame(plain, at))
+
+
+def diagnosis_by(
+    rule: Rule, line: str, rank: int | None = None, host: str | None = None, where: str | None = None
+) -> Diagnosis:
+    """Return the diagnosis of a rule that is known to fit."""
+    return Diagnosis(rule.id, rule.cause, rule.next, line, rank, host, where)
+
+
+def cause_of_file(path: Path) -> Diagnosis | None:
+    """Return what ended the job that wrote this log. Raises OSError if it cannot be read."""
+    found = cause_of_text(tail_of_file(path))
+    return found and replace(found, log=str(path))
+
+
+def tail_of_file(path: Path) -> str:
+    """Return the end of a log as text, whatever bytes it holds. Raises OSError."""
+    with path.open("rb") as file:
+        return tail_of_stream(file)
+
+
+def tail_of_stream(file: BinaryIO) -> str:
+    """Return the last ``TAIL_BYTES`` of a file or a pipe. Of a file nothing else is read."""
+    if file.seekable():
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        tail = file.read(TAIL_BYTES)
+    else:
+        tail = b""
+        while chunk := file.read(TAIL_BYTES):
+            tail = (tail + chunk)[-TAIL_BYTES:]
+    return tail.decode(errors="replace")
+
+
+def last_lines(text: str, count: int) -> list[str]:
+    """Return the last lines that are not empty, for a reader who has to find the cause without a rule."""
+    return [line.rstrip() for line in _clean(text).split("\n") if line.strip()][-count:]
+
+
+def _clean(text: str) -> str:
+    """Return the text in lines as a terminal would show them, the long ones cut."""
+    text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
+    return "\n".join(line[:LONGEST_LINE] for line in text.split("\n"))
+
+
+def _last_moment(text: str) -> int:
+    """Return the position before which an error cannot have ended the job: it went on for several steps."""
+    steps = [match.start() for match in _PROGRESS.finditer(text)]
+    return steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
+
+
+def _first_hit(rule: Rule, text: str, start: int) -> Iterator[int]:
+    """Yield the position of the first line from ``start`` on that fits, if there is one."""
+    hits = [match.start() for pattern in rule.lines if (match := pattern.search(text, start))]
+    if hits:
+        yield min(hits)
+
+
+def _line_at(text: str, at: int) -> str:
+    """Return the line at a position; of a long one, what is around the position."""
+    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+    start = start if at - start < SHOWN // 2 else at - SHOWN // 4
+    return text[start : len(text) if end < 0 else end].strip()[:SHOWN]
+
+
+def _rank_at(lines: str, number: int) -> int | None:
+    """Return the rank that a launcher's label before the line names."""
+    match = _LABELS.match(lines.split("\n", number + 1)[number])
+    ranks = match and next(filter(None, match.groups()), None)
+    return int(ranks) if ranks else None
+
+
+def _host_in(line: str) -> str | None:
+    match = _HOST.search(line)
+    return match and next(filter(None, match.groups()))
+
+
+def _frame(text: str, at: int) -> str | None:
+    """Return the frame in which an exception was raised: of the traceback just before it, the last of the user's."""
+    before = "\n".join(text[:at].split("\n")[-FRAME_LINES:])
+    begin = before.rfind("Traceback (most recent call last)")
+    if begin < 0:
+        return None
+    frames = list(_FRAME.finditer(before, begin))
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    last = next(reversed(own or frames), None)
+    return last and f"{Path(last['file']).name}:{last['line']} in {last['function'].strip()}"

@@ -1,0 +1,102 @@
+"""What ended a run: by the record of its last failed attempt, what its ranks wrote at their end, and their logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.launch.supervise.error_files import read_error_files
+from toolkit.launch.supervise.facts import Cause, RankFailure
+from toolkit.run_files import AttemptRecord, RunState
+from toolkit.rundir import RunDir
+from toolkit.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, diagnosis_by
+from toolkit.why.rules import Tier, rule
+
+#: So many ranks besides the one that failed first are asked, those that failed earliest.
+MOST_OTHERS = 8
+#: So many of a job's own logs are read where the ranks have told nothing.
+MOST_JOB_LOGS = 4
+
+#: Causes that the record of an attempt names, whatever the ranks said.
+_CERTAIN: Mapping[str, str] = {
+    Cause.TIMEOUT: "slurm.time_limit",
+    Cause.PREEMPTED: "slurm.preempted",
+    Cause.HANG: "run.hang",
+}
+#: Causes that it names where the ranks told nothing better.
+_LIKELY: Mapping[str, str] = {Cause.OUT_OF_MEMORY: "host.oom_kill", Cause.NODE_FAILURE: "slurm.node_fail"}
+_FAILURES = {*_CERTAIN, *_LIKELY, Cause.CRASHED}
+
+
+def cause_of(what: RunDir | str) -> Diagnosis | None:
+    """Return what ended a run, or the job whose log ends with this text.
+
+    None if that is not known, and for a run that has not failed. A damaged run folder is read as far as possible.
+    """
+    if isinstance(what, str):
+        return cause_of_text(what)
+    damage: list[str] = []
+    result = what.result(damage)
+    if result is not None and result.state is RunState.COMPLETED:
+        return None
+    failed = next((record for record in reversed(what.attempts(damage)) if record.cause in _FAILURES), None)
+    return _of_unclosed(what, damage) if failed is None else _of_attempt(what, failed, damage)
+
+
+def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagnosis | None:
+    first = record.first_failure
+    rank, host = (first.rank, first.host or None) if first else (None, None)
+    line = (first and first.how) or record.line or ""
+    if record.cause in _CERTAIN:
+        return diagnosis_by(rule(_CERTAIN[record.cause]), line, rank, host)
+    reports = read_error_files(run.attempt_logs(record.attempt), damage)
+    own = [report for report in reports if report.rank == rank]
+    told = [*_by_ranks(run, record.attempt, own)]
+    if rank is not None and not own:
+        told += _by_log(run.rank_log(record.attempt, rank), rank, host)
+    if found := cause_of_text(line):
+        told.append(replace(found, rank=rank, host=host))
+    best = _most_telling(told)
+    if record.cause in _LIKELY and (best is None or best.tier >= Tier.BROAD):
+        return diagnosis_by(rule(_LIKELY[record.cause]), line, rank, host)
+    if best is None or best.is_consequence:
+        others = sorted((report for report in reports if report.rank != rank), key=lambda report: report.time)
+        best = _most_telling([*told, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
+    return best
+
+
+def _of_unclosed(run: RunDir, damage: list[str]) -> Diagnosis | None:
+    """Return what ended a run no attempt of which was closed, by its ranks' last words or the job's own log."""
+    newest = max(run.attempts_with_logs(), default=None)
+    if newest is not None:
+        reports = sorted(read_error_files(run.attempt_logs(newest), damage), key=lambda report: report.time)
+        if found := _most_telling(_by_ranks(run, newest, reports[:MOST_OTHERS])):
+            return found
+    logs: list[Path] = []
+    with contextlib.suppress(OSError):
+        logs = sorted(run.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log))
+
+
+def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:
+    """Return the first of those of the lowest tier."""
+    return min(told, key=lambda diagnosis: diagnosis.tier, default=None)
+
+
+def _by_ranks(run: RunDir, attempt: int, reports: Iterable[RankFailure]) -> Iterator[Diagnosis]:
+    """Yield what the ranks' own words tell, and their logs where the words are no clear error."""
+    for report in reports:
+        found = cause_of_text(report.traceback or report.how)
+        host = None if report.host == "?" else report.host
+        if found is not None:
+            yield replace(found, rank=report.rank, host=host)
+        if (found is None or found.tier >= Tier.BROAD) and report.rank is not None:
+            yield from _by_log(run.rank_log(attempt, report.rank), report.rank, host)
+
+
+def _by_log(path: Path, rank: int | None = None, host: str | None = None) -> Iterator[Diagnosis]:
+    with contextlib.suppress(OSError):
+        if found := cause_of_file(path):
+            yield replace(found, rank=found.rank if rank is None else rank, host=host or found.host)
