@@ -60,16 +60,16 @@ def _sent(run: RunDir, name: str, project: str | None, *, everything: bool, is_t
             print(f"toolkit: error: {run.name}/{run.id}: {error}", file=sys.stderr)
         return False
     if outcome.points_sent or is_last:
-        print(f"{run.name}/{run.id}: {_sentence(outcome)}; {tracker.place}", flush=True)
+        print(f"{run.name}/{run.id}: {tracker.place}\n{_lines(outcome)}", flush=True)
     return True
 
 
-def _sentence(outcome: SyncOutcome) -> str:
-    words = f"{outcome.points_sent} points sent, {outcome.points} there"
-    words += f" up to step {outcome.step}" if outcome.step is not None else ""
+def _lines(outcome: SyncOutcome) -> str:
+    line = f"  {outcome.points_sent} points sent, {outcome.points} there"
+    line += f" up to step {outcome.step}" if outcome.step is not None else ""
     if outcome.held_back:
-        words += f"; {outcome.held_back} later steps wait for a checkpoint, as a resume would make them again (--all)"
-    return words
+        line += f"\n  {outcome.held_back} steps are held back: a resume would make them again (--all sends them)"
+    return line
 
 
 def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
