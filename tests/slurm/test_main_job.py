@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -185,6 +186,15 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     result = run.result()
     assert result is not None
     assert (result.state, result.attempts, result.step) == ("completed", 2, 2695)
+    told = json.loads(site.run("toolkit", "report", run.id, "--json"))["runs"][0]
+    nodes = [list(attempt.nodes) for attempt in (first, second)]
+    assert [(each["cause"], each["nodes"]) for each in told["attempts"]] == [
+        ("crashed", nodes[0]),
+        ("completed", nodes[1]),
+    ]
+    steps = [json.loads(line)["step"] for line in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    rows = list(csv.DictReader(site.run("toolkit", "sync", run.id, "csv").splitlines()))
+    assert [int(row["step"]) for row in rows] == steps
 
 
 def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
