@@ -28,6 +28,7 @@ __all__ = [
     "build_datasets",
     "load_config",
     "pack_text",
+    "staged",
     "start",
     "submit",
 ]
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from toolkit.launch.submission.handle import Run
     from toolkit.launch.submission.submit import submit
     from toolkit.ranks.batch import Batch, Share
+    from toolkit.staging import staged
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
     from toolkit.train.job import Job
@@ -64,6 +66,7 @@ _HOMES = {
     "build_datasets": "toolkit.data.datasets",
     "load_config": "toolkit.config",
     "pack_text": "toolkit.data.text",
+    "staged": "toolkit.staging",
     "start": "toolkit.train.own_loop",
     "submit": "toolkit.launch.submission.submit",
 }

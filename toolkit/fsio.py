@@ -59,6 +59,15 @@ def expand(path: str | Path) -> Path:
         return Path(path)
 
 
+def size_text(count: float) -> str:
+    """Return a number of bytes as text: ``1.5 GiB``."""
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    while count >= 1024 and unit != "PiB":
+        count, unit = count / 1024, next(units)
+    return f"{count:.3g} {unit}"
+
+
 def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     """Open ``path`` for writing, with ``mode`` (0600) under any umask, and return the file descriptor."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)

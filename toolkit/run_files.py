@@ -129,6 +129,76 @@ class RunProgress(JsonRecord):
     metrics: Metrics = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class JobUsage(JsonRecord):
+    """What a job has held and used, up to its last sample. Times in seconds since the epoch.
+
+    Figures "of a node" are those of the node with the most. Of GPUs that nothing is known of, all figures are 0.
+    """
+
+    job_id: str | None = None  #: None without Slurm
+    since: Moment = 0.0
+    wall_s: float = 0.0
+    # asked
+    nodes: int = 0
+    tasks_per_node: int = 0
+    cpus_per_task: int = 0
+    cpus: int = 0  #: that the job has, on all nodes
+    memory_bytes: int | None = None  #: of a node; None: Slurm sets no limit, or did not say
+    time_limit_s: float | None = None
+    gpus_per_node: int = 0
+    # used
+    cpu_s: float = 0.0
+    cpu_held_s: float = 0.0
+    busy_cpus: float = 0.0  #: at the last sample, on all nodes
+    most_cpus: float = 0.0  #: of a node, over some seconds
+    used_bytes: int = 0  #: memory of a node, at the last sample
+    shared_bytes: int = 0  #: the part of it that several processes may use
+    most_bytes: int = 0  #: memory of a node
+    most_bytes_host: str | None = None
+    gpu_s: float = 0.0  #: busy
+    gpu_held_s: float = 0.0
+    busy_gpus: float = 0.0  #: at the last sample, on all nodes
+    most_gpus: int = 0  #: of a node, that were ever busy
+    most_gpu_bytes: int = 0  #: memory of a GPU
+    power_w: float = 0.0  #: of all GPUs, at the last sample
+    energy_j: float = 0.0  #: of all GPUs
+    read_bytes: int = 0
+    written_bytes: int = 0
+    received_bytes: int = 0  #: of the nodes, over all networks
+    sent_bytes: int = 0
+    unused_gpus: tuple[str, ...] = ()  #: that no rank has used in this attempt, minutes after its start
+
+
+@dataclass(frozen=True)
+class PriceRecord(JsonRecord):
+    """What an hour costs at this site."""
+
+    cpu_hour: float = 0.0
+    gpu_hour: float = 0.0
+    currency: str | None = None
+
+
+@dataclass(frozen=True)
+class RunUsage(FileRecord):
+    """``usage.json``: what each job of the run has held and used."""
+
+    jobs: tuple[JobUsage, ...] = ()
+    price: PriceRecord | None = None
+
+
+@dataclass(frozen=True)
+class Efficiency(JsonRecord):
+    """What a run has used of what it had, over all its jobs, and how to ask next time."""
+
+    jobs: int
+    usage: JobUsage
+    sbatch: str | None = None
+    cost: float | None = None
+    idle_cost: float | None = None  #: the part of the cost for processors and GPUs that were idle
+    currency: str | None = None
+
+
 # --------------------------------------------------------------------------------------------------------- status.json
 
 
@@ -157,8 +227,10 @@ class AttemptStatus(FileRecord):
     submitted: Moment | None = None
     goodput: Seconds = field(default_factory=dict)
     why: str | None = None
+    staging: tuple[str, ...] = ()  #: what was copied to the nodes' own disks, or why not
     ended: Moment | None = None
     supervised: bool = True
+    usage: JobUsage | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +303,7 @@ class RunResult(FileRecord):
     metrics: Metrics = field(default_factory=dict)
     wall_s: float | None = None
     goodput: Seconds = field(default_factory=dict)
+    efficiency: Efficiency | None = None
     why: str | None = None
 
 

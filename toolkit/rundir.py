@@ -22,7 +22,16 @@ from toolkit.records import (
     MapOf,
     OrNull,
 )
-from toolkit.run_files import AttemptRecord, AttemptStatus, OwnerRecord, RunResult, RunState, RunStatus, Submission
+from toolkit.run_files import (
+    AttemptRecord,
+    AttemptStatus,
+    OwnerRecord,
+    RunResult,
+    RunState,
+    RunStatus,
+    RunUsage,
+    Submission,
+)
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -203,6 +212,14 @@ class RunDir:
     def add_attempt(self, line: AttemptRecord) -> None:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line.to_file())
+
+    def usage(self, damage: list[str] | None = None) -> RunUsage:
+        """Return ``usage.json`` as far as it can be read; empty where nothing was measured."""
+        return RunUsage.read_or_none(self.path / "usage.json", damage) or RunUsage()
+
+    def write_usage(self, usage: RunUsage) -> None:
+        """Replace ``usage.json``. It is rewritten every minute, so not flushed to disk."""
+        fsio.write_json(self.path / "usage.json", usage.to_file(), durable=False)
 
     def owner(self, damage: list[str] | None = None) -> OwnerRecord | None:
         """Return ``owner.json``: who has the run now. None if there is no owner. See `launch.record.ownership`."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
+import os
+import re
+import shutil
+import signal
+import stat
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +19,9 @@ import pytest
 
 from tests.dist.test_local_hangs import hangs_itself
 from tests.dist.test_local_hangs import start as start_hanging
-from tests.dist.test_local_runs import END_S, TOOLKIT, the_run
+from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, start, the_run
 from tests.waiting import PATIENCE, wait_for
+from toolkit.checkpoint.store import newest_step
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -54,3 +63,110 @@ def test_stacks_show_what_each_rank_of_a_deadlock_does_and_disturb_none(env: dic
     done = ask(env, "stacks", run.id)
     assert (done.returncode, done.stdout) == (2, "")
     assert "has ended (completed)" in done.stderr
+
+
+#: They take some ten seconds. Nothing is saved until a user asks for it.
+STEPS = 3000
+LONG = [
+    *("train.epochs=1000", f"train.max_steps={STEPS}", "train.eval_every=2000"),
+    *("optim.lr=0.1", "optim.warmup_steps=20", "checkpoint.every_steps=1000000"),
+]
+
+
+def set_values(env: dict[str, str], run: RunDir, *values: str) -> int:
+    """Set them, and return the step from which they hold."""
+    done = ask(env, "set", run.id, *values)
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(rf"run {run.id}: {', '.join(values)} from step (\d+) on\n", done.stdout)
+    assert said is not None, done.stdout
+    return int(said[1])
+
+
+def rates(run: RunDir) -> dict[int, float]:
+    """The learning rate that was logged after each step."""
+    lines = map(json.loads, (run.tensorboard / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/lr"] for line in lines if "train/lr" in line}
+
+
+def test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit(env: dict[str, str], tmp_path: Path) -> None:
+    """The oracle is a run that is not disturbed and has the same history from its start."""
+    with start(env, *LONG) as process:
+        run = the_run(env)
+        reached(run, 100)
+        first = set_values(env, run, "optim.lr=0.02", "train.log_every=7")
+        # Nothing is saved yet, so this goes back to before the step.
+        os.kill(ranks(env)[1], signal.SIGKILL)
+        reached_again(run, 2, first)
+        second = set_values(env, run, "checkpoint.every_steps=50", "optim.lr=0.03")
+        wait_for(lambda: newest_step(run.checkpoints), END_S, "a checkpoint")
+        os.kill(ranks(env)[0], signal.SIGKILL)
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
+    assert process.returncode == 0, out
+    assert [attempt.cause for attempt in run.attempts()] == ["crashed", "crashed", "completed"]
+    assert (run.attempts()[1].step_start, first < second) == (0, True)
+    # The rate follows the schedule of the config from its peak, which is a function of the step.
+    logged = rates(run)
+    assert {step % 20 for step in logged if step <= first} == {0}
+    assert all(step % 7 == 0 for step in logged if first < step < STEPS)
+    for step, rate in logged.items():
+        peak = 0.1 if step - 1 < first else 0.02 if step - 1 < second else 0.03
+        fallen = 0.5 * (1 + math.cos(math.pi * (step - 1 - 20) / (STEPS - 20)))
+        assert step <= 20 or rate == pytest.approx(peak * fallen, rel=1e-5)
+    for words in (["status"], ["why"]):
+        assert f"since step {second}: optim.lr=0.03" in ask(env, *words, run.id).stdout
+
+    # The same history from the start.
+    other_env = {**env, "TOOLKIT_RUNS": str(tmp_path / "runs" / "other")}
+    with start(other_env, *LONG) as process:
+        other = the_run(other_env)
+        shutil.copy(run.path / "changes.jsonl", other.path / "changes.jsonl")
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
+    assert [attempt.cause for attempt in other.attempts()] == ["completed"], out
+    assert rates(other) == logged
+    last = str(STEPS)
+    done = ask(env, "checkpoint", "diff", str(run.path), last, last, "--with", str(other.path))
+    assert done.stdout == "identical: tensors, values and meta data\n", done.stderr
+
+
+def reached_again(run: RunDir, attempt: int, step: int) -> None:
+    """Wait until this attempt has passed ``step``."""
+    wait_for(lambda: run.status().attempt == attempt and run.step() > step, END_S, f"step {step} of attempt {attempt}")
+
+
+def test_a_profile_has_the_operators_of_its_steps_and_what_they_allocate(env: dict[str, str]) -> None:
+    """Of rank 1. Two requests at one time are answered both: one by a profile, one by a refusal or a later profile."""
+    with start(env, *LONG, "train.max_steps=100000", "data.workers=0") as process:
+        run = the_run(env)
+        reached(run, 50)
+        assert ask(env, "profile", run.id, "--rank", "2").stderr.endswith("has no rank 2: its ranks are 0 to 1\n")
+        assert ask(env, "profile", run.id, "--steps", "0").returncode == 2
+        done = ask(env, "profile", run.id, "--rank", "1", "--steps", "4", "--memory")
+        assert done.returncode == 0, done.stderr
+        trace, table = (Path(line.split()[0]) for line in done.stdout.splitlines()[1:])
+        twice = [subprocess.Popen([*TOOLKIT, "profile", run.id], env=env, stderr=subprocess.PIPE) for _ in range(2)]
+        assert {each.wait(PATIENCE * END_S) for each in twice} <= {0, 2}
+        assert 0 in {each.returncode for each in twice}
+        for each in twice:
+            each.communicate()
+        ask(env, "cancel", run.id)
+        process.communicate(timeout=PATIENCE * END_S)
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = sorted(
+        (each["ts"], each["ts"] + each["dur"], each["name"])
+        for each in events
+        if each.get("ph") == "X" and re.fullmatch(r"step \d+", each["name"]) and each["cat"] == "user_annotation"
+    )
+    first = int(re.search(r"step-(\d+)", trace.name)[1])
+    assert [name for _, _, name in steps] == [f"step {first + n}" for n in range(4)]
+    # Each step has the same operators: those of a forward and a backward pass, and of one update.
+    operators = [each for each in events if each.get("cat") == "cpu_op"]
+    by_step = [Counter(each["name"] for each in operators if begin <= each["ts"] < end) for begin, end, _ in steps]
+    assert sum(map(sum, (counts.values() for counts in by_step))) == len(operators)
+    for counts in by_step:
+        assert counts["aten::addmm"] == by_step[0]["aten::addmm"] > 0
+        assert counts["aten::_fused_sgd_"] == 1
+    # Memory: what was allocated and freed, and by which operators.
+    allocated = [each["args"]["Bytes"] for each in events if each.get("name") == "[memory]"]
+    assert max(allocated) > 0 > min(allocated)
+    assert re.search(r"aten::addmm +.*\d+\.\d+ [KM]B", table.read_text())

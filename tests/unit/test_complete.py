@@ -27,7 +27,7 @@ from toolkit.strategies import build_strategy
 #: between three of the others, and a step that the job makes.
 BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
 #: Keys of ``cluster`` that Slurm is not asked for: the supervisor reads them.
-NOT_FOR_SBATCH = {"preflight", "container", "container_mounts"}
+NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage", "stage_dir"}
 
 
 def test_each_strategy_of_the_config_can_be_built() -> None:

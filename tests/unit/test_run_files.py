@@ -34,6 +34,7 @@ def run(tmp_path: Path) -> RunDir:
 
 STRAGGLER = {"host": "node1", "ranks": [1], "ratio": 1.5, "since": 1.0, "until": None}
 START = {"since": 1.0, "submitted": None, "queue_s": 0.0, "ready": 2.0, "best_step": 0}
+USAGE = {"job_id": "7", "since": 1.0, "cpu_s": 2.0, "memory_bytes": None, "unused_gpus": ["GPU 1 of node2"]}
 #: Every key, as it stands in the file.
 STATUS: dict[str, Any] = {
     "version": 1,
@@ -58,8 +59,10 @@ STATUS: dict[str, Any] = {
     "submitted": 1.0,
     "goodput": {"training": 1.0},
     "why": "rank 1: killed",
+    "staging": ["/venv (1 GiB): nodes with a copy: 2 of 2, all from an earlier start"],
     "ended": 3.0,
     "supervised": True,
+    "usage": USAGE,
     "left_over": {"attempt": 3},
 }
 
@@ -167,6 +170,7 @@ RESULT: dict[str, Any] = {
     "metrics": {"eval/accuracy": 0.5, "eval/loss": None},
     "wall_s": 60.5,
     "goodput": {"training": 1.0},
+    "efficiency": {"jobs": 1, "usage": USAGE, "sbatch": "sbatch --nodes=1", "cost": 1.5, "currency": "EUR"},
     "why": "completed",
 }
 

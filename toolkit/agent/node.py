@@ -20,10 +20,13 @@ The messages that it receives (``do``) and sends (``is``):
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
+* ``stage``: copy packages to the node's own disk. Then ``staged``. What is started waits ``wait_s`` for that.
 * ``leave``: end.
 
-It sends ``alive`` every second, with a digest of the ranks' progress. It sends at once which ranks are ``reporting``
-for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once.
+It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
+since the last time. It sends at once which ranks are ``reporting``
+for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once, and how
+long a zygote has ``imported``.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, address, token_of
-from toolkit.health import sickness
+from toolkit.health.monitor import MONITOR_COMMAND
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -63,9 +66,8 @@ TAKE_OVER_S = 10.0
 INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
-#: Checks the node's health, see toolkit.health.sickness. It starts late enough not to delay the first ranks.
-HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
-HEALTH_AFTER_S = 10.0
+#: The node's monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
+MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
 #: Finds the CPUs near the GPUs, see toolkit.agent.gpus.
 GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
 
@@ -90,6 +92,9 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
+        self._usage: Message | None = None  #: a sample that has not been sent
+        self._monitors_rest = b""  #: the beginning of a line
+        self._monitors_silence = 0  #: heartbeats since its last line
         self._processes = Processes(self._selector, self._send_and_keep, imports)
         self._is_over = False
 
@@ -106,7 +111,7 @@ class Agent:
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
             self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
-        next_heartbeat, health_at = 0.0, time.monotonic() + HEALTH_AFTER_S
+        next_heartbeat, monitor_at = 0.0, time.monotonic() + MONITOR_AFTER_S
         try:
             while not self._is_over:
                 for key, _ in self._selector.select(HEARTBEAT_S):
@@ -119,11 +124,14 @@ class Agent:
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
                     digest = self._progress.digest()
-                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest)})
-                    self._processes.learn()
-                if time.monotonic() >= health_at:
-                    health_at = math.inf
-                    self._helpers.start(HEALTH_COMMAND, self._take_health_report)
+                    usage, self._usage = self._usage, None
+                    sample = {} if usage is None else {"usage": usage}
+                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
+                    self._note_monitors_silence()
+                    self._processes.look_at_the_clock()
+                if time.monotonic() >= monitor_at:
+                    monitor_at = math.inf
+                    self._helpers.start(MONITOR_COMMAND, self._take_from_monitor)
         finally:
             self._processes.end_all()
 
@@ -191,6 +199,8 @@ class Agent:
                 self._answer(order)
             case "watch":
                 self._watch_order = order
+            case "stage":
+                self._stage(order)
             case "leave":
                 self._is_over = True
 
@@ -241,10 +251,28 @@ class Agent:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
             self._watcher = self._helpers.start(order["command"])
 
-    def _take_health_report(self, data: bytes) -> bool:
-        for line in data.decode(errors="replace").splitlines():
-            self._send_and_keep({"is": "sick", "what": line})
+    def _take_from_monitor(self, data: bytes) -> bool:
+        if not data:
+            log.warning("the node's monitor has ended: what the job uses here is no longer known")
+            self._monitors_silence = -sys.maxsize
+        *lines, self._monitors_rest = (self._monitors_rest + data).split(b"\n")
+        for line in lines:
+            self._monitors_silence = 0
+            match json.loads(line):
+                case {"usage": usage}:
+                    self._usage = usage
+                case {"sick": what}:
+                    self._send_and_keep({"is": "sick", "what": what})
+                case {"log": text}:
+                    log.warning("%s", text)
         return True
+
+    def _note_monitors_silence(self) -> None:
+        """Report a monitor that hangs. Heartbeats are counted, not time: a suspended job stops both processes."""
+        self._monitors_silence += 1
+        if self._monitors_silence == MONITOR_HANGS:
+            what = "its monitor hangs: a disk or the GPUs' driver does not answer"
+            self._send_and_keep({"is": "sick", "what": what})
 
     def _answer(self, order: Message, **fields: object) -> None:
         self._send({"is": "answer", "request": order["request"], **fields})
@@ -288,6 +316,21 @@ class Agent:
                 self._send(message)
         for attempt, ranks in first.items():
             self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
+
+    def _stage(self, order: Message) -> None:
+        """Copy packages in a separate process, which holds the copies until this one ends."""
+        if order["wait_s"]:
+            self._processes.await_copies(order["wait_s"])
+
+        def take(text: bytes) -> None:
+            answer: Message = {"copies": {}, "problems": ["the copying has failed: see the agent's log"]}
+            with contextlib.suppress(ValueError):
+                answer = json.loads(text)
+            self._processes.use_copies(answer["copies"])
+            self._send({"is": "staged", **answer})
+
+        command = [sys.executable, "-P", "-m", "toolkit.staging.copying"]
+        self._helpers.ask(command, take, json.dumps(order["request"]).encode())
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

@@ -7,12 +7,13 @@ import json
 import os
 import selectors
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, staging
 from toolkit.agent import cpus, state_memory
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import start_child
@@ -46,6 +47,9 @@ class Processes:
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
+        self._is_wanted = False  #: a zygote, as soon as nothing is being copied
+        self._copies_by: float | None = None  #: until when nothing is started, to wait for copies
+        self._copies: dict[str, str] = {}  #: see toolkit.staging
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.attempt: int | None = None  #: the last one that started something here
@@ -70,14 +74,47 @@ class Processes:
 
     # ----------------------------------------------------------------------------------------------------- starting
 
-    def warm(self) -> ZygoteClient:
+    def warm(self) -> None:
+        """Have a zygote ready, of the environment's copy if one is being made."""
+        self._is_wanted = True
+        if self._copies_by is None:
+            self._wanted_zygote()
+
+    def _wanted_zygote(self) -> ZygoteClient:
         """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            self._zygote = ZygoteClient(self._imports)
+            environ = self._with_copies(os.environ)
+            self._zygote = ZygoteClient(self._imports, self._program(sys.executable), environ)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
         return self._zygote
 
-    def learn(self) -> None:
+    def await_copies(self, wait_s: float) -> None:
+        """Start nothing until :meth:`use_copies` is called, or ``wait_s`` have passed."""
+        self._copies_by = time.monotonic() + wait_s
+
+    def use_copies(self, copies: Mapping[str, str]) -> None:
+        """Have what is started from now on use these copies. A zygote that runs has imported, and stays."""
+        self._copies |= copies
+        self._copies_by = None
+        if self._is_wanted:
+            self._wanted_zygote()
+        self._start_waiting()
+
+    def _with_copies(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        return staging.environment(self._copies, environ) if self._copies else environ
+
+    def _program(self, program: str) -> str:
+        """Return the program of the environment's copy, or of the environment itself if that has none."""
+        copy = staging.moved(Path(program), self._copies)
+        return program if copy == Path(program) else str(copy)
+
+    def look_at_the_clock(self) -> None:
+        """Do what is due. To be called every second."""
+        if self._copies_by is not None and time.monotonic() >= self._copies_by:
+            self.use_copies({})
+        self._learn()
+
+    def _learn(self) -> None:
         """Have the zygote import what the ranks had to, once these have trained for a while."""
         zygote = self._zygote
         if self._imports and zygote and zygote.can_fork and self._children and time.monotonic() >= self._learn_at:
@@ -88,8 +125,17 @@ class Processes:
     def _hear_zygote(self) -> None:
         zygote = self._zygote
         assert zygote is not None
+        was_ready = zygote.was_ready
         if not zygote.hear():
             self._selector.unregister(zygote.socket)
+            if zygote.is_of_a_copy and not was_ready:
+                log.warning("a process of the copied environment cannot be started: another one does without copies")
+                self._copies, self._zygote = {}, None
+                self._wanted_zygote()
+                return
+        elif not was_ready:
+            took = {"import_s": zygote.import_s, "waited_s": zygote.waited_s}
+            self._send({"is": "imported", **took, "is_of_a_copy": zygote.is_of_a_copy})
         # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
             log.warning("importing what the ranks import has failed: another zygote does without")
@@ -97,15 +143,18 @@ class Processes:
                 self._selector.unregister(zygote.socket)
                 zygote.end()
             self._imports = self._zygote = None
-            self.warm()
+            self._wanted_zygote()
             return
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for order in waiting:
-            self._start(order)
+            self.start(order)
 
     def start(self, order: Message) -> None:
         """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
-        if order["module"] is not None and self.warm().is_importing:
+        if self._copies_by is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
             self._waiting.append(order)
         else:
             self._start(order)
@@ -127,6 +176,7 @@ class Processes:
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
+            environ.update(self._with_copies(environ))
             if child.rank is not None:
                 environ[state_memory.VARIABLE] = memory
             files = [os.devnull, process["log"], process["log"]]
@@ -170,8 +220,9 @@ class Processes:
                 signal.signal(number, signal.SIG_DFL)
 
         with opened(order["files"]) as (stdin, stdout, stderr):
+            program, *arguments = order["command"]
             return start_child(
-                order["command"],
+                [self._program(program), *arguments],
                 prepare,
                 env=order["environ"],
                 stdin=stdin,

@@ -76,13 +76,14 @@ def main() -> None:
     show([*sys.orig_argv[:-1]], {})
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
-    began = time.monotonic()
+    began, waited_s = time.monotonic(), _waited_s()
     # Import once what every rank needs.
     for name in MODULES:
         preimports.import_quietly(name)
+    waited_s = _waited_s() - waited_s
     varying: set[str] = set()  # the variables in which ranks differ
     with agent.makefile("rw") as lines:
-        _learn(lines, varying, began)
+        _learn(lines, varying, began, waited_s)
         for line in lines:
             order: ForkOrder | None = json.loads(line) or None
             if order is None:
@@ -112,14 +113,21 @@ def main() -> None:
     _become(order)
 
 
-def _learn(lines: Any, varying: Collection[str], began: float) -> None:
+def _waited_s() -> float:
+    """Return for how long this process has waited for files: not at work, and not ready to work."""
+    ready_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
+    return time.monotonic() - time.process_time() - ready_ns / 1e9
+
+
+def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float = 0.0) -> None:
     """Import what there is to learn, and report that forks can be made from now on."""
     path = sys.argv[2]
     modules = preimports.learn(Path(path), varying) if path else []
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     preimports.inherited = frozenset(sys.modules)
-    _send(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
+    took = {"import_s": time.monotonic() - began, "waited_s": max(0.0, waited_s)}
+    _send(lines, {"ready": {**took, "learnt": len(modules), "unclean": _unclean()}})
 
 
 def _unclean() -> str | None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import logs
@@ -23,20 +24,26 @@ class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
     ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
-    ``has_learnt``: it may have imported what earlier ranks did.
+    ``has_learnt``: it may have imported what earlier ranks did. ``import_s``, ``waited_s``: how long its import has
+    taken, and has waited for files.
     """
 
-    def __init__(self, imports: Path | None) -> None:
+    def __init__(
+        self, imports: Path | None, python: str = sys.executable, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        """Start a zygote. ``python`` may be that of a copied environment, and ``environ`` name the copies."""
+        self.is_of_a_copy = python != sys.executable
+        self.import_s = self.waited_s = 0.0
         self.socket, other = socket.socketpair()
         # Both placeholders make room for what ``ps`` and /proc show of a rank, see zygote.show().
         room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
         with other:
             arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "toolkit.agent.zygote", *arguments],
+                [python, "-P", "-m", "toolkit.agent.zygote", *arguments],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **room},
+                env={**environ, **room},
             )
         self.pid = self._process.pid
         self._lines = self.socket.makefile("rw")
@@ -52,6 +59,8 @@ class ZygoteClient:
             return False
         ready = json.loads(line)["ready"]
         is_first, self.was_ready = not self.was_ready, True
+        if is_first:
+            self.import_s, self.waited_s = ready["import_s"], ready["waited_s"]
         self.can_fork = ready["unclean"] is None
         self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
         if not self.can_fork:

@@ -26,7 +26,7 @@ class SecondPlace:
 
     def __init__(self, folder: Path, keep: Keep, moved: Callable[[], None] = lambda: None) -> None:
         """Set up, without touching a file. ``moved`` is called for each piece copied while a caller waits for it."""
-        self._store = CheckpointStore(folder, keep, moved=lambda: moved() if self._is_awaited else None)
+        self.store = CheckpointStore(folder, keep, moved=lambda: moved() if self._is_awaited else None)
         self._is_awaited = False
         self._waiting: Path | None = None
         self._thread: threading.Thread | None = None
@@ -48,17 +48,17 @@ class SecondPlace:
         self._is_awaited = True
         try:
             self._refuse_of_others()
-            self._store.sweep()
+            self.store.sweep()
             valid = (home.valid(path) for path in home.list())
             newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
             # The newest alone decides: if it is not newer than home's, no other is.
-            for path in self._store.list()[:1]:
+            for path in self.store.list()[:1]:
                 if step_of(path) > newest:
-                    self._store.refuse_of_others(path)
+                    self.store.refuse_of_others(path)
                     log.warning("%s is newer than anything in %s: copied back", path, home.folder)
-                    _copy(self._store, path, home)
+                    _copy(self.store, path, home)
         except CheckpointError as error:
-            log.error("%s is no help: %s", self._store.folder, error)
+            log.error("%s is no help: %s", self.store.folder, error)
         finally:
             self._is_awaited = False
 
@@ -82,22 +82,22 @@ class SecondPlace:
     def _refuse_of_others(self) -> None:
         """Raise CheckpointError where another user may place a checkpoint, with right digests, for this run to load."""
         try:
-            with file_errors("looking at", self._store.folder):
-                trust.refuse_of_others(self._store.folder, "checkpoint.copy_to")
+            with file_errors("looking at", self.store.folder):
+                trust.refuse_of_others(self.store.folder, "checkpoint.copy_to")
         except RequestError as error:
             raise CheckpointError(str(error)) from error
 
     def _try_to_copy(self, path: Path) -> None:
         try:
             self._refuse_of_others()
-            if not self._store.is_committed(step_of(path)):
-                with file_errors("creating", self._store.folder):
-                    fsio.make_dir(self._store.folder)
-                _copy(CheckpointStore(path.parent), path, self._store)
-                self._store.prune()
+            if not self.store.is_committed(step_of(path)):
+                with file_errors("creating", self.store.folder):
+                    fsio.make_dir(self.store.folder)
+                _copy(CheckpointStore(path.parent), path, self.store)
+                self.store.prune()
         except CheckpointError as error:
             if path.exists():  # else it was pruned meanwhile: there is a newer one
-                log.error("%s has no copy in %s: %s", path, self._store.folder, error)
+                log.error("%s has no copy in %s: %s", path, self.store.folder, error)
 
 
 def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
-from toolkit.metrics import goodput
+from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
@@ -171,6 +171,8 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         )
     if told := goodput.sentence(result.goodput):
         console.print(f"  {told}", highlight=False, soft_wrap=True)
+    for line in efficiency.lines(result.efficiency):
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
 
@@ -183,6 +185,7 @@ def _completed_text(run: Run, result: RunResult) -> str:
         lines[0] += f", {result.attempts} attempts"
     lines += [f"  {_spoken(name)}: {_number(value)}" for name, value in sorted(result.metrics.items())]
     lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
+    lines += [f"  {escape(line)}" for line in efficiency.lines(result.efficiency)]
     lines.append(f"  run folder: {escape(_short(run.dir.path))}")
     if any(run.dir.tensorboard.iterdir()):
         lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")

@@ -21,11 +21,11 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
 COMMANDS = (
     *("submit", "new", "supervise", "run", "exec"),  # starting runs
     *("status", "watch", "compare", "logs", "why"),  # looking at runs
-    *("stacks",),  # a run while it runs
+    *("stacks", "profile", "set"),  # a run while it runs
     *("stop", "cancel", "resume"),  # ending runs, and going on with them
     *("rm", "gc"),  # removing runs
     *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
-    *("env", "doctor", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
+    *("env", "doctor", "init", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
     *("completion",),  # the shell
 )
 EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.

@@ -16,6 +16,8 @@ from toolkit.rundir import RunDir
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
 PATIENCE_S = 10.0
+#: Of a profile.
+MOST_STEPS = 100
 
 
 def add_wait_s(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +85,18 @@ def stacks_page(run: RunDir, answer: Answer) -> str:
     if not any(group.stack for group in answer.groups):
         pieces.append("no Python stack could be read: a script without toolkit.start() needs py-spy on the nodes")
     return "\n\n".join(pieces)
+
+
+def profile_page(run: RunDir, rank: int, answer: Answer) -> str:
+    """Return where the files of a profile are, and what shows them."""
+    first, count = answer.step or 0, answer.steps or 0
+    steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
+    tools = {".gz": "https://ui.perfetto.dev, or chrome://tracing", ".pickle": "https://pytorch.org/memory_viz"}
+    lines = [f"run {run.id}, rank {rank}, {steps}:"]
+    for file in answer.files:
+        tool = tools.get(file[file.rindex(".") :])
+        lines.append(f"  {file}{f' (open it in {tool})' if tool else ''}")
+    return "\n".join(lines)
 
 
 def _head(group: StackGroup) -> str:

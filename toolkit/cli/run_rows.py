@@ -18,15 +18,18 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.cli import slow
-from toolkit.launch.record import ownership, stop_request
-from toolkit.metrics import goodput
+from toolkit.launch.record import changes, ownership, stop_request
+from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.user_cache import cache_dir
 
 #: The files that a row of an ended run is made of, and those of one that may go on.
 _ENDED_FILES = ("status.json", "result.json")
-_LIVE_FILES = (*_ENDED_FILES, "owner.json", "intent.json", "attempts.jsonl", "submitit/submission.json", "config.yaml")
+_LIVE_FILES = (
+    *(*_ENDED_FILES, "owner.json", "intent.json", "attempts.jsonl", "changes.jsonl"),
+    *("submitit/submission.json", "config.yaml"),
+)
 #: A file that was written this recently may change again within the tick of its file system's clock: such rows are not
 #: kept.
 _SETTLED_S = 3.0
@@ -37,7 +40,7 @@ _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
 #: Changes with the meaning of the rows: a cache with another one is thrown away.
-_VERSION = 1
+_VERSION = 2
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -85,12 +88,15 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "lost_ranks": dict(status.lost_ranks),
         "stragglers": slow.stragglers(status),
         "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
+        "usage": status.usage and status.usage.to_json(),
+        "using": efficiency.remark(status.usage),
         "pid": status.pid,
         "host": status.host,
         "submitted": status.submitted,
         "updated": status.updated,
         "ended": status.ended if result is not None else None,
         "why": result and result.why,
+        "changes": changes.rows(run, damage),
         "damage": damage,
         "path": str(run.path),
     }
@@ -128,12 +134,15 @@ _EMPTY: Mapping[str, Any] = {
     "lost_ranks": {},
     "stragglers": [],
     "goodput": None,
+    "usage": None,
+    "using": "",
     "pid": None,
     "host": None,
     "submitted": None,
     "updated": None,
     "ended": None,
     "why": None,
+    "changes": [],
     "damage": [],
     "path": "",
 }

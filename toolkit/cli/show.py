@@ -15,7 +15,7 @@ from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import RowCache, read_row
 from toolkit.errors import ToolkitError
-from toolkit.launch.record import ownership
+from toolkit.launch.record import changes, ownership
 from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
 from toolkit.run_files import RunState
@@ -227,7 +227,8 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
         for rank, how in row["lost_ranks"].items()
     ]
     losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *ailing, *dead])
+    changed = [(row["run"], text) for row in rows for text in changes.lines(row["changes"])]
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *changed, *bad, *ailing, *dead])
 
 
 def loss_remark(metrics: Any) -> str:
@@ -242,9 +243,12 @@ def _slow_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Return where the time went, for a single run: among several the line would not say whose time it is."""
-    told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
-    return f"\n{told}" if told else ""
+    """Return where the time went and what is used, for a single run: among several it would not be clear whose."""
+    if len(rows) != 1:
+        return ""
+    is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
+    told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
+    return "".join(f"\n{text}" for text in told if text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -10,9 +10,10 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import nodes
+from toolkit.launch.record import changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
-from toolkit.metrics import goodput
+from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import AttemptRecord, FirstFailure, RunState
 from toolkit.rundir import RunDir
 from toolkit.why.runs import cause_of
@@ -64,8 +65,11 @@ def facts(run: RunDir) -> dict[str, Any]:
         "steps_lost": max(0, lost),
         "attempts": attempts,
         "goodput": goodput.of_files(run, damage),
+        "efficiency": efficiency.of_files(run, damage),
         "ailing_nodes": status.ailing_nodes,
+        "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
+        "changes": row["changes"],
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
     }
@@ -100,7 +104,9 @@ def _log_of(run: RunDir, attempt: int, failure: FirstFailure) -> Path:
 def as_data(told: dict[str, Any]) -> dict[str, Any]:
     """Return the facts for a JSON document. Nodes are listed there one by one."""
     attempts: Sequence[AttemptRecord] = told["attempts"]
-    return {**told, "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in attempts]}
+    used = told["efficiency"] and told["efficiency"].to_json()
+    lines = [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in attempts]
+    return {**told, "attempts": lines, "efficiency": used}
 
 
 def page(told: dict[str, Any]) -> str:
@@ -116,6 +122,8 @@ def page(told: dict[str, Any]) -> str:
         lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
+    lines += changes.lines(told["changes"])
+    lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
@@ -123,6 +131,8 @@ def page(told: dict[str, Any]) -> str:
     lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", table([_HEAD, *(_attempt_cells(attempt) for attempt in attempts[-12:])])]
+    if used := efficiency.lines(told["efficiency"]):
+        lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit import fsio
 from toolkit.errors import ConfigError, DataMissingError, nearest
+from toolkit.staging import staged
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -65,10 +66,10 @@ def entry_of(name: str) -> Entry:
 
 
 def data_root(root: str | None) -> Path:
-    """Return the absolute path of the folder that ``data.root`` means."""
+    """Return the absolute path of the folder that ``data.root`` means, or of its copy on this node."""
     named = root or os.environ.get("TOOLKIT_DATA") or "data"
     try:
-        return Path(named).expanduser().absolute()
+        return staged(Path(named).expanduser().absolute())
     except RuntimeError:
         raise ConfigError(f"data.root: there is no user whose home folder {named!r} could be in") from None
 
@@ -120,7 +121,7 @@ def text_files(root: str | None) -> list[Path]:
 
     Null means the Python files of the standard library.
     """
-    folder = fsio.expand(root or sysconfig.get_path("stdlib")).absolute()
+    folder = staged(fsio.expand(root or sysconfig.get_path("stdlib")).absolute())
     files = []
     for path in sorted(folder.rglob("*" if root else "*.py")):
         parts = path.relative_to(folder).parts

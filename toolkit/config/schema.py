@@ -25,6 +25,7 @@ ON_NAN = ("stop", "warn")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
+STAGES = ("auto", "always", "never")
 SPLITS = ("global", "blocks", "hash")
 #: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
 OWN_TIME = ("ddp",)
@@ -58,6 +59,15 @@ STATELESS = ("none", "fp16", "bf16")
 
 
 @dataclass
+class PriceConfig:
+    """What this site charges; for the table at the end of a run, see docs/efficiency.md."""
+
+    cpu_hour: float = 0.0  #: for an hour of one CPU
+    gpu_hour: float = 0.0  #: for an hour of one GPU
+    currency: str | None = None  #: such as EUR, or credits
+
+
+@dataclass
 class ClusterConfig:
     """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
 
@@ -77,9 +87,12 @@ class ClusterConfig:
     spare_nodes: int = 0  #: more nodes than the ranks need, to go on without one that fails
     signal_delay_s: int = 120  #: the run commits a checkpoint so long before the time limit
     preflight: bool = True  #: check the nodes before the ranks start
+    stage: str = "auto"  #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
+    stage_dir: str | None = None  #: the folder for copies on each node; null: a temporary one with room
     setup: list[str] = field(default_factory=list)  #: lines for the shell of the job's script, such as module load cuda
     container: str | None = None  #: an image in which the ranks run, see slurm/container.py
     container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
+    price: PriceConfig = field(default_factory=PriceConfig)  #: what an hour costs
     extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
 
@@ -169,6 +182,7 @@ class DataConfig:
 
     name: str = "digits"
     root: str | None = None  #: the folder of the data
+    stage: list[str] = field(default_factory=list)  #: files and folders to copy to the nodes' own disks
     global_batch_size: int = 64  #: samples of a step, of all ranks together
     workers: int = 0  #: processes of each rank that load samples; 0: the rank itself
     augment: bool = False  #: shift training images at random, and mirror photographs

@@ -33,6 +33,7 @@ from toolkit.config.schema import (
     SERVER_MODES,
     SHARES,
     SPLITS,
+    STAGES,
     STATELESS,
     STRATEGIES,
     TENSOR_STYLES,
@@ -180,6 +181,9 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
+    stage_dir = config.cluster.stage_dir
+    if stage_dir is not None and not fsio.expand(stage_dir).is_absolute():
+        raise ConfigError(f"cluster.stage_dir: {stage_dir!r} is relative: give an absolute path on each node")
     _check_parts(config)
     check_step(config.train, config.strategy)
     check_optim(config)
@@ -192,7 +196,14 @@ def _check_values(config: JobConfig) -> None:
 
 #: Control characters that keys may contain besides: their words are for a shell or a program.
 _ALSO = {"cluster.setup": "\t", "notify": "\t\r\n", "params": "\t\r\n"}
-_PATHS = ("cluster.container_mounts", "data.root", "model.init_from", "checkpoint.copy_to")
+_PATHS = (
+    "cluster.container_mounts",
+    "cluster.stage_dir",
+    "data.stage",
+    "data.root",
+    "model.init_from",
+    "checkpoint.copy_to",
+)
 
 
 def _check_texts(config: JobConfig) -> None:
@@ -274,6 +285,7 @@ WORDS: Mapping[str, Collection[str]] = {
     "data.bad_samples": BAD_SAMPLES,
     "data.share": SHARES,
     "data.split": SPLITS,
+    "cluster.stage": STAGES,
     "model.init_weights": INIT_WEIGHTS,
     "train.on_nan": ON_NAN,
     "optim.schedule": SCHEDULES,
@@ -294,6 +306,8 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "cluster.mem_gb": (0.001, 2**20),
     "cluster.time_min": (1, 366 * 24 * 60),
     "cluster.signal_delay_s": (0, 65_535),
+    "cluster.price.cpu_hour": (0, 1e6),
+    "cluster.price.gpu_hour": (0, 1e6),
     "retry.max_failures": (0, _MANY),
     "retry.max_requeues": (0, _MANY),
     "retry.no_progress_attempts": (1, _MANY),

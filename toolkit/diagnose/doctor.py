@@ -12,6 +12,7 @@ from typing import Any
 from toolkit import logs, rundir
 from toolkit.config import JobConfig
 from toolkit.diagnose.srun_checks import Start, ask_nodes
+from toolkit.diagnose.versions import versions
 from toolkit.errors import RequestError, SlurmError
 from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest
 from toolkit.health.verdict import NodesReport, judge, prevented
@@ -19,8 +20,12 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.line_channel import LineChannel, open_channel
 from toolkit.launch.start.preflight import SharedFolder, command
 from toolkit.launch.submission import executors, sbatch
+from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
+from toolkit.slurm.programs import PROBE_TIMEOUT_S
+from toolkit.slurm.site import USED, missing_programs, read_site
+from toolkit.slurm.site_profile import SiteProfile
 from toolkit.slurm.srun_commands import srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
@@ -35,6 +40,9 @@ COLUMNS = {
     "ADDRESS": "network",
     "INFINIBAND": "infiniband",
 }
+
+#: For each program that reads the site: a user waits for all of them.
+SITE_TIMEOUT_S = 15.0
 
 log = logs.get(__name__)
 
@@ -114,15 +122,35 @@ def _ask(
         shared.remove()
 
 
-def about_requeue() -> list[str]:
-    """Return a line if requeued jobs start again at once, with ``--requeue=expedite``; else nothing."""
-    slurm = Slurm()
+def read_site_here() -> tuple[SiteProfile | None, str]:
+    """Read the cluster and write its profile. Return it, and a line about it; None and the reason without Slurm.
+
+    Proofs that an earlier profile of the same cluster has are kept.
+    """
+    slurm = Slurm(timeout_s=SITE_TIMEOUT_S)
+    if not slurm.available():
+        missing = missing_programs(slurm)
+        if len(missing) == len(USED):
+            return None, "no Slurm here: sbatch and scontrol are not on PATH"
+        if missing:
+            return None, f"Slurm is only half installed here: not on PATH: {', '.join(missing)}"
+        return None, f"Slurm's controller does not answer within {PROBE_TIMEOUT_S:g} s: `scontrol ping`"
     try:
-        expedites = slurm.available() and slurm.expedites()
-    except SlurmError:
-        expedites = False
-    line = "requeued jobs start again at once: Slurm allows --requeue=expedite here, and it is used"
-    return [line] if expedites else []
+        profile = read_site(slurm).replace(versions=versions())
+    except (RequestError, SlurmError) as error:
+        return None, f"the site cannot be read: {error}"
+    earlier = site_profile.read()
+    if earlier is not None and earlier[0].cluster == profile.cluster:
+        profile = profile.replace(**earlier[0].given("proofs", "proven"))
+    return profile, written(profile)
+
+
+def written(profile: SiteProfile) -> str:
+    """Write the profile; return a line that says where, or why not."""
+    try:
+        return f"site profile: {site_profile.write(profile)}"
+    except OSError as error:
+        return f"site profile: not written: {error.filename or ''}: {error.strerror}"
 
 
 def _folder() -> Path:

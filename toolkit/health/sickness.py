@@ -1,8 +1,6 @@
-"""Checks one node's health: ``python -I -S sickness.py``, a child of the node's agent.
+"""Finds what is wrong with one node while ranks work, for the monitor.
 
-It imports nothing of ours. It prints a line for each problem that it finds, once. It is a separate process because a
-faulty disk or driver lets a reader wait for ever, and the agent must not wait. A problem either stays (memory that has
-failed) or has lasted for minutes, because every node is hot now and then.
+A problem either stays (memory that has failed) or has lasted for minutes, because every node is hot now and then.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,16 +97,3 @@ def _number(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
     return None
-
-
-def main() -> None:
-    """Look until the agent dies, and this process with it."""
-    sickness = Sickness()
-    while True:
-        for finding in sickness.look():
-            print(finding, flush=True)
-        time.sleep(LOOK_EVERY_S)
-
-
-if __name__ == "__main__":
-    main()

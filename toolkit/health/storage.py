@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from toolkit import fsio
 from toolkit.health import Finding, ok
 
 #: With NFS a node may see a new file this much later than the node that wrote it.
@@ -100,18 +101,10 @@ def check_space(check: str, path: Path) -> Finding:
         return Finding(check, "bad", "?", f"{path}: {_words(error)}{_advice(error)}")
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     counted = stat.f_files > 0  # a file system such as btrfs makes inodes on demand
-    figure = _size(free)
+    figure = fsio.size_text(free)
     there = f"{path} has {figure} and {inodes if counted else 'enough'} inodes free"
     if free < BAD_BYTES or (counted and inodes < BAD_INODES):
         return Finding(check, "bad", figure, f"{there}: it is full; make room, or choose another folder")
     if free < WARNING_BYTES or (counted and inodes < WARNING_INODES):
         return Finding(check, "warning", figure, f"{there}: it is nearly full; make room")
     return ok(check, figure)
-
-
-def _size(count: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-    unit = next(units)
-    while count >= 1024 and unit != "PiB":
-        count, unit = count / 1024, next(units)
-    return f"{count:.3g} {unit}"

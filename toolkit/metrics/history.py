@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from toolkit import hostlist
-from toolkit.metrics import goodput
+from toolkit.metrics import efficiency, goodput
 from toolkit.metrics.goodput import PARTS
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
 from toolkit.run_files import AttemptRecord, RunProgress, Start
 from toolkit.rundir import RunDir
 
+#: Seconds between two looks at what the job uses: the nodes are not sampled more often.
+USAGE_EVERY_S = 15.0
 _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "steps lost")
 
 
@@ -28,6 +31,7 @@ class History:
         self._lines = run.attempts() if self._is_main else []
         self._before = goodput.of_files(run) if self._is_main else None
         self._table_is_due = bool(self._lines)
+        self._run, self._read_usage_at = run, 0.0
 
     def scalars(self, step: int) -> dict[str, float]:
         """Return the attempt's number, and each part's share of the time since the run's submission.
@@ -48,7 +52,15 @@ class History:
         )
         both = {part: here[part] + (self._before or {}).get(part, 0.0) for part in PARTS}
         wall_s = sum(both.values()) or 1.0
-        return {"run/attempt": float(self._attempt)} | {f"goodput/{part}": both[part] / wall_s for part in PARTS}
+        shares = {f"goodput/{part}": both[part] / wall_s for part in PARTS}
+        return {"run/attempt": float(self._attempt), **shares, **self._usage()}
+
+    def _usage(self) -> dict[str, float]:
+        """Return what the job uses, by the supervisor's status; empty where there is no sample since the last call."""
+        if time.monotonic() < self._read_usage_at:
+            return {}
+        self._read_usage_at = time.monotonic() + USAGE_EVERY_S
+        return efficiency.scalars(self._run.status().usage)
 
     def take_table(self) -> str | None:
         """Return a Markdown table with a row for each restart, or None.

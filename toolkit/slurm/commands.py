@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from toolkit.errors import SlurmError
+from toolkit.slurm import site_profile
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import JobRow, JobStatus, base_id, parse_drained, parse_jobs, parse_statuses, rows_by_id
 from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, ProgramRefusedError, run_program
@@ -35,6 +37,7 @@ class Settings:
     preempt_mode: str = "OFF"  #: used where neither the partition nor the QOS sets a mode
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that Slurm ends, including its batch script
     expedites: bool = False  #: whether jobs may ask for ``--requeue=expedite``
+    cluster: str = ""  #: its name
 
 
 class SlurmCommands(Protocol):
@@ -240,25 +243,14 @@ class Slurm:
         return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", self._run(["sbatch", "--help"])))
 
     def settings(self) -> Settings:
-        text = self._run(["scontrol", "show", "config"])
-        names = "SlurmdPort|KillWait|MpiDefault|TaskPlugin|PreemptType|PreemptMode|SlurmctldParameters|SLURM_VERSION"
-        found = dict(re.findall(rf"^({names})\s*=\s*(\S+)", text, re.MULTILINE))
-        default = Settings()
-        return Settings(
-            slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),
-            kill_wait_s=float(found.get("KillWait", default.kill_wait_s)),
-            mpi_default=found.get("MpiDefault", default.mpi_default),
-            task_plugins=found.get("TaskPlugin", default.task_plugins),
-            preempt_type=found.get("PreemptType", default.preempt_type),
-            preempt_mode=found.get("PreemptMode", default.preempt_mode),
-            # Older versions hold a job that ends well, see EXPEDITES_SINCE.
-            expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
-            and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,
-        )
+        return settings_in(self._run(["scontrol", "show", "config"]))
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
         # Each preemption plugin takes the mode from another place.
-        asked = {"preempt/partition_prio": self._mode_of_partition, "preempt/qos": self._mode_of_qos}
+        asked: Mapping[str, Callable[[JobRow], str | None]] = {
+            "preempt/partition_prio": self._mode_of_partition,
+            "preempt/qos": partial(self._mode_of_qos, settings),
+        }
         ask = asked.get(settings.preempt_type)
         return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
 
@@ -268,17 +260,26 @@ class Slurm:
         text = "\n".join(self._run(["scontrol", "show", "partition", name]) for name in names)
         return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
-    def _mode_of_qos(self, job: JobRow) -> str | None:
+    def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
         """Return the mode of the job's QOS, or None where the cluster's mode holds.
 
-        Also returns None where the accounting that knows the QOS cannot be asked from a node.
+        The site profile knows it where accounting cannot be asked from a node. Also returns None without one.
         """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
             mode = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).strip() if job.qos else ""
         except SlurmError:
-            return None
+            profile = site_profile.of_cluster(settings.cluster)
+            return next((qos.preempt_mode for qos in profile.qos if qos.name == job.qos), None) if profile else None
         return None if mode in ("", "cluster") else mode
+
+    def has(self, program: str) -> bool:
+        """True if this program of Slurm is on PATH."""
+        return self._which(program) is not None
+
+    def ask(self, argv: Sequence[str]) -> str:
+        """Return what a program of Slurm prints that only asks. Raises SlurmError."""
+        return self._run(argv)
 
     def clock(self) -> float:
         answer = self._run(["sdiag"])
@@ -321,6 +322,25 @@ class Slurm:
         if environ is None:
             environ = plain_environment(self._environ)
         return run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
+
+
+def settings_in(text: str) -> Settings:
+    """Return the settings that `scontrol show config` prints."""
+    # Slurm 24.11 prints (null) where 22.05 prints none.
+    found = dict(re.findall(r"^(\w+)\s*=\s*(?!\(null\))(\S+)", text, re.MULTILINE))
+    default = Settings()
+    return Settings(
+        slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),
+        kill_wait_s=float(found.get("KillWait", default.kill_wait_s)),
+        mpi_default=found.get("MpiDefault", default.mpi_default),
+        task_plugins=found.get("TaskPlugin", default.task_plugins),
+        preempt_type=found.get("PreemptType", default.preempt_type),
+        preempt_mode=found.get("PreemptMode", default.preempt_mode),
+        # Older versions hold a job that ends well, see EXPEDITES_SINCE.
+        expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
+        and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,
+        cluster=found.get("ClusterName", default.cluster),
+    )
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class JobRow:
     qos: str | None = None
     node_list: str = ""
     excluded: str = ""  #: node list, as asked for
+    memory_bytes: int | None = None  #: of a node; None where Slurm sets no limit
     options: tuple[str, ...] = ()  #: sbatch options asked for, except sizes, which the job's environment holds
     batch_host: str | None = None
     exit_code: int | None = None  #: 0 until the job ends
@@ -136,6 +137,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         qos=fields.get("QOS"),
         node_list=fields.get("NodeList", ""),
         excluded=fields.get("ExcNodeList", ""),
+        memory_bytes=_memory_of_node(fields),
         options=tuple(_options(fields)),
         batch_host=fields.get("BatchHost"),
         exit_code=code,
@@ -144,6 +146,22 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         work_dir=fields.get("WorkDir"),
         stdout_path=fields.get("StdOut"),
     )
+
+
+def _memory_of_node(fields: Mapping[str, str]) -> int | None:
+    """Return the memory that the job has on a node, or asks for. The job's TRES counts that of all nodes together."""
+    tres = fields.get("AllocTRES") or fields.get("TRES") or fields.get("ReqTRES") or ""
+    total = re.search(r"(?:^|,)mem=([0-9.]+[KMGTP]?)", tres)
+    nodes = re.match(r"[1-9][0-9]*", fields.get("NumNodes", ""))
+    if total and nodes:
+        return _bytes(total[1]) // int(nodes[0]) or None
+    return _bytes(fields.get("MinMemoryNode", "0")) or None
+
+
+def _bytes(text: str) -> int:
+    """Return the bytes of ``500M`` or ``1.50G``; a bare number is in MiB. 0 for what is none."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTP]?)", text)
+    return round(float(match[1]) * 1024 ** ("KMGTP".index(match[2] or "M") + 1)) if match else 0
 
 
 #: sbatch's options, by the fields in which scontrol shows them.

@@ -15,6 +15,7 @@ from toolkit.agent import preimports
 from toolkit.checkpoint.reader import Loaded
 from toolkit.errors import StoppedError
 from toolkit.hang import activity
+from toolkit.launch.record import user_request
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
@@ -23,6 +24,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.on_request import OnRequest
 from toolkit.train.saver import SAVE
 
 
@@ -34,6 +36,9 @@ class Loop(Protocol):
 
     def saved_with(self) -> dict[str, Json]:
         """Return what the loop wants to find in ``Loaded.meta`` at a resume. Called on every rank; rank 0's is kept."""
+
+    def adopt(self, values: Mapping[str, Any]) -> None:
+        """Take other values of the config by key, those that `toolkit set` may change. Called between two steps."""
 
     def progress(self) -> dict[str, Any]:
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
@@ -53,6 +58,7 @@ class Lifecycle:
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink: Sink = NullSink()
+        self._on_request = OnRequest(session, self._adopt)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 
@@ -73,8 +79,9 @@ class Lifecycle:
         The run goes on without the ``expendable`` ranks if they die.
         """
         self._session.progress(step_start=self.step, expendable=sorted(expendable))
+        self._on_request.resume(self.step)
         sinks = build_sinks(self._session.run_dir, self._session.is_main, self._resumed)
-        with closing(self._checkpoints), closing(sinks) as self.sink:
+        with closing(self._checkpoints), closing(sinks) as self.sink, closing(self._on_request):
             yield
 
     def begin(self) -> None:
@@ -93,18 +100,30 @@ class Lifecycle:
     # --------------------------------------------------------------------------------------------- between two steps
 
     def boundary(self) -> None:
-        """Stop or save here, if all ranks have agreed to. Call before the first step and after each step.
+        """Stop, save or do what a user asks for, if all ranks have agreed to do it here.
+
+        Call it before the first step and after each step.
 
         Raises StoppedError with everything committed.
         """
         self._activity.phase = activity.AT_BOUNDARY
+        if self.step >= self._on_request.next_step:
+            self._on_request.pass_step(self.step)
         # Several requests may meet at one step: ask until the gate has none.
         while (kind := self._session.gate.boundary(self.step)) is not None:
             if kind == STOP:
                 self._stop()
             if kind == SAVE and self.step != self._saved:
                 self.save(must=False)
+            if kind.startswith(user_request.KIND):
+                self._on_request.carry_out(kind, self.step)
             self._activity.phase = activity.AT_BOUNDARY
+
+    def _adopt(self, values: Mapping[str, Any]) -> None:
+        self._loop.adopt(values)
+        if any(key.startswith("checkpoint.") for key in values):
+            self._checkpoints.saver.configure()
+            self._checkpoints.saver.set_timer()
 
     def _stop(self) -> NoReturn:
         """Commit, and raise StoppedError. Where this attempt has gained no step there is nothing to commit."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -74,8 +75,12 @@ class Trainer:
         *,
         schedule: Callable[[int], Schedule],
         checkpoints: Checkpoints,
+        set_values: Callable[[Mapping[str, Any]], None] = lambda values: None,
     ) -> None:
-        """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step."""
+        """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step.
+
+        ``set_values`` gives the job's config other values by key. After that ``schedule`` is called again.
+        """
         if loader.is_split:
             strategy.split_data()
         # With a witness the loop sees the loader and the strategy through it; see trace.py.
@@ -90,7 +95,8 @@ class Trainer:
         self._checkpoints = checkpoints
         checkpoints.include(loader)  # also refuses ranks with different data sets, before the first step
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
-        self._lr = schedule(self._total)
+        self._schedule, self._set_values = partial(schedule, self._total), set_values
+        self._lr = self._schedule()
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
@@ -303,6 +309,11 @@ class Trainer:
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept
+
+    def adopt(self, values: Mapping[str, Any]) -> None:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        self._set_values(values)
+        self._lr = self._schedule()
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from toolkit import logs
 from toolkit.checkpoint.reader import Loaded
-from toolkit.config import JobConfig, dump_config
+from toolkit.config import JobConfig, dump_config, live
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
@@ -144,6 +145,10 @@ class OwnSteps:
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
         return {"epoch": self._epoch, "batch": self._batch, "logged": self._window.agreed_tags()}
+
+    def adopt(self, values: Mapping[str, Any]) -> None:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        live.set_values(self.config, values)
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

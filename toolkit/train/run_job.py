@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from toolkit.config import JobConfig
+from toolkit.config import JobConfig, live
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
 from toolkit.errors import JobFailedError
@@ -67,7 +67,15 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
         _build(job, strategy, config, session, sample)
         # Only now, when the strategy has built the model, can its state be saved and restored.
         checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
-        trainer = Trainer(config.train, session, strategy, loader, schedule=job.schedule, checkpoints=checkpoints)
+        trainer = Trainer(
+            config.train,
+            session,
+            strategy,
+            loader,
+            schedule=job.schedule,
+            checkpoints=checkpoints,
+            set_values=partial(live.set_values, config),
+        )
         return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)
 
 

@@ -36,13 +36,12 @@ class Saver:
 
     def __init__(self, config: CheckpointConfig, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state
-        self._every_steps = config.every_steps
-        self._every_min = config.every_min
+        self._config = config
         self._timer: threading.Timer | None = None
         self._blocked_s = 0.0
         self.store = CheckpointStore(
             RunDir(session.run_dir).checkpoints,
-            Keep(config.keep, config.keep_every, config.keep_best),
+            _keep(config),
             is_ours=session.owns_run,
             moved=self._moved,
         )
@@ -72,9 +71,15 @@ class Saver:
         """
         self._write_files, self._background = write_files, False
 
+    def configure(self) -> None:
+        """Take the config's values again: some of them may have changed."""
+        self.store.keep = _keep(self._config)
+        if self.second is not None:
+            self.second.store.keep = self.store.keep
+
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
-        intervals = (self._every_steps, self.store.keep.every)
+        intervals = (self._config.every_steps, self.store.keep.every)
         return any(isinstance(every, int) and step % every == 0 for every in intervals)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -104,8 +109,8 @@ class Saver:
         if self._timer is not None:
             self._timer.cancel()
         # ``every_min`` and ``every_steps: auto`` may both be set: the shorter wait counts.
-        waits = [60.0 * self._every_min] if self._every_min is not None else []
-        if self._every_steps == "auto":
+        waits = [60.0 * self._config.every_min] if self._config.every_min is not None else []
+        if self._config.every_steps == "auto":
             attempts = RunDir(self._session.run_dir).attempts()
             waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
         if waits:
@@ -244,3 +249,7 @@ class Saver:
             raise error
         self._failed.append(str(error))
         log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
+
+
+def _keep(config: CheckpointConfig) -> Keep:
+    return Keep(config.keep, config.keep_every, config.keep_best)

@@ -119,8 +119,9 @@ MAKERS: dict[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "data.share": (SHARES, lambda word: a_loader(share=word)),
     "data.split": (SPLITS, lambda word: a_loader(split=word)),
 }
-#: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names.
-ELSEWHERE = {"dist.backend", "data.name", "model.init_weights"}
+#: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names. What
+#: is made of cluster.stage is tested in tests/unit/launch/test_staging.py.
+ELSEWHERE = {"dist.backend", "data.name", "model.init_weights", "cluster.stage"}
 
 
 def test_every_key_with_a_list_of_words_is_here() -> None:

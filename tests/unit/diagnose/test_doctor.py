@@ -11,7 +11,6 @@ from toolkit.cli.main import main
 from toolkit.diagnose import doctor
 from toolkit.health import Finding
 from toolkit.health.verdict import Heard, judge
-from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.fixture(autouse=True)
@@ -67,20 +66,3 @@ def test_the_table_has_a_row_for_each_node_and_no_column_without_figures() -> No
         ("node2", "bad", "4 of 8"),
         ("node3", "warning", "-"),
     ]
-
-
-def test_that_requeues_are_expedited_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm = FakeSlurm()
-    monkeypatch.setattr(doctor, "Slurm", lambda: slurm)
-
-    def is_said() -> bool:
-        main(["doctor"])
-        return "requeued jobs start again at once" in capsys.readouterr().out
-
-    assert not is_said()
-    slurm.allows_expedite = True
-    assert is_said()
-    slurm.is_up = False
-    assert not is_said()

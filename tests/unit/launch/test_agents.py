@@ -201,7 +201,8 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
 SICK_AGENT = """
 import sys
 from toolkit.agent import node
-node.HEALTH_COMMAND, node.HEALTH_AFTER_S = ("sh", "-c", "echo $$ > {note}; echo hot; echo full; exec sleep 600"), 0.0
+SICK = '''echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
+node.MONITOR_COMMAND, node.MONITOR_AFTER_S = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600"), 0.0
 node.main(sys.argv[1:])
 """
 

@@ -23,6 +23,7 @@ from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.hang import stack_digest, stacks
+from toolkit.health.usage import NodeUsage
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import journal, stop_request
@@ -130,6 +131,7 @@ class NodeAgents:
     silent_hosts: frozenset[str] = frozenset()
     heard_hosts: frozenset[str] = frozenset()
     sick_hosts: Mapping[str, str] = {}
+    usages: Mapping[tuple[str, float], NodeUsage] = {}
 
     def __init__(self, *known: Standing) -> None:
         self._known = {standing.rank: standing for standing in known}

@@ -383,7 +383,7 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(policy, "interval_s", lambda *_: 0.01)
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
-    checkpoints.saver._every_steps, checkpoints.saver._every_min = every_steps, every_min
+    checkpoints.saver._config = CheckpointConfig(every_steps=every_steps, every_min=every_min)
     assert checkpoints.saver.is_due(10) == (every_steps == 10)
     checkpoints.resume()
     for step in (15, 25):

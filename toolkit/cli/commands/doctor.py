@@ -1,6 +1,7 @@
-"""check nodes as every job does before its ranks start"""
+"""read the site, and check nodes as every job does before its ranks start"""
 
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
@@ -12,9 +13,11 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "toolkit doctor [--nodes N] [--json] [CONFIG] [key=value ...]"
+    parser.usage = "toolkit doctor [--site | --prove] [--nodes N] [--json] [CONFIG] [key=value ...]"
     parser.add_argument("overrides", nargs="*", metavar="[CONFIG] [key=value]", help="such as cluster.partition=gpu")
-    parser.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes")
+    parser.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes; 2 with --prove")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--site", action="store_true", help="read the site and write its profile; ask for no nodes")
     arguments.add_json(parser)
 
 
@@ -23,6 +26,7 @@ def run(args: Namespace) -> int:
     from toolkit import logs
     from toolkit.cli import show
     from toolkit.diagnose import doctor
+    from toolkit.diagnose.versions import versions
 
     files = [word for word in args.overrides if "=" not in word]
     if len(files) > 1 or (args.nodes is not None and args.nodes < 1):
@@ -31,10 +35,39 @@ def run(args: Namespace) -> int:
     config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])
     config.job = configs.FOREIGN_JOB  # a job that is never started: only the cluster's part is used
     configs.validate(config)
-    report = doctor.examine(config, args.nodes)
-    rows = doctor.rows(report)
-    # The table is for several nodes; what is wrong follows in sentences.
-    head = [show.table(rows), ""] if len(rows) > 1 else []
-    page = "\n".join([*head, *report.summary(), *doctor.about_requeue()])
-    print(show.as_json(doctor.as_dict(report)) if args.json else page)
-    return EXIT_DONE if report.is_fine else EXIT_FAILED
+    profile, about_profile = doctor.read_site_here()
+    answer: dict[str, Any] = {
+        "site": None if profile is None else profile.to_file(),
+        "site_profile": about_profile,
+        "versions": versions(),
+    }
+    page, is_fine = _site_page(profile, about_profile), True
+    if not args.site:
+        report = doctor.examine(config, args.nodes)
+        answer |= doctor.as_dict(report)
+        rows = doctor.rows(report)
+        # The table is for several nodes; what is wrong follows in sentences.
+        page += ["", *([show.table(rows), ""] if len(rows) > 1 else []), *report.summary()]
+        is_fine = report.is_fine
+    print(show.as_json(answer) if args.json else "\n".join(page))
+    return EXIT_DONE if is_fine else EXIT_FAILED
+
+
+def _site_page(profile: Any, about_profile: str) -> list[str]:
+    """Return the lines about the site, and about this environment."""
+    from toolkit.cli import show
+    from toolkit.diagnose import site_page
+    from toolkit.diagnose.versions import versions
+    from toolkit.slurm import site_profile
+
+    here = site_page.wrapped(", ".join(f"{name} {version}" for name, version in versions().items()))
+    if profile is None:
+        return [about_profile, *here]
+    date = site_profile.date(profile.made)
+    head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it on {date}"
+    table = show.table(site_page.partition_rows(profile))
+    said = [line for text in site_page.lines(profile) for line in site_page.wrapped(text)]
+    proofs = [line for text in site_page.proof_lines(profile) for line in site_page.wrapped(text)]
+    if proofs and profile.proven:
+        proofs = ["", f"proven by a job on {site_profile.date(profile.proven)}:", *proofs]
+    return [*site_page.wrapped(head), "", table, "", *said, "", *here, *proofs, "", about_profile]

@@ -17,8 +17,8 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Ending, Past
-from toolkit.metrics import goodput
-from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Start
+from toolkit.metrics import efficiency, goodput
+from toolkit.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -39,6 +39,8 @@ class Journal:
         is_waiting = status.state is not None and status.state.is_waiting
         self._submitted = status.updated if is_waiting and status.updated is not None else self._began
         self._number = 0  #: of the last attempt
+        self.usage: JobUsage | None = None  #: what the job uses, once that is known
+        self.staging: tuple[str, ...] = ()  #: what was copied to the nodes, see `toolkit.launch.start.staging`
 
     def read(self) -> None:
         """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
@@ -161,6 +163,9 @@ class Journal:
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
             more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
+        used = efficiency.of_usage(self._run.usage(), has_completed=state is RunState.COMPLETED)
+        if used is not None:
+            more["efficiency"] = used
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
 
     def take_over(self, attempt: Attempt) -> None:
@@ -176,6 +181,10 @@ class Journal:
                 self._run.write_status(status.replace(pid=os.getpid(), updated=time.time()))
 
     def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
+        if self.usage is not None:
+            more["usage"] = self.usage
+        if self.staging:
+            more["staging"] = self.staging
         status = RunStatus(
             state=state,
             run=f"{self._run.name}/{self._run.id}",

@@ -73,7 +73,6 @@ class Answer(FileRecord):
     step: int | None = None  #: the first step with the new values, or of the profile
     steps: int | None = None  #: that were profiled
     files: tuple[str, ...] = ()  #: that were written
-    note: str | None = None
     groups: tuple[StackGroup, ...] = ()
 
 

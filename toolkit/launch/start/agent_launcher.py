@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
 from toolkit import logs
 from toolkit.agent import reports
@@ -30,6 +31,19 @@ FOREIGN_MODULE = "toolkit.launch.start.foreign"
 log = logs.get(__name__)
 
 
+class CopyingListener(Protocol):
+    """Hears of imports and copies, see :mod:`toolkit.launch.start.staging`. Called in the links' thread."""
+
+    def note_imported(self, host: str, message: Message) -> None:
+        """Note that the zygote of ``host`` has imported what ranks import."""
+
+    def note_staged(self, host: str, message: Message) -> None:
+        """Note that ``host`` has carried out an order to copy."""
+
+    def note_lost(self, host: str) -> None:
+        """Note that ``host`` has no agent."""
+
+
 class AgentLauncher(AgentUser):
     """Starts ranks through the agents of the job's nodes.
 
@@ -50,6 +64,9 @@ class AgentLauncher(AgentUser):
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False
+        self._orders_to_copy: list[Message] = []  #: also for agents that connect later
+        self._has_to_copy_first = False
+        self.copying: CopyingListener | None = None
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
@@ -134,6 +151,24 @@ class AgentLauncher(AgentUser):
         links.call(lambda: self._begin(step, store))
         return step
 
+    def await_copies(self) -> None:
+        """Have no zygote made until :meth:`stage` has been called: it would import from the shared disk."""
+        self._has_to_copy_first = True
+
+    def stage(self, request: Message | None, *, wait_s: float) -> None:
+        """Have all agents carry out a ``CopyRequest``, if there is one. What they start waits so long for it."""
+
+        def send() -> None:
+            links = self._agents.links
+            if request is not None:
+                self._orders_to_copy.append({"do": "stage", "request": request, "wait_s": wait_s})
+                links.send_all(self._orders_to_copy[-1])
+            if self._is_warm and self._has_to_copy_first:
+                links.send_all({"do": "warm"})
+            self._has_to_copy_first = False
+
+        self._agents.links.call(send)
+
     def _order(
         self,
         attempt: int,
@@ -194,12 +229,19 @@ class AgentLauncher(AgentUser):
 
     def agent_connected(self, host: str) -> None:
         """See :class:`~toolkit.launch.start.agents.AgentUser`."""
-        if self._is_warm:  # also on a spare
+        for order in self._orders_to_copy:
+            self._agents.links.send(host, order)
+        if self._is_warm and not self._has_to_copy_first:  # also on a spare
             self._agents.links.send(host, {"do": "warm"})
         self._send_orders([host])
 
     def take_message(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.start.agents.AgentUser`."""
+        if message["is"] in ("imported", "staged"):
+            if self.copying is not None:
+                hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged
+                hear(host, message)
+            return
         store, step = self._store, self._step
         # Messages of an earlier attempt's store are ignored; the step checks its own.
         if message["is"] == "output":
@@ -213,6 +255,8 @@ class AgentLauncher(AgentUser):
 
     def agent_ended(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.start.agents.AgentUser`."""
+        if self.copying is not None:
+            self.copying.note_lost(host)
         if self._step is not None:
             self._step.lose(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:
@@ -220,6 +264,8 @@ class AgentLauncher(AgentUser):
 
     def agent_missing(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.start.agents.AgentUser`."""
+        if self.copying is not None:
+            self.copying.note_lost(host)
         if self._step is not None:
             self._step.never_began(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:

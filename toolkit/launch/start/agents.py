@@ -24,6 +24,7 @@ from toolkit import fsio, logs
 from toolkit.agent import progress, reports
 from toolkit.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
 from toolkit.agent.progress import Digest
+from toolkit.health.usage import NodeUsage
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_links import AgentLinks
@@ -140,8 +141,9 @@ class Agents:
     """One agent on each node of the job.
 
     ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. ``sick_hosts`` tells
-    what is wrong with a node, see :mod:`toolkit.health.sickness`. With ``watch_batch_host`` the agents requeue the job
-    when its batch host is gone, see :mod:`toolkit.launch.watch.batch_host_watch`.
+    what is wrong with a node (:mod:`toolkit.health.sickness`), ``usages`` what the job uses there. With
+    ``watch_batch_host`` the agents requeue the job when its batch host is gone, see
+    :mod:`toolkit.launch.watch.batch_host_watch`.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Agents:
         self.silent_hosts: frozenset[str] = frozenset()
         self.heard_hosts: frozenset[str] = frozenset()
         self.sick_hosts: Mapping[str, str] = {}
+        self.usages: dict[tuple[str, float], NodeUsage] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
@@ -340,6 +343,9 @@ class Agents:
             case "alive":
                 if message["progress"] is not None:
                     self._events.put(Progress(host, Digest(**message["progress"])))
+                if "usage" in message:
+                    usage = NodeUsage.parse(message["usage"])
+                    self.usages[host, usage.since] = usage
             case "reporting":
                 self._events.put(FirstReports(message["attempt"], host, tuple(message["ranks"])))
             case "report":

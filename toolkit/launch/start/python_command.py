@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from toolkit import logs
+from toolkit import logs, staging
 from toolkit.agent.zygote import new_main
 
 #: Variables that torch and the libraries below it read when they are loaded. A script that names one usually sets it
@@ -80,7 +80,7 @@ def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | No
 
 def _is_ours(executable: str) -> bool:
     """True for another name of this interpreter. A virtual environment's is a link, and its folder tells them apart."""
-    theirs, ours = Path(executable), Path(sys.executable)
+    theirs, ours = staging.origin(executable), staging.origin(sys.executable)
     return theirs.resolve() == ours.resolve() and theirs.parent.resolve() == ours.parent.resolve()
 
 

@@ -26,6 +26,7 @@ from toolkit.launch.job.requeue import forbid_expedited_requeue
 from toolkit.launch.record import ownership
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.handle import Run
+from toolkit.launch.submission.site_checks import profile_here
 from toolkit.run_files import OwnerRecord, RunProgress, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
@@ -114,6 +115,9 @@ def _may_expedite(config: JobConfig) -> bool:
     flags = {str(key).replace("_", "-") for key in config.cluster.extra}
     if flags & {"requeue", "no-requeue"}:
         return False
+    profile = profile_here()
+    if profile is not None and not profile.is_old:
+        return profile.expedites
     try:
         return Slurm().expedites()
     except SlurmError as error:

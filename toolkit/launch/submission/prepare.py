@@ -11,6 +11,7 @@ from toolkit.errors import ConfigError, RequestError
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.submission import snapshot
 from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.launch.submission.site_checks import check_site
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
@@ -58,6 +59,8 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
 def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
+    if executor == "slurm":
+        check_site(config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:

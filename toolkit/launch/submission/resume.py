@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from toolkit import config as configs
 from toolkit import fsio, rundir, secret_values
 from toolkit.config import JobConfig
+from toolkit.config.live import LIVE
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import changes, ownership, stop_request
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
@@ -38,13 +39,17 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.
-    kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
+    kept = [
+        run.path / name
+        for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json", "changes.jsonl")
+    ]
     number = ownership.take(run, before)
     try:
         with fsio.unchanged_on_error(*kept):  # so a job submitted despite the error has a stale token
             taken = ownership.submit_as(run, chosen, number)
             if overrides:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
+                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in _live_keys(overrides)})
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
@@ -57,6 +62,11 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
     return sent
+
+
+def _live_keys(overrides: Sequence[str]) -> list[str]:
+    """Return the keys whose new values end what `toolkit set` has given them."""
+    return [key for override in overrides if (key := override.partition("=")[0]) in LIVE]
 
 
 def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from toolkit import staging
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.nodes import may_lose_nodes
@@ -38,7 +39,7 @@ def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) ->
 def exec_python() -> str:
     """Return the Python command with ``exec``. A bash between Slurm and the supervisor dies at the first SIGTERM and
     takes the supervisor along."""
-    return f"exec {shlex.quote(sys.executable)}"
+    return f"exec {shlex.quote(str(staging.origin(sys.executable)))}"
 
 
 def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:

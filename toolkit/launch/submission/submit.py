@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, rundir, staging
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job.allocation import Allocation
@@ -23,6 +23,7 @@ from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.prepare import check_submittable, new_run
 from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.launch.submission.site_checks import check_site
 from toolkit.rundir import RunDir
 
 
@@ -41,7 +42,7 @@ def submit(
     """
     folder = Path(project).resolve()
     if str(config).endswith(".py") and not configs.is_job(str(config), folder):
-        return submit_command([sys.executable, str(folder / config)], overrides, executor=executor)
+        return submit_command([str(staging.origin(sys.executable)), str(folder / config)], overrides, executor=executor)
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides, project=folder)
     check_submittable(loaded, chosen, folder)
@@ -70,6 +71,8 @@ def submit_command(
     if chosen == "debug":
         raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
     config = _foreign_config(command, overrides, name)
+    if chosen == "slurm":
+        check_site(config)
     if chosen == "local":
         # Refuse what does not fit this machine before a run folder is made.
         Allocation.local(config.cluster)

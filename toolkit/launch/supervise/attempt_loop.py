@@ -109,6 +109,7 @@ class AttemptLoop:
         if not self._context.claim.holds():
             self._step.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+        self._context.note_usage(self._attempt)
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
         self._hangs.look()

@@ -6,18 +6,20 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from toolkit import rundir
+from toolkit import rundir, staging
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.slurm_job import SlurmJob
 from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record.job_usage import UsageRecorder
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.foreign import without_snapshot
 from toolkit.launch.start.launcher import Events
+from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.watch import hang_investigation
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import Container
@@ -36,12 +38,19 @@ class Context:
     nodes: Nodes
     journal: Journal
     events: Events
+    usage: UsageRecorder
     claim: Claim = field(init=False)  #: once the run is this job's
 
     @property
     def is_foreign(self) -> bool:
         """True for a script under ``toolkit exec``."""
         return self.config.job == FOREIGN_JOB
+
+    def note_usage(self, attempt: Attempt, *, is_last: bool = False) -> None:
+        """Have the journal write what the job uses, as far as the agents have told."""
+        if self.agents is not None:
+            samples = dict(self.agents.usages)  # another thread adds to it
+            self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
 
     def asked(self) -> Intent | None:
         """Return what a user has asked of the run."""
@@ -57,6 +66,7 @@ class Context:
         """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
         environ = dict(os.environ)
         environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
+        environ.pop(staging.VARIABLE, None)  # a rank that submits this run has copies on its own node only
         environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
         environ.update(
             {

@@ -8,6 +8,7 @@ fraction of a second.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from dataclasses import replace
@@ -25,12 +26,14 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
 from toolkit.launch.record import stop_request
+from toolkit.launch.record.job_usage import UsageRecorder
 from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
+from toolkit.launch.start.staging import Staging
 from toolkit.launch.start.store import refuse_too_many_ranks
 from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
@@ -76,8 +79,9 @@ class Supervisor:
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         self._journal = Journal(run, allocation, self._nodes)
+        usage = UsageRecorder(run, allocation, config.cluster.price, os.environ)
         self._context = Context(
-            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events
+            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events, usage
         )
         self._care = NodeCare(self._context)
         self._job_requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
@@ -160,9 +164,14 @@ class Supervisor:
             return None
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
+        staging = Staging(self._run, self._config, self._allocation, self._launcher, self._journal)
+        staging.decide()
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
+        staging.begin()
         self._prepare_requeue()
         self._check_nodes()
+        plan = self._nodes.plan()  # without nodes that are bad
+        staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
     def _prepare_requeue(self) -> None:
@@ -280,6 +289,7 @@ class Supervisor:
 
     def _record(self, attempt: Attempt, verdict: Ending) -> None:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
+        self._context.note_usage(attempt, is_last=True)
         outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
         if verdict.decision is Decision.RESTART:
             self._journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)

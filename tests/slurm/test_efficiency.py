@@ -1,0 +1,86 @@
+"""What a job on two nodes has used of what it asked for, compared with Slurm's answers and the kernel's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+
+import pytest
+
+from tests.slurm.site import END_S, Site
+from tests.waiting import wait_for
+from toolkit.run_files import JobUsage
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+HELD = 200 << 20
+#: Each rank holds memory, and keeps half a processor busy.
+GREEDY = f"""
+import os, pathlib, time
+held = bytearray(os.urandom(1 << 20)) * {HELD >> 20}
+print("ready", flush=True)
+while not os.path.exists("end"):
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    pathlib.Path(f"used-{{os.environ['RANK']}}").write_text(str(time.process_time()))
+    time.sleep(0.05)
+"""
+
+
+def sampled(run: RunDir, seconds: float) -> JobUsage | None:
+    """What the job uses, once that was measured for so long."""
+    usage = run.status().usage
+    return usage if usage is not None and usage.cpu_held_s >= seconds * usage.cpus else None
+
+
+def used_by_ranks(site: Site) -> float:
+    return sum(float(file.read_text() or 0) for file in site.folder.glob("used-*"))
+
+
+def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(site: Site) -> None:
+    (site.folder / "greedy.py").write_text(GREEDY)
+    size = ["cluster.nodes=2", "cluster.cpus_per_task=2", "cluster.mem_gb=1", "cluster.time_min=40"]
+    price = ["cluster.price.cpu_hour=36", "cluster.price.currency=EUR"]
+    out = site.run("toolkit", "exec", *size, *price, "--", sys.executable, "greedy.py", cwd=site.folder)
+    print(out)
+    run = site.only_run()
+    first = wait_for(lambda: sampled(run, 4), END_S, "samples of both nodes")
+    shown = site.box.run(["scontrol", "show", "job", site.job_of(run)]).stdout
+    # What the ranks had used by their own clocks before the next samples must be in these.
+    before_s, age_s = used_by_ranks(site), time.time() - first.since
+    usage = wait_for(lambda: sampled(run, age_s), END_S, "newer samples of both nodes")
+    after_s = used_by_ranks(site)
+    status = site.run("toolkit", "status", run.id)
+    print(status, shown)
+    assert "uses " in status
+    assert " of 1 GiB of memory a node" in status
+    # What was asked, by Slurm itself.
+    assert str(usage.nodes) == re.search(r"NumNodes=(\d+)", shown)[1]
+    assert str(usage.cpus) == re.search(r"NumCPUs=(\d+)", shown)[1]
+    assert "MinMemoryNode=1G" in shown
+    assert usage.memory_bytes == 1 << 30
+    # What is used, by the processes themselves.
+    assert usage.most_bytes > HELD
+    assert usage.most_bytes < HELD + (400 << 20), "the page cache or shared pages were counted"
+    assert before_s - 2 < usage.cpu_s < after_s + 40, "beside the ranks it is the start of Python and torch"
+    (site.folder / "end").touch()
+    site.box.wait_job(site.job_of(run), END_S)
+    why = site.run("toolkit", "why", run.id)
+    print(why)
+    result = run.result()
+    assert result is not None
+    told = result.efficiency
+    assert told is not None
+    assert told.currency == "EUR"
+    assert told.cost == pytest.approx(told.usage.cpu_held_s / 100, rel=0.01)
+    line = next(line for line in why.splitlines() if line.startswith("  sbatch --nodes=2"))
+    options = dict(re.findall(r"--([\w-]+)=(\S+)", line))
+    assert (options["ntasks-per-node"], options["cpus-per-task"], options["time"]) == ("1", "1", "5")
+    assert 256 <= int(options["mem"].removesuffix("M")) <= 768
+    # Slurm takes the line as it stands.
+    words = shlex.split(line)
+    site.run(words[0], "--test-only", *words[1:], "--wrap=true")

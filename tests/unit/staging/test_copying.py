@@ -1,0 +1,332 @@
+"""The copies of a node: whole or not there, shared by jobs, removed when they are unused."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit import chaos, staging
+from toolkit.staging import copying, disks, package
+from toolkit.staging.copying import CopyRequest, DamagedPackageError
+from toolkit.staging.package import Package, PackRequest, Source, StagingError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("a" * 5000)
+    (folder / "sub/run.sh").write_text("#!/bin/sh\n")
+    (folder / "sub/run.sh").chmod(0o755)
+    (folder / "link").symlink_to("sub/run.sh")
+    os.utime(folder / "a.txt", (1e9, 1e9))
+    return folder
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    folder = tmp_path / "node"
+    folder.mkdir()
+    return folder
+
+
+def packed(source: Path, cache: Path) -> Package:
+    return package.pack(Source(str(source)), PackRequest(str(cache), ()))
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Everything below ``folder``, as the standard library sees it."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()  # noqa: PTH115
+        for path in folder.rglob("*")
+    }
+
+
+def copied(made: Package, node: Path) -> Path:
+    copy = copying.copy(made, [node])
+    os.close(copy.lock)
+    return copy.path
+
+
+def killed_at(number: int, call: Callable[[], object]) -> bool:
+    """Call ``call`` in a fork that SIGKILL ends at its ``number``-th operation on files; False if it came through."""
+    numbers = itertools.count(1)
+
+    def seen(operation: str, path: str) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with chaos.watch(seen):
+                call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or status == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_copy_has_what_the_folder_has(source: Path, node: Path, tmp_path: Path) -> None:
+    copy = copied(packed(source, tmp_path / "cache"), node)
+    assert content(copy) == content(source)
+    assert (copy / "a.txt").stat().st_mtime == 1e9
+    assert os.access(copy / "sub/run.sh", os.X_OK)
+    assert not os.access(copy / "a.txt", os.X_OK)
+
+
+def test_a_file_is_its_own_package(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source / "a.txt", tmp_path / "cache")
+    assert made.file == str(source / "a.txt")
+    copy = copied(made, node)
+    assert copy.name == "a.txt"
+    assert copy.read_bytes() == (source / "a.txt").read_bytes()
+
+
+def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    first = copying.copy(made, [node])
+    Path(made.file).unlink()
+    second = copying.copy(made, [node])
+    assert (first.is_new, second.is_new) == (True, False)
+    assert first.path == second.path
+
+
+def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    copy = copied(made, node)
+    (copy / "a.txt").unlink()
+    assert content(copied(made, node)) == content(source)
+    mark = node / f"toolkit-stage-{os.geteuid()}" / f"{made.key}.json"
+    mark.write_text(mark.read_text().replace('"boot": "', '"boot": "0'))
+    (copy / "a.txt").write_text("")
+    assert content(copied(made, node)) == content(source)
+
+
+def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    for number in itertools.count(1):
+        was_killed = killed_at(number, lambda: copying.copy(made, [node]))
+        own = node / f"toolkit-stage-{os.geteuid()}"
+        if copying._is_whole(own, made.key):
+            assert content(own / made.key) == content(source)
+        assert content(copied(made, node)) == content(source)
+        assert not list(own.glob("*.partial"))
+        copying._remove(own, made.key)
+        if not was_killed:
+            break
+    assert number > 20
+
+
+def test_a_kill_of_the_packer_leaves_no_torn_package(source: Path, node: Path, tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        cache = tmp_path / f"cache-{number}"
+        was_killed = killed_at(number, lambda cache=cache: packed(source, cache))  # type: ignore[misc]
+        assert content(copied(packed(source, cache), node)) == content(source)
+        copying._remove(node / f"toolkit-stage-{os.geteuid()}", packed(source, cache).key)
+        if not was_killed:
+            break
+    assert number > 8
+
+
+@pytest.mark.parametrize("place", [100, -2000, "cut"])
+def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, tmp_path: Path, place: int | str) -> None:
+    made = packed(source, tmp_path / "cache")
+    data = bytearray(Path(made.file).read_bytes())
+    if isinstance(place, int):
+        data[place] ^= 1
+    else:
+        del data[4000:]
+    Path(made.file).write_bytes(data)
+    with pytest.raises(DamagedPackageError, match="damaged"):
+        copying.copy(made, [node])
+    assert not list((node / f"toolkit-stage-{os.geteuid()}").glob(f"{made.key}*[!k]"))
+    # the supervisor throws it away, and the next start makes another one
+    package.discard(made)
+    assert content(copied(packed(source, tmp_path / "cache"), node)) == content(source)
+
+
+def test_a_file_that_changes_meanwhile_is_not_taken(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source / "a.txt", tmp_path / "cache")
+    (source / "a.txt").write_text("b" * 5000)
+    with pytest.raises(DamagedPackageError, match=r"a\.txt is damaged, or was changed"):
+        copying.copy(made, [node])
+    assert packed(source / "a.txt", tmp_path / "cache").key != made.key
+
+
+def test_a_full_disk_is_named_and_the_next_one_taken(
+    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, full = packed(source, tmp_path / "cache"), tmp_path / "full"
+    full.mkdir()
+    room = {full: 10, node: 10**9}
+    monkeypatch.setattr(disks, "room_bytes", lambda folder: room[folder.parent])
+    assert copying.copy(made, [full, node]).path.is_relative_to(node)
+    with pytest.raises(StagingError, match=r"full has room for 10 B, and .* are needed"):
+        copying.copy(made, [full])
+
+    # and a disk that fills up while it is unpacked
+    def seen(operation: str, path: str) -> None:
+        if operation == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    room[full] = 10**9
+    with chaos.watch(seen), pytest.raises(StagingError, match="full: No space left"):
+        copying.copy(made, [full])
+    assert not list((full / f"toolkit-stage-{os.geteuid()}").glob("*.partial"))
+
+
+def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    own = node / f"toolkit-stage-{os.geteuid()}"
+    own.symlink_to(tmp_path)
+    with pytest.raises(StagingError, match="not a folder that only this user can write to"):
+        copying.copy(made, [node])
+    own.unlink()
+    own.mkdir(mode=0o777)
+    own.chmod(0o777)
+    with pytest.raises(StagingError, match="only this user"):
+        copying.copy(made, [node])
+
+
+def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
+    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "OTHERS_WAIT_S", 0.1)
+    made = packed(source, tmp_path / "cache")
+    used = copying.copy(made, [node])
+    (used.path / "a.txt").unlink()
+    with pytest.raises(StagingError, match="is not whole, and another job uses it"):
+        copying.copy(made, [node])
+
+
+def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_path: Path) -> None:
+    cache, own = tmp_path / "cache", node / f"toolkit-stage-{os.geteuid()}"
+    old, used = packed(source / "a.txt", cache), packed(source / "sub", cache)
+    copied(old, node)
+    held = copying.copy(used, [node])
+    (own / "dead.partial").mkdir()
+    (own / "dead.lock").touch()  # of a job that was killed while it unpacked
+    for key in (old.key, used.key):
+        os.utime(own / f"{key}.json", (0, 0))
+    copied(packed(source, cache), node)
+    left = {path.name for path in own.iterdir()}
+    assert not {name for name in left if name.startswith((old.key, "dead"))}
+    assert content(held.path) == content(source / "sub")
+
+
+def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    request = json.dumps(CopyRequest((made,), str(node)).to_json())
+    command = [sys.executable, "-m", "toolkit.staging.copying"]
+    jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for job in jobs:
+            assert job.stdin is not None
+            job.stdin.write(request)
+            job.stdin.close()
+            job.stdin = None
+        answers = [json.loads(job.stdout.readline()) for job in jobs if job.stdout is not None]
+        assert answers[0]["copies"] == answers[1]["copies"] == {str(source): str(answers[0]["copies"][str(source)])}
+        assert sum(answer["took_s"] > 0 for answer in answers) == 1
+        # each holds the copy: it stays although nobody has used it for long
+        own = node / f"toolkit-stage-{os.geteuid()}"
+        os.utime(own / f"{made.key}.json", (0, 0))
+        copied(packed(source / "a.txt", tmp_path / "cache"), node)
+        assert (own / made.key).is_dir()
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "venv"
+    venv.create(prefix, symlinks=True, with_pip=False)
+    site = next(prefix.glob("lib/*/site-packages"))
+    (site / "marker.py").write_text("import sys\n")
+    (site / "big.a").write_bytes(bytes(package.LARGE_BYTES))
+    (site / "elsewhere.pth").write_text(f"{tmp_path}\n")
+    script = prefix / "bin/tool"
+    script.write_text(f"#!{prefix}/bin/python\nimport marker, sys; print(marker.__file__, *sys.path)\n")
+    script.chmod(0o755)
+    made = package.pack(Source(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    copy = copied(made, node)
+    told = subprocess.run([copy / "bin/tool"], capture_output=True, text=True, check=True).stdout.split()
+    assert told[0] == str(copy / site.relative_to(prefix) / "marker.py")
+    assert str(tmp_path) in told  # what an editable install names stays where it is
+    assert (copy / site.relative_to(prefix) / "big.a").readlink() == site / "big.a"
+    environ = staging.environment({str(prefix): str(copy)}, {"PATH": f"/bin:{prefix}/bin"})
+    assert environ["PATH"] == f"/bin:{copy}/bin:{prefix}/bin"
+
+
+def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "venv"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin/python").write_text("#!/bin/sh\necho /somewhere\n")
+    (prefix / "bin/python").chmod(0o755)
+    made = package.pack(Source(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    with pytest.raises(StagingError, match="does not work from"):
+        copying.copy(made, [node])
+
+
+def test_paths_lead_to_the_copy_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/x").touch()
+    monkeypatch.setenv(staging.VARIABLE, json.dumps({"/data/set": str(tmp_path / "copy")}))
+    assert staging.staged("/data/set/x") == tmp_path / "copy/x"
+    assert staging.origin(tmp_path / "copy/x") == tmp_path / "copy/x"  # no such original is here
+    assert staging.staged("/data/set/gone") == Path("/data/set/gone")
+    assert staging.staged("/data/settle") == Path("/data/settle")
+
+
+def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old = packed(source, cache)
+    (source / "a.txt").write_text("new")
+    packed(source, cache)
+    assert Path(old.file).exists()  # a job may be about to read it
+    two_days_ago = time.time() - 2 * 86_400
+    os.utime(Path(old.file).with_suffix(".json"), (two_days_ago, two_days_ago))
+    new = packed(source, cache)
+    assert [path.name for path in cache.glob("*.tar")] == [f"{new.key}.tar"]
+
+
+def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
+    request = PackRequest(
+        str(tmp_path / "cache"),
+        (Source(str(tmp_path / "none")), Source("/dev/null"), Source(str(source))),
+        most_bytes=9,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.staging.package"],
+        input=json.dumps(request.to_json()),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    problems = [json.loads(line)["problem"] for line in done.stdout.splitlines()]
+    assert problems[0] == f"{tmp_path / 'none'}: No such file or directory"
+    assert problems[1] == "/dev/null is neither a file nor a folder"
+    assert "a node would take longer to copy that" in problems[2]
+
+
+def test_a_shared_file_system_is_told_from_a_node_s_own(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/sda / ext4 rw 0 0\nserver:/x /home nfs4 rw 0 0\ntmpfs /home/my\\040tmp tmpfs rw 0 0\n")
+    assert disks.file_system(Path("/home/me/venv"), mounts) == "nfs4"
+    assert disks.file_system(Path("/home/my tmp/x"), mounts) == "tmpfs"
+    assert disks.file_system(Path("/homes"), mounts) == "ext4"

@@ -1,0 +1,36 @@
+"""record some steps of a rank while the run trains: a trace for Perfetto, and its memory"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import on_demand
+
+EXAMPLES = (
+    ("toolkit profile mnist", "three steps of rank 0 of the newest run of mnist"),
+    ("toolkit profile mnist --rank 3 --steps 5 --memory", "and what is allocated"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", type=int, default=0, help="default: 0")
+    parser.add_argument("--steps", type=int, default=3, help="default: 3")
+    parser.add_argument("--memory", action="store_true", help="also what is allocated and freed, and by what")
+    on_demand.add_wait_s(parser)
+
+
+def run(args: Namespace) -> None:
+    import time
+
+    from toolkit import rundir
+    from toolkit.errors import RequestError
+    from toolkit.launch.record.user_request import UserRequest, Wish
+
+    of = rundir.find(args.run)
+    if not 1 <= args.steps <= on_demand.MOST_STEPS:
+        raise RequestError(
+            f"profile: --steps {args.steps}: from 1 to {on_demand.MOST_STEPS}, or the trace gets too long"
+        )
+    on_demand.refuse_unless_running(of)
+    on_demand.refuse_other_rank(of, args.rank)
+    wanted = UserRequest(Wish.PROFILE, time.time(), rank=args.rank, steps=args.steps, memory=args.memory)
+    print(on_demand.profile_page(of, args.rank, on_demand.carry_out(of, wanted, args.wait_s)))

@@ -1,0 +1,72 @@
+"""Watches one node while ranks work: a child of the node's agent, started with ``MONITOR_COMMAND``.
+
+It prints lines of JSON: ``{"usage": ...}`` at each sample of what the job uses, ``{"sick": "..."}`` for each problem of
+the node, once. It is a process of its own because a faulty disk or driver lets a reader wait for ever, and the agent
+must not wait. It needs only Python's standard library, and starts without the site's packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import toolkit
+from toolkit.health import sickness, usage
+from toolkit.health.nvml import Nvml, NvmlError
+
+_ROOT = str(Path(toolkit.__file__).parents[1])
+MONITOR_COMMAND = (
+    *(sys.executable, "-I", "-S", "-c"),
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from toolkit.health import monitor; monitor.main()",
+)
+#: Seconds between two samples. The first ones come sooner: a job may be short.
+FIRST_SAMPLE_S, SAMPLE_EVERY_S, RAREST_SAMPLE_S = 1.0, 15.0, 120.0
+#: The most of one processor that samples may cost in the long run: else the next one waits. The first ones, for which
+#: so many seconds count as passed already, may cost more.
+MOST_COST, CREDIT_S = 0.0008, 150.0
+#: The first look at the node's health comes late enough not to delay the first ranks.
+FIRST_LOOK_S = 10.0
+
+
+def wait_s(number: int, cost_s: float, elapsed_s: float) -> float:
+    """Return the seconds from sample ``number``, counted from 0, to the next.
+
+    All samples so far have taken ``cost_s`` on a processor, within ``elapsed_s``.
+    """
+    usual_s = min(FIRST_SAMPLE_S * 2.0 ** min(number, 9), SAMPLE_EVERY_S)
+    return min(max(usual_s, cost_s / MOST_COST - CREDIT_S - elapsed_s), RAREST_SAMPLE_S)
+
+
+def main() -> None:
+    """Watch until the agent dies, and this process with it."""
+    nvml = None
+    try:
+        if Path("/dev/nvidiactl").exists():
+            nvml = Nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except NvmlError as error:
+        _show(log=f"the GPUs are not watched: {error}")
+    sampler = usage.NodeSampler(usage.JobProcesses(os.getppid(), os.environ), nvml)
+    health, number, cost_s = sickness.Sickness(), 0, 0.0
+    sample_at = begin = time.monotonic()
+    look_at = begin + FIRST_LOOK_S
+    while True:
+        now = time.monotonic()
+        if now >= sample_at:
+            began = time.process_time()
+            _show(usage=asdict(sampler.sample()))
+            cost_s += time.process_time() - began
+            sample_at = now + wait_s(number, cost_s, now - begin)
+            number += 1
+        if now >= look_at:
+            look_at = now + sickness.LOOK_EVERY_S
+            for finding in health.look():
+                _show(sick=finding)
+        time.sleep(max(0.0, min(sample_at, look_at) - time.monotonic()))
+
+
+def _show(**message: object) -> None:
+    print(json.dumps(message), flush=True)

@@ -1,0 +1,310 @@
+"""Samples what a job uses on one node: processors, memory, disk, network, GPUs.
+
+Memory is what the job holds for itself: anonymous and shared pages, not the page cache. The kernel's count for the
+job's control group is taken where there is one, else that of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.health.nvml import NvidiaGpu, Nvml
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+#: A process that is younger may still become another program, with the job's variables.
+YOUNG_S = 60.0
+#: Processors are busy "at peak" over at least this long: an import for a moment needs no processor of its own.
+PEAK_OVER_S = 5.0
+#: To share out the pages of several processes exactly takes the longer, the more memory there is. It is done at each
+#: eighth look and where processes have come or gone, and no more once it has taken longer than this.
+EXACT_EVERY, EXACT_LOOK_S = 8, 0.05
+#: Parts of a control group's memory that the kernel cannot take back: Linux, admin-guide/cgroup-v2.rst, memory.stat.
+_HELD = ("anon", "shmem", "kernel_stack", "pagetables", "percpu", "sock", "slab_unreclaimable")
+#: The same in version 1, where "total" is with all groups below: cgroup-v1/memory.rst.
+_HELD_V1 = ("total_rss", "total_shmem")
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """What a GPU has done since the first sample."""
+
+    index: int
+    busy: float = 0.0  #: a share, at the last sample
+    busy_s: float = 0.0
+    memory_bytes: int = 0
+    most_memory_bytes: int = 0
+    power_w: float = 0.0
+    energy_j: float = 0.0
+    idle_s: float = 0.0  #: since a sample last found it busy, or since the first one
+
+
+@dataclass(frozen=True)
+class NodeUsage:
+    """What a job has used on a node since its agent began. Times in seconds since the epoch."""
+
+    since: float
+    until: float
+    cpu_s: float = 0.0
+    cpus: float = 0.0  #: busy over the last seconds
+    most_cpus: float = 0.0
+    memory_bytes: int = 0
+    most_memory_bytes: int = 0
+    shared_bytes: int = 0  #: of ``memory_bytes``; 0 where the control group does not tell
+    read_bytes: int = 0
+    written_bytes: int = 0
+    received_bytes: int = 0  #: of the whole node
+    sent_bytes: int = 0
+    gpus: tuple[GpuUsage, ...] = ()
+
+    @staticmethod
+    def parse(content: Mapping[str, Any]) -> NodeUsage:
+        """Return the usage in a message. Raises TypeError if it is none."""
+        gpus = tuple(GpuUsage(**gpu) for gpu in content["gpus"])
+        return NodeUsage(**{**content, "gpus": gpus})
+
+
+class _Process(NamedTuple):
+    """A line of ``/proc/PID/stat``."""
+
+    name: str
+    parent: int
+    cpu_s: float  #: with that of its children that have ended
+    started_s: float  #: after the machine's start
+
+
+class _Totals(NamedTuple):
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    shared_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class JobProcesses:
+    """Finds the job's processes on this node: the agent and what it has started, and tasks that srun has.
+
+    Slurm's task is known by the job and the node in its environment. Processes that are not the job's are looked at
+    once, so that a look costs as much as the job has processes.
+    """
+
+    def __init__(self, agent: int, environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
+        self._agent, self._proc = agent, proc
+        self._marks = [f"{name}={environ[name]}" for name in ("SLURM_JOB_ID", "SLURMD_NODENAME") if name in environ]
+        self._roots: dict[int, int] = {}  #: the root of each process of the job
+        self._others: set[int] = set()
+        self._ended_s: dict[int, float] = {}  #: the CPU time of each root's processes, at the last look
+        self._looks = 0
+        self._exact_pids: set[int] = set()  #: the processes at the last exact look
+        self._exact_look_s = 0.0  #: what that look has cost
+        self._twice_bytes = 0  #: memory that the cheap count had then counted more than once
+
+    def began(self, now: float) -> float:
+        """Return when the agent began, in the time of ``now``."""
+        agent = self._stat(self._agent)
+        return now if agent is None else now - max(0.0, self._uptime_s() - agent.started_s)
+
+    def totals(self) -> _Totals:
+        """Return what all of them together use, and have used since they began."""
+        processes = self._find()
+        by_root = dict.fromkeys(self._ended_s, 0.0)
+        memory = shared = read = written = 0
+        for pid, process in processes.items():
+            root = self._roots[pid]
+            by_root[root] = by_root.get(root, 0.0) + process.cpu_s
+            each = (*self._memory(pid), *self._transfers(pid))
+            memory, shared, read, written = memory + each[0], shared + each[1], read + each[2], written + each[3]
+        self._look_exactly({*processes}, memory)
+        # What a root has used stays used when it has ended.
+        self._ended_s = {root: max(cpu_s, self._ended_s.get(root, 0.0)) for root, cpu_s in by_root.items()}
+        return _Totals(sum(self._ended_s.values()), max(0, memory - self._twice_bytes), shared, read, written)
+
+    def _look_exactly(self, pids: set[int], memory: int) -> None:
+        """Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent."""
+        is_due = self._looks % EXACT_EVERY == 0 or pids != self._exact_pids
+        self._looks += 1
+        if not is_due or self._exact_look_s > EXACT_LOOK_S:
+            return
+        began, exact = time.process_time(), 0
+        for pid in pids:
+            for size in re.findall(r"Pss_(?:Anon|Shmem):\s+(\d+)", self._text(f"{pid}/smaps_rollup")):
+                exact += int(size) << 10
+        self._exact_pids, self._exact_look_s = pids, time.process_time() - began
+        self._twice_bytes = memory - exact if exact else 0
+
+    def _find(self) -> dict[int, _Process]:
+        here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}
+        self._others &= here
+        self._roots = {pid: root for pid, root in self._roots.items() if pid in here}
+        stats = {pid: stat for pid in here - self._others if (stat := self._stat(pid)) is not None}
+        uptime_s = self._uptime_s()
+        for pid in stats:
+            self._sort(pid, stats, uptime_s)
+        return {pid: stat for pid, stat in stats.items() if pid in self._roots}
+
+    def _sort(self, pid: int, stats: Mapping[int, _Process], uptime_s: float) -> None:
+        """Note of which root ``pid`` is a descendant, if of any."""
+        way: list[int] = []
+        while pid in stats and pid not in self._roots and pid not in way:
+            way.append(pid)
+            if pid == self._agent or self._is_task(pid, stats):
+                self._roots[pid] = pid
+                break
+            pid = stats[pid].parent
+        root = self._roots.get(pid)
+        for each in way:
+            if root is not None:
+                self._roots[each] = root
+            elif uptime_s - stats[each].started_s > YOUNG_S:
+                self._others.add(each)
+
+    def _is_task(self, pid: int, stats: Mapping[int, _Process]) -> bool:
+        parent = self._stat(stats[pid].parent) if self._marks else None
+        if parent is None or not parent.name.startswith("slurmstepd"):
+            return False
+        variables = self._text(f"{pid}/environ").split("\0")
+        return all(mark in variables for mark in self._marks)
+
+    def _stat(self, pid: int) -> _Process | None:
+        start, _, end = self._text(f"{pid}/stat").rpartition(")")
+        fields = end.split()
+        if not fields:
+            return None
+        # utime, stime, cutime, cstime and starttime: fields 14 to 17 and 22 of proc_pid_stat(5).
+        cpu_s = sum(map(int, fields[11:15])) * _TICK_S
+        return _Process(start.partition("(")[2], int(fields[1]), cpu_s, int(fields[19]) * _TICK_S)
+
+    def _memory(self, pid: int) -> tuple[int, int]:
+        """Return the anonymous and shared bytes together, and the shared ones."""
+        found = dict(re.findall(r"(RssAnon|RssShmem):\s+(\d+)", self._text(f"{pid}/status")))
+        shared = int(found.get("RssShmem", 0)) << 10
+        return (int(found.get("RssAnon", 0)) << 10) + shared, shared
+
+    def _transfers(self, pid: int) -> tuple[int, int]:
+        """Return the bytes read from and written to disks, those of ended children included."""
+        found = dict(re.findall(r"(?m)^(read_bytes|write_bytes): (\d+)", self._text(f"{pid}/io")))
+        return int(found.get("read_bytes", 0)), int(found.get("write_bytes", 0))
+
+    def _uptime_s(self) -> float:
+        return float(self._text("uptime").split()[0])
+
+    def _text(self, name: str) -> str:
+        """Return the content; empty where there is nothing to read: a process has ended, or is another user's."""
+        try:
+            return (self._proc / name).read_text(errors="replace")
+        except OSError:
+            return ""
+
+
+def group_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return the memory of the job's control group, and the shared part; None where the job has none of its own.
+
+    The job's group is above the one of our step. ``root`` is the folder in which ``proc`` and ``sys`` lie.
+    """
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            parts = path.split("/")
+            step = next((place for place, part in enumerate(parts) if part.startswith("step_")), None)
+            if step is None or (controllers and "memory" not in controllers.split(",")):
+                continue
+            folder = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            with contextlib.suppress(OSError):
+                text = folder.joinpath(*parts[1:step], "memory.stat").read_text()
+                known = {name: int(value) for name, _, value in (row.partition(" ") for row in text.splitlines())}
+                held = [known.get(name, 0) for name in (_HELD_V1 if controllers else _HELD)]
+                return sum(held), held[1]
+    return None
+
+
+def network_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Return the bytes that the node has received and sent, over all networks but its own loop."""
+    received = sent = 0
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/net/dev").read_text().splitlines()[2:]:
+            name, _, figures = line.partition(":")
+            if name.strip() != "lo":
+                counts = figures.split()
+                received, sent = received + int(counts[0]), sent + int(counts[8])
+    # InfiniBand counts in words of four bytes: Linux, ABI/stable/sysfs-class-infiniband.
+    for file in (root / "sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
+        with contextlib.suppress(OSError, ValueError):
+            count = 4 * int(file.read_text())
+            received += count if file.name == "port_rcv_data" else 0
+            sent += count if file.name == "port_xmit_data" else 0
+    return received, sent
+
+
+class NodeSampler:
+    """Makes the samples of one node, and sums them up."""
+
+    def __init__(
+        self,
+        processes: JobProcesses,
+        nvml: Nvml | None = None,
+        clock: Callable[[], float] = time.time,
+        root: Path = Path("/"),
+    ) -> None:
+        self._processes, self._nvml, self._clock, self._root = processes, nvml, clock, root
+        self._network = network_bytes(root)
+        self._first_energy = {gpu.index: nvml.load(gpu).energy_j for gpu in nvml.gpus} if nvml else {}
+        since = processes.began(clock())
+        self._usage = NodeUsage(since, clock(), gpus=tuple(GpuUsage(gpu.index) for gpu in nvml.gpus) if nvml else ())
+        self._peak_from = (since, 0.0)  #: time and CPU time at the beginning of what counts for the peak
+
+    def sample(self) -> NodeUsage:
+        """Return what was used so far."""
+        before, now, totals = self._usage, self._clock(), self._processes.totals()
+        held = group_memory(self._root) or (totals.memory_bytes, totals.shared_bytes)
+        received, sent = network_bytes(self._root)
+        cpu_s = max(before.cpu_s, totals.cpu_s)
+        cpus = before.cpus
+        since, cpu_s_then = self._peak_from
+        if now - since >= PEAK_OVER_S:
+            cpus, self._peak_from = (cpu_s - cpu_s_then) / (now - since), (now, cpu_s)
+        self._usage = replace(
+            before,
+            until=now,
+            cpu_s=cpu_s,
+            cpus=cpus,
+            most_cpus=max(before.most_cpus, cpus),
+            memory_bytes=held[0],
+            most_memory_bytes=max(before.most_memory_bytes, held[0]),
+            shared_bytes=held[1],
+            read_bytes=max(before.read_bytes, totals.read_bytes),
+            written_bytes=max(before.written_bytes, totals.written_bytes),
+            received_bytes=max(before.received_bytes, received - self._network[0]),
+            sent_bytes=max(before.sent_bytes, sent - self._network[1]),
+            gpus=tuple(self._gpus(max(0.0, now - before.until))),
+        )
+        return self._usage
+
+    def _gpus(self, elapsed_s: float) -> Iterator[GpuUsage]:
+        for gpu, known in zip(self._nvml.gpus if self._nvml else (), self._usage.gpus, strict=True):
+            yield self._gpu(gpu, known, elapsed_s)
+
+    def _gpu(self, gpu: NvidiaGpu, known: GpuUsage, elapsed_s: float) -> GpuUsage:
+        assert self._nvml is not None
+        load = self._nvml.load(gpu)
+        busy, memory, power_w = load.busy or 0.0, load.memory_bytes or 0, load.power_w or 0.0
+        # GPUs before Volta count no energy: take the power instead.
+        first, energy_j = self._first_energy[gpu.index], known.energy_j + power_w * elapsed_s
+        if first is not None and load.energy_j is not None:
+            energy_j = load.energy_j - first
+        return GpuUsage(
+            gpu.index,
+            busy,
+            known.busy_s + busy * elapsed_s,
+            memory,
+            max(known.most_memory_bytes, memory),
+            power_w,
+            energy_j,
+            # A driver that does not tell leaves it open whether the GPU is idle.
+            0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
+        )

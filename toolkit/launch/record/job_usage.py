@@ -1,0 +1,144 @@
+"""What the supervisor knows of the use of its job's nodes: the agents' samples, summed up and kept in the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from toolkit import hostlist, logs
+from toolkit.config.schema import PriceConfig
+from toolkit.health.usage import NodeUsage
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.run_files import JobUsage, PriceRecord
+from toolkit.rundir import RunDir
+from toolkit.slurm.jobs import JobRow
+
+#: A GPU that has been idle for this long, and for as long as the attempt runs, is named as unused.
+UNUSED_AFTER_S = 240.0
+#: The first sample after an attempt's begin comes this much later.
+SAMPLE_AGE_S = 30.0
+LOOK_EVERY_S, WRITE_EVERY_S = 5.0, 60.0
+
+log = logs.get(__name__)
+
+#: The newest sample of each agent, by its host and its begin.
+Samples = Mapping[tuple[str, float], NodeUsage]
+
+
+class UsageRecorder:
+    """Keeps ``usage.json`` for one job."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, price: PriceConfig, environ: Mapping[str, str]) -> None:
+        self._run, self._allocation = run, allocation
+        self._price = PriceRecord(price.cpu_hour, price.gpu_hour, price.currency)
+        self._cpus = _cpus_of(allocation, environ)
+        self._since = time.time()
+        self._usage: JobUsage | None = None
+        self._look_at = self._write_at = 0.0
+        self._named: set[tuple[int, str]] = set()  #: attempt and GPU
+
+    def update(
+        self, samples: Samples, attempt: Attempt, row: JobRow | None, *, is_last: bool = False
+    ) -> JobUsage | None:
+        """Return what the job has used so far; None before the first sample. ``row`` is the job in Slurm.
+
+        A GPU that no rank uses is named in the log, once in each attempt. Between two calls that do something
+        ``LOOK_EVERY_S`` pass, but for the ``is_last`` of an attempt.
+        """
+        now = time.monotonic()
+        if not samples or (now < self._look_at and not is_last):
+            return self._usage
+        self._look_at = now + LOOK_EVERY_S
+        unused = unused_gpus(samples, attempt)
+        for gpu in unused:
+            if (attempt.number, gpu) not in self._named:
+                self._named.add((attempt.number, gpu))
+                log.warning("%s is allocated, and no rank has used it for minutes", gpu)
+        self._usage = sum_up(samples, self._asked(row)).replace(unused_gpus=tuple(unused))
+        if is_last or now >= self._write_at:
+            self._write_at = now + WRITE_EVERY_S
+            self._write(self._usage)
+        return self._usage
+
+    def _write(self, usage: JobUsage) -> None:
+        """Put ``usage`` in the place of what was written of this job before."""
+        known = self._run.usage()
+        # A supervisor that takes over has the same agents, so its job began at the same time.
+        others = [job for job in known.jobs if (job.job_id, job.since) != (usage.job_id, usage.since)]
+        try:
+            self._run.write_usage(known.replace(jobs=(*others, usage), price=self._price))
+        except OSError as error:  # a full disk; the next one is a minute away
+            log.warning("usage.json cannot be written: %s", error)
+
+    def _asked(self, row: JobRow | None) -> JobUsage:
+        job = self._allocation
+        began = self._since if row is None or row.start_time is None else min(row.start_time, self._since)
+        return JobUsage(
+            job_id=job.job_id,
+            wall_s=round(time.time() - began, 1),
+            nodes=len(job.hosts),
+            tasks_per_node=max(job.tasks),
+            cpus_per_task=job.cpus_per_task,
+            cpus=self._cpus,
+            memory_bytes=None if row is None else row.memory_bytes,
+            time_limit_s=None if row is None else row.time_limit_s,
+            gpus_per_node=job.gpus_per_node,
+        )
+
+
+def _cpus_of(job: Allocation, environ: Mapping[str, str]) -> int:
+    """Return the number of CPUs that the job has; Slurm rounds up what was asked for, and may give whole nodes."""
+    given = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if job.job_id else []
+    return sum(given) or job.cpus_per_task * job.world_size
+
+
+def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
+    """Return ``asked`` with what the nodes have used. An agent that has ended counts with its last sample."""
+    every, now = [*samples.values()], [*_newest(samples).values()]
+    gpus = [gpu for usage in every for gpu in usage.gpus]
+    gpus_now = [gpu for usage in now for gpu in usage.gpus]
+    held_s = sum(usage.until - usage.since for usage in every)
+    host, biggest = max(((host, usage) for (host, _), usage in samples.items()), key=lambda it: it[1].most_memory_bytes)
+    return asked.replace(
+        since=min(usage.since for usage in every),
+        cpu_s=round(sum(usage.cpu_s for usage in every), 2),
+        cpu_held_s=round(held_s * asked.cpus / max(1, asked.nodes), 1),
+        busy_cpus=round(sum(usage.cpus for usage in now), 2),
+        most_cpus=round(max(usage.most_cpus for usage in every), 2),
+        used_bytes=max(usage.memory_bytes for usage in now),
+        shared_bytes=max(usage.shared_bytes for usage in now),
+        most_bytes=biggest.most_memory_bytes,
+        most_bytes_host=host,
+        gpu_s=round(sum(gpu.busy_s for gpu in gpus), 1),
+        gpu_held_s=round(sum(len(usage.gpus) * (usage.until - usage.since) for usage in every), 1),
+        busy_gpus=round(sum(gpu.busy for gpu in gpus_now), 2),
+        most_gpus=max(sum(gpu.busy_s > 0 for gpu in usage.gpus) for usage in every),
+        most_gpu_bytes=max((gpu.most_memory_bytes for gpu in gpus), default=0),
+        power_w=round(sum(gpu.power_w for gpu in gpus_now), 1),
+        energy_j=round(sum(gpu.energy_j for gpu in gpus), 1),
+        read_bytes=sum(usage.read_bytes for usage in every),
+        written_bytes=sum(usage.written_bytes for usage in every),
+        received_bytes=sum(usage.received_bytes for usage in every),
+        sent_bytes=sum(usage.sent_bytes for usage in every),
+    )
+
+
+def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
+    """Return the GPUs on the attempt's nodes that have been idle for as long as the attempt runs, if that is long.
+
+    Durations are compared, so the clocks of the nodes need not agree.
+    """
+    age_s = time.time() - attempt.started
+    return [
+        f"GPU {gpu.index} of {host}"
+        for host, usage in sorted(_newest(samples).items())
+        if host in attempt.plan.hosts
+        for gpu in usage.gpus
+        if gpu.idle_s >= UNUSED_AFTER_S and gpu.idle_s >= age_s - SAMPLE_AGE_S
+    ]
+
+
+def _newest(samples: Samples) -> dict[str, NodeUsage]:
+    """Return the sample of each host's last agent."""
+    return {host: usage for (host, _), usage in sorted(samples.items(), key=lambda item: item[0][1])}

@@ -1,0 +1,100 @@
+"""Checks a request against the site profile, before Slurm would refuse it or hold it in the queue for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from toolkit import logs
+from toolkit.config import JobConfig
+from toolkit.durations import in_units
+from toolkit.errors import ConfigError, SlurmError, listing, nearest
+from toolkit.slurm import site_profile
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
+
+log = logs.get(__name__)
+
+
+def check_site(config: JobConfig) -> None:
+    """Refuse what the site profile says cannot run. Without one, nothing is checked.
+
+    Raises ConfigError with the key. An old profile only warns: the site may have changed since.
+    """
+    profile = profile_here()
+    if profile is None or _is_for_another_cluster(config, profile):
+        return
+    for problem in _problems(config, profile):
+        date = site_profile.date(profile.made)
+        text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
+        if not profile.is_old:
+            raise ConfigError(text)
+        log.warning("%s", text)
+
+
+def profile_here() -> SiteProfile | None:
+    """Return the profile of the cluster that jobs are submitted to, if there is one."""
+    # Slurm is asked only if there is a profile to compare its answer with.
+    if site_profile.read() is None:
+        return None
+    try:
+        return site_profile.of_cluster(cluster_name())
+    except SlurmError as error:
+        log.debug("the site profile is not used: %s", error)
+        return None
+
+
+@lru_cache(maxsize=1)
+def cluster_name() -> str:
+    """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
+    return Slurm().settings().cluster
+
+
+def _is_for_another_cluster(config: JobConfig, profile: SiteProfile) -> bool:
+    named = config.cluster.extra.get("clusters") or config.cluster.extra.get("cluster")
+    return named is not None and str(named) != profile.cluster
+
+
+def _problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
+    cluster = config.cluster
+    # A job may name several partitions: it must fit one of them.
+    names = cluster.partition.split(",") if cluster.partition else [None]
+    parts = [profile.partition(name) for name in names]
+    known = [part.name for part in profile.partitions]
+    for name, part in zip(names, parts, strict=True):
+        if part is None and name is not None and known:
+            yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
+    present = [part for part in parts if part is not None]
+    reasons = [list(_misfits(config, part)) for part in present]
+    if reasons and all(reasons):
+        yield reasons[0][0]
+    yield from _account_problems(config, profile)
+
+
+def _misfits(config: JobConfig, part: PartitionRecord) -> Iterator[str]:
+    """Yield why the job could never run on this partition."""
+    cluster, on = config.cluster, f"partition {part.name}"
+    nodes = cluster.nodes + cluster.spare_nodes
+    most = min(part.nodes, part.max_nodes or part.nodes)
+    if part.time_limit_s is not None and cluster.time_min * 60 > part.time_limit_s:
+        allowed = math.floor(part.time_limit_s / 60)
+        limit = in_units(part.time_limit_s)
+        yield f"cluster.time_min: {cluster.time_min} is over the limit of {on}, {limit}; use {allowed} or less"
+    if nodes > most > 0:
+        yield f"cluster.nodes: {nodes} with spare ones, and a job on {on} may have {most}"
+    if part.accounts and cluster.account and cluster.account not in part.accounts:
+        yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
+    if part.qos and cluster.qos and cluster.qos not in part.qos:
+        yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
+
+
+def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
+    cluster = config.cluster
+    accounts = list(dict.fromkeys(record.account for record in profile.associations))
+    if cluster.account and accounts and cluster.account not in accounts:
+        hint = nearest(cluster.account, accounts)
+        yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
+    names = [record.name for record in profile.qos]
+    if cluster.qos and names and cluster.qos not in names:
+        yield f"cluster.qos: there is no {cluster.qos!r}; {nearest(cluster.qos, names)}there are: {listing(names)}"

@@ -1,0 +1,256 @@
+"""Reads a cluster's limits and settings, as far as a normal user may: a handful of calls, none of them per job or node.
+
+What cannot be read is a note in the profile, and never an error: accounting may be off, sacctmgr missing or denied.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+from toolkit.durations import parse_slurms
+from toolkit.errors import RequestError, SlurmError
+from toolkit.slurm.commands import Slurm, settings_in
+from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, QosRecord, SiteProfile
+
+#: What the toolkit calls. Without these two nothing can be read; the others are named if they are missing.
+NEEDED = ("scontrol", "sbatch")
+USED = (*NEEDED, "srun", "squeue", "scancel", "sinfo")
+#: Slurm's own default of ``cred_expire``. A requeued job may start one second after it.
+CRED_EXPIRE_S = 120.0
+
+Answer = TypeVar("Answer")
+Partitions: TypeAlias = tuple[PartitionRecord, ...]
+#: By partition, fields of its record.
+Shapes: TypeAlias = dict[str, dict[str, int | str | None]]
+
+
+def missing_programs(slurm: Slurm) -> list[str]:
+    """Return those of Slurm's programs that are not on PATH."""
+    return [name for name in USED if not slurm.has(name)]
+
+
+def read_site(slurm: Slurm) -> SiteProfile:
+    """Return the cluster as this user sees it.
+
+    Raises RequestError without Slurm's programs, and SlurmError where the controller does not answer.
+    """
+    missing = missing_programs(slurm)
+    if set(missing) == {*USED}:
+        raise RequestError("this machine has no Slurm client: load its module, or go to a login node")
+    if {*missing} & {*NEEDED}:
+        raise RequestError(f"Slurm is only half installed here: {', '.join(missing)} not on PATH, and others are")
+    profile = _of_config(slurm.ask(["scontrol", "show", "config"]))
+    return _Reader(slurm, [f"{name} is not on PATH" for name in missing]).fill(profile)
+
+
+class _Reader:
+    """Fills the profile part by part. A part that cannot be read is left out, with a note."""
+
+    def __init__(self, slurm: Slurm, notes: list[str]) -> None:
+        self._slurm = slurm
+        self._notes = notes
+
+    def fill(self, profile: SiteProfile) -> SiteProfile:
+        none: Partitions = ()
+        no_shapes: Shapes = {}
+        no_plugins: tuple[str, ...] = ()
+        shapes = self._try("the nodes' sizes", lambda: _shapes(self._ask("sinfo", *_SINFO)), no_shapes)
+        parts = self._try("the partitions", lambda: _partitions(self._ask("scontrol", "show", "partition")), none)
+        plugins = self._try("srun's MPI plugins", lambda: _mpi_plugins(self._ask("srun", "--mpi=list")), no_plugins)
+        expedites = profile.expedites and self._try("sbatch's options", self._slurm.expedites, False)
+        profile = profile.replace(
+            user=_user_name(),
+            expedites=expedites,
+            mpi_plugins=plugins,
+            partitions=tuple(part.replace(**shapes.get(part.name, {})) for part in parts),
+        )
+        if profile.accounting != "off":
+            profile = self._fill_accounts(profile)
+        return profile.replace(notes=tuple(self._notes))
+
+    def _fill_accounts(self, profile: SiteProfile) -> SiteProfile:
+        """Add accounts and QOS. The first failure is enough: each call would wait for the same database."""
+        user = f"user={profile.user}"
+        try:
+            rows = self._table("associations", _ASSOCIATION, user)
+            default = self._table("user", ("DefaultAccount",), user)
+            qos = self._table("qos", _QOS)
+        except SlurmError as error:
+            first = str(error).splitlines()
+            reason = first[1].strip() if len(first) > 1 else first[0]
+            self._notes.append(f"accounts and QOS cannot be read: {reason}")
+            return profile.replace(accounting=f"no answer: {reason}")
+        return profile.replace(
+            associations=tuple(_association(row) for row in rows),
+            default_account=next((row[0] for row in default if row[0]), None),
+            qos=tuple(_qos(row) for row in qos),
+        )
+
+    def _table(self, what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
+        wide = f"format={','.join(columns)}"
+        text = self._ask("sacctmgr", "--noheader", "--parsable2", "show", what, *where, wide)
+        rows = [line.split("|") for line in text.splitlines()]
+        return [row for row in rows if len(row) == len(columns)]
+
+    def _ask(self, *argv: str) -> str:
+        return self._slurm.ask(argv)
+
+    def _try(self, what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return ask()
+        except SlurmError as error:
+            self._notes.append(f"{what} cannot be read: {str(error).splitlines()[0]}")
+            return otherwise
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return str(os.getuid())
+
+
+# ------------------------------------------------------------------------------------------------------- slurm.conf
+
+
+def _of_config(text: str) -> SiteProfile:
+    """Return what `scontrol show config` says."""
+    pairs: dict[str, str] = {}
+    for name, value in re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE):
+        pairs.setdefault(name, "" if value == "(null)" else value)
+    settings = settings_in(text)
+    expire = re.search(r"cred_expire=(\d+)", pairs.get("AuthInfo", ""))
+    return SiteProfile(
+        made=round(time.time(), 3),  # as the file has it
+        cluster=settings.cluster,
+        slurm=pairs.get("SLURM_VERSION", ""),
+        can_requeue=pairs.get("JobRequeue", "1") != "0",
+        requeue_delay_s=(float(expire[1]) if expire else CRED_EXPIRE_S) + 1,
+        expedites=settings.expedites,
+        preempt_type=settings.preempt_type,
+        preempt_mode=settings.preempt_mode,
+        kill_wait_s=settings.kill_wait_s,
+        max_array_size=_number(pairs.get("MaxArraySize")) or 1001,
+        max_jobs=_number(pairs.get("MaxJobCount")) or 10_000,
+        enforces_limits=pairs.get("EnforcePartLimits", "NO").upper() not in ("NO", ""),
+        proctrack=pairs.get("ProctrackType", ""),
+        task_plugins=settings.task_plugins,
+        cgroup=_cgroup(pairs),
+        mpi_default=settings.mpi_default,
+        accounting="on" if pairs.get("AccountingStorageType", "").endswith("slurmdbd") else "off",
+    )
+
+
+def _cgroup(pairs: dict[str, str]) -> str | None:
+    plugin = pairs.get("CgroupPlugin")
+    if plugin in (None, "", "disabled"):
+        return None
+    kinds = ("Cores", "Devices", "RAMSpace", "SwapSpace")
+    limits = [kind for kind in kinds if pairs.get(f"Constrain{kind}", "").lower() == "yes"]
+    return f"{plugin}, constrains {', '.join(limits)}" if limits else plugin
+
+
+def _number(text: str | None) -> int | None:
+    """Return the number that a text begins with; None for UNLIMITED, N/A and the like."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
+
+
+# ------------------------------------------------------------------------------------------- partitions and plugins
+
+
+def _partitions(text: str) -> Partitions:
+    """Return what `scontrol show partition` says."""
+    records = []
+    for block in re.split(r"\n\s*\n", text):
+        pairs = dict(re.findall(r"([A-Za-z]\w*)=(\S*)", block))
+        if not pairs.get("PartitionName"):
+            continue
+        records.append(
+            PartitionRecord(
+                name=pairs["PartitionName"],
+                is_default=pairs.get("Default") == "YES",
+                is_up=pairs.get("State", "UP") == "UP",
+                nodes=_number(pairs.get("TotalNodes")) or 0,
+                max_nodes=_number(pairs.get("MaxNodes")),
+                time_limit_s=parse_slurms(pairs.get("MaxTime")),
+                default_time_s=parse_slurms(pairs.get("DefaultTime")),
+                tier=_number(pairs.get("PriorityTier")) or 1,
+                preempt_mode=pairs.get("PreemptMode", "OFF"),
+                grace_s=float(_number(pairs.get("GraceTime")) or 0),
+                accounts=_names(pairs.get("AllowAccounts")),
+                qos=_names(pairs.get("AllowQos")),
+            )
+        )
+    return tuple(records)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return () if text in (None, "", "ALL", "N/A", "(null)") else tuple(str(text).split(","))
+
+
+_SINFO = ("--noheader", "--format=%R|%D|%c|%m|%G")
+_GPU = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
+
+
+def _shapes(text: str) -> Shapes:
+    """Return by partition the size of a node, of the kind that most of its nodes are."""
+    most: dict[str, int] = {}
+    shapes: Shapes = {}
+    for line in text.splitlines():
+        columns = line.split("|")
+        if len(columns) != 5:
+            continue
+        name, count = columns[0], _number(columns[1]) or 0
+        if count > most.get(name, 0):
+            most[name] = count
+            gpu = _GPU.search(columns[4])
+            shapes[name] = {
+                "cpus": _number(columns[2]) or 0,
+                "memory_mb": _number(columns[3]) or 0,
+                "gpus": int(gpu[2]) if gpu else 0,
+                "gpu_type": gpu[1] if gpu else None,
+            }
+    return shapes
+
+
+def _mpi_plugins(text: str) -> tuple[str, ...]:
+    names = re.findall(r"^\s+([a-z]\w*)\s*$", text, re.MULTILINE)
+    versions = re.findall(r"\bpmix_v\d+\b", text)
+    return tuple(dict.fromkeys([*sorted(set(names) - {"none"}), *versions]))
+
+
+# ---------------------------------------------------------------------------------------------------------- sacctmgr
+
+_ASSOCIATION = ("Account", "Partition", "QOS", "DefaultQOS", "MaxJobs", "MaxSubmitJobs", "MaxWall")
+_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser")
+
+
+def _association(row: Sequence[str]) -> AssociationRecord:
+    account, partition, qos, default_qos, jobs, submit, wall = row
+    return AssociationRecord(
+        account=account,
+        partition=partition or None,
+        qos=tuple(filter(None, qos.split(","))),
+        default_qos=default_qos or None,
+        max_jobs=_number(jobs),
+        max_submit=_number(submit),
+        time_limit_s=parse_slurms(wall),
+    )
+
+
+def _qos(row: Sequence[str]) -> QosRecord:
+    name, wall, mode, grace, resources, submit = row
+    return QosRecord(
+        name=name,
+        time_limit_s=parse_slurms(wall),
+        preempt_mode=None if mode in ("", "cluster") else mode,
+        grace_s=parse_slurms(grace) or 0.0,
+        max_resources=resources or None,
+        max_submit=_number(submit),
+    )

@@ -1,0 +1,332 @@
+"""``python -m toolkit.staging.copying``: copy packages to a disk of this node, and keep them while the agent lives.
+
+Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when all of it is unpacked
+and the package was whole. It is locked while a process uses it, so that nobody removes it.
+
+It reads a :class:`CopyRequest` as JSON, prints ``{"copies", "problems", "damaged", "took_s"}``, and then holds the
+locks until it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+from toolkit import fsio, records
+from toolkit.json_record import JsonRecord
+from toolkit.records import COUNT, TEXT, Record
+from toolkit.staging import disks
+from toolkit.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
+
+#: A copy that no job has used for this long is removed. systemd removes single files of /tmp after ten days.
+UNUSED_S = 7 * 86_400.0
+#: A small file takes a block of the disk.
+FILE_BYTES = 4096
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROGRAM_TIMEOUT_S = 60
+#: Jobs that look for a copy at the same moment are through by then.
+OTHERS_WAIT_S = 5.0
+_MARK = Record({"boot": TEXT, "files": COUNT, "bytes": COUNT})
+
+
+class DamagedPackageError(StagingError):
+    """A package that does not hold what was packed."""
+
+
+@dataclass(frozen=True)
+class CopyRequest(JsonRecord):
+    """What to copy. ``stage_dir``: the only folder for it; None: the best of this node's."""
+
+    packages: tuple[Package, ...]
+    stage_dir: str | None = None
+    nice: int = 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy on this node. ``lock`` is an open file: as long as it is open the copy stays."""
+
+    path: Path
+    lock: int
+    is_new: bool
+
+
+def copy(package: Package, folders: list[Path]) -> Copy:
+    """Copy ``package`` into the first of ``folders`` that has room, or find the copy that is there.
+
+    Raises StagingError, which names each folder and why not there; DamagedPackageError; OSError.
+    """
+    reasons: list[str] = []
+    for folder in folders:
+        try:
+            own = _own_folder(folder)
+            return _find(own, package) or _make(own, package)
+        except DamagedPackageError:
+            raise
+        except StagingError as error:
+            reasons.append(str(error))
+        except OSError as error:
+            if str(error.filename) == package.file:
+                raise  # the package cannot be read, whatever the disk
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise StagingError("; ".join(reasons) or "this node has no folder of its own for copies")
+
+
+def _find(own: Path, package: Package) -> Copy | None:
+    """Return the copy that is there. Wait for a job that unpacks it at this moment."""
+    with _locked(own / f"{package.key}.lock", fcntl.LOCK_SH) as lock:
+        if not _is_whole(own, package.key):
+            return None
+        os.utime(own / f"{package.key}.json")  # its last use
+        return Copy(_place(own, package), os.dup(lock), is_new=False)
+
+
+def _make(own: Path, package: Package) -> Copy:
+    deadline = time.monotonic() + OTHERS_WAIT_S
+    while True:
+        try:
+            with _locked(own / f"{package.key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
+                is_new = not _is_whole(own, package.key)
+                if is_new:
+                    _make_room(own, package)
+                    _unpack(package, own)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                return Copy(_place(own, package), os.dup(lock), is_new)
+        except BlockingIOError:
+            # Another job looks for the copy as well, or makes it by now. Or it uses one that somebody has damaged.
+            if found := _find(own, package):
+                return found
+            if time.monotonic() >= deadline:
+                raise StagingError(f"{own / package.key} is not whole, and another job uses it") from None
+            time.sleep(0.02)
+
+
+def _place(own: Path, package: Package) -> Path:
+    return own / package.key if package.is_archive else own / package.key / PurePath(package.source).name
+
+
+def _own_folder(folder: Path) -> Path:
+    """Return this user's folder in one that other users may write to as well. Raises StagingError."""
+    own = folder / f"toolkit-stage-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        fsio.make_new_dir(own)
+    status = own.lstat()
+    # Programs run from there: somebody else's folder, or a link, is not to be trusted.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StagingError(f"{own} is not a folder that only this user can write to; remove it")
+    if os.statvfs(own).f_flag & os.ST_NOEXEC:
+        raise StagingError(f"{folder} is mounted noexec: no library can be loaded from there")
+    return own
+
+
+# ------------------------------------------------------------------------------------------------------- one at a time
+
+
+@contextlib.contextmanager
+def _locked(path: Path, operation: int) -> Iterator[int]:
+    """Hold the lock ``path``; it ends with the block, or with this process. Raises BlockingIOError."""
+    while True:
+        lock = fsio.open_private(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, operation)
+            # Whoever held it may have removed the file: then others lock another one.
+            if _is_same_file(lock, path):
+                break
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _is_same_file(opened: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_whole(own: Path, key: str) -> bool:
+    """True if the copy is complete. After a crash of the node its files may be empty, so it must be of this boot."""
+    mark = records.read_or(own / f"{key}.json", _MARK, {}, [])
+    return bool(mark) and mark == _mark(own / key)
+
+
+def _mark(copied: Path) -> dict[str, Any]:
+    files = size_bytes = 0
+    for folder, _, names in os.walk(copied):
+        for name in names:
+            files += 1
+            size_bytes += os.lstat(f"{folder}/{name}").st_size
+    return {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "files": files, "bytes": size_bytes}
+
+
+def _make_room(own: Path, package: Package) -> None:
+    """Remove what is left of this copy, copies that are long unused, and others until there is room."""
+    _remove(own, package.key)
+    needed = package.bytes + package.files * FILE_BYTES
+    last_use = {record.stem: record.stat().st_mtime for record in own.glob("*.json")}
+    for lock in own.glob("*.lock"):
+        last_use.setdefault(lock.stem, 0.0)  # of a job that died while it unpacked
+    del_before = time.time() - UNUSED_S
+    for key in sorted(last_use.keys() - {package.key}, key=lambda key: last_use[key]):
+        if last_use[key] > del_before and disks.room_bytes(own) >= needed:
+            break
+        with contextlib.suppress(BlockingIOError), _locked(own / f"{key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            _remove(own, key)
+            (own / f"{key}.lock").unlink()
+    room = disks.room_bytes(own)
+    if room < needed:
+        raise StagingError(f"{own.parent} has room for {fsio.size_text(room)}, and {fsio.size_text(needed)} are needed")
+
+
+def _remove(own: Path, key: str) -> None:
+    (own / f"{key}.json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
+    fsio.remove_tree(own / key)
+    fsio.remove_tree(own / f"{key}.partial")
+
+
+# ---------------------------------------------------------------------------------------------------------- unpacking
+
+
+def _unpack(package: Package, own: Path) -> None:
+    partial, copied = own / f"{package.key}.partial", own / package.key
+    try:
+        fsio.make_new_dir(partial)
+        with Path(package.file).open("rb", buffering=0) as file:
+            summed = SummedFile(file)
+            try:
+                _extract(summed, partial, package)
+            except (tarfile.TarError, ValueError) as error:
+                raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
+            # What follows the archive's end belongs to the sum.
+            while summed.read(BLOCK_BYTES):
+                pass
+        if (summed.size_bytes, summed.crc) != (package.size_bytes, package.crc):
+            raise DamagedPackageError(f"{package.file} is damaged, or was changed: it does not have its digest")
+        if package.program is not None:
+            _point_scripts(partial, package, copied)
+        fsio.rename_dir(partial, copied)
+        if package.program is not None:
+            _try_program(copied / package.program, copied)
+        fsio.write_json(own / f"{package.key}.json", _mark(copied), durable=False)
+    except BaseException:
+        _remove(own, package.key)
+        raise
+
+
+def _extract(summed: SummedFile, folder: Path, package: Package) -> None:
+    if not package.is_archive:
+        _write(folder / PurePath(package.source).name, summed, fsio.FILE_MODE)  # type: ignore[arg-type]
+        return
+    with tarfile.open(fileobj=summed, mode="r|", bufsize=BLOCK_BYTES) as tar:  # type: ignore[call-overload]
+        for member in tar:
+            parts = PurePath(member.name).parts
+            if ".." in parts or member.name.startswith("/"):
+                raise ValueError(f"it holds {member.name!r}")
+            target = folder / member.name
+            if member.isdir():
+                fsio.make_new_dir(target)
+            elif member.issym():
+                target.symlink_to(member.linkname)
+            else:
+                content = tar.extractfile(member)
+                assert content is not None
+                _write(target, content, 0o700 if member.mode & stat.S_IXUSR else fsio.FILE_MODE)
+                os.utime(target, (member.mtime, member.mtime))
+
+
+def _write(path: Path, content: IO[bytes], mode: int) -> None:
+    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        while data := content.read(BLOCK_BYTES):
+            file.write(data)
+
+
+def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
+    """Have the scripts of an environment start its copied Python: their first line has the original's path."""
+    assert package.program is not None
+    folder = (partial / package.program).parent
+    old, new = f"#!{package.source}/".encode(), f"#!{copied}/".encode()
+    for script in folder.iterdir():
+        if script.is_symlink() or not script.is_file():
+            continue
+        status = script.stat()
+        with script.open("rb") as file:
+            if file.read(len(old)) != old:
+                continue
+            rest = file.read()
+        script.write_bytes(new + rest)
+        os.utime(script, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _try_program(program: Path, copied: Path) -> None:
+    """Refuse an environment whose Python does not find its own packages in the copy."""
+    command = [str(program), "-I", "-c", "import sys; print(sys.prefix)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StagingError(f"the copied Python cannot be started: {error}") from error
+    if done.stdout.strip() != str(copied):
+        raise StagingError(
+            f"the copied Python does not work from {copied}: {(done.stderr or done.stdout).strip()[-200:]}"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- the agent
+
+
+def main() -> None:
+    """Copy what the request names, then hold the copies."""
+    request = CopyRequest.from_json(json.load(sys.stdin))
+    os.nice(request.nice)
+    folders = disks.own_folders(request.stage_dir, os.environ)
+    copies: dict[str, str] = {}
+    problems: list[str] = []
+    damaged: list[str] = []
+    locks: list[int] = []
+    began, is_new = time.monotonic(), False
+    for package in request.packages:
+        try:
+            made = copy(package, folders)
+        except (StagingError, OSError) as error:
+            problems.append(f"{package.source}: {error}")
+            damaged += [package.key] if isinstance(error, DamagedPackageError) else []
+            continue
+        copies[package.source] = str(made.path)
+        locks.append(made.lock)
+        is_new |= made.is_new
+    took_s = time.monotonic() - began if is_new else 0.0
+    print(json.dumps({"copies": copies, "problems": problems, "damaged": damaged, "took_s": took_s}), flush=True)
+    if locks:
+        _hold(locks)
+
+
+def _hold(locks: list[int]) -> None:
+    """Become a small program that keeps the locks until the agent ends, with which this process dies."""
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # its end tells the agent that the answer is complete
+    for lock in locks:
+        os.set_inheritable(lock, True)
+    program = shutil.which("sleep")
+    while program is None:
+        time.sleep(86_400)
+    os.execv(program, ["sleep", "infinity"])
+
+
+if __name__ == "__main__":
+    main()

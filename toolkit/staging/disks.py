@@ -1,0 +1,63 @@
+"""File systems: whether all nodes share one, and how much a node's own can take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit import fsio
+
+#: Types of file systems that many nodes read from, as /proc/mounts names them.
+SHARED = {
+    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "panfs", "pvfs2", "orangefs", "wekafs"),
+    *("cifs", "smb3", "afs", "9p", "virtiofs", "glusterfs", "daos", "quobyte", "vast"),
+}
+#: Those whose files are in the node's memory.
+IN_MEMORY = {"tmpfs", "ramfs"}
+#: The part of the available memory that copies may take.
+MEMORY_SHARE = 0.5
+#: The part of a disk that copies leave free for others.
+LEFT_FREE = 0.05
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system of ``path``; an empty text if it is unknown."""
+    real, found = path.resolve(), (0, "")
+    for line in mounts.read_text(errors="replace").splitlines():
+        _, folder, kind, *_ = line.split(" ")
+        folder = folder.replace("\\040", " ")
+        # Of equal folders the last mount is the one that is seen.
+        if real.is_relative_to(folder) and len(folder) >= found[0]:
+            found = (len(folder), kind)
+    return found[1]
+
+
+def is_shared(path: Path) -> bool:
+    """True if other nodes read from the same file system."""
+    return file_system(path).removeprefix("fuse.") in SHARED
+
+
+def room_bytes(folder: Path) -> int:
+    """Return how many bytes copies may take in ``folder``."""
+    status = os.statvfs(folder)
+    room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
+    if file_system(folder) in IN_MEMORY:
+        room = min(room, int(MEMORY_SHARE * _available_memory()))
+    return room
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:
+    """Return the folders of this node that may hold copies, the best first. Memory comes last."""
+    if stage_dir is not None:
+        return [fsio.expand(stage_dir)]
+    named = [environ.get("SLURM_TMPDIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]
+    folders = dict.fromkeys(Path(name) for name in named if name)
+    return [folder for folder in folders if folder.is_dir() and not is_shared(folder)]

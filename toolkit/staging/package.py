@@ -1,0 +1,293 @@
+"""``python -m toolkit.staging.package``: make one file of an environment or a folder, which nodes then read as a whole.
+
+A process that imports torch opens thousands of files. On a shared disk each node waits for each of them. The package
+is made once, in a folder beside the runs, and has its name by its content: when a file of the source changes there is
+another package. A file is its own package.
+
+It reads a :class:`PackRequest` as JSON, and prints a line for each source: ``{"package"}`` or ``{"problem"}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import sys
+import tarfile
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+from toolkit import fsio
+from toolkit.json_record import FileRecord, JsonRecord
+from toolkit.staging import disks
+
+#: A package that no job has used for this long is removed; of one source all but the newest after a day.
+UNUSED_S, REPLACED_S = 30 * 86_400.0, 86_400.0
+BLOCK_BYTES = 1 << 20
+#: Large files that an environment's copy only links to. Nothing reads them, or, on nodes without GPUs, nearly nothing.
+LARGE_BYTES = 16 << 20
+UNREAD_SUFFIXES = (".a", ".bc")
+GPU_FOLDERS = ("nvidia", "triton", "cupy")
+GPU_FILES = ("libtorch_cuda",)
+#: Folders of a base environment of conda that hold other environments and downloads.
+LINKED_FOLDERS = ("pkgs", "envs")
+
+
+class StagingError(Exception):
+    """What cannot be staged, and why; the run goes on without."""
+
+
+@dataclass(frozen=True)
+class Package(FileRecord):
+    """One file, and what it becomes on a node."""
+
+    source: str  #: what it is a copy of
+    key: str  #: its name: another one whenever the source changes
+    file: str
+    size_bytes: int  #: of the file, as ``crc``
+    crc: int
+    is_archive: bool
+    files: int  #: in what it becomes
+    bytes: int
+    program: str | None = None  #: of an environment: its Python, relative to the source
+    pack_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source(JsonRecord):
+    """A path to be packed. ``program``: see :class:`Package`."""
+
+    path: str
+    program: str | None = None
+
+
+@dataclass(frozen=True)
+class PackRequest(JsonRecord):
+    """What to pack. A source with more than ``most_bytes`` is refused."""
+
+    cache: str
+    sources: tuple[Source, ...]
+    has_gpus: bool = False
+    most_bytes: int | None = None
+    nice: int = 0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file, folder or link of the source."""
+
+    name: str  #: relative to it
+    kind: bytes  #: as in a tar file
+    mode: int = 0o700
+    size: int = 0
+    mtime_ns: int = 0
+    target: str = ""  #: of a link
+
+
+def pack(source: Source, request: PackRequest) -> Package:
+    """Return the package of ``source``. It is made if there is none. Raises StagingError, OSError."""
+    cache, path = Path(request.cache), Path(source.path)
+    entries = list(_entries(path, None if source.program is None else request.has_gpus))
+    total = sum(entry.size for entry in entries)
+    if request.most_bytes is not None and total > request.most_bytes:
+        raise StagingError(
+            f"{path} has {fsio.size_text(total)}: a node would take longer to copy that than its imports wait for "
+            "the shared disk"
+        )
+    key = _key(source, entries)
+    fsio.make_dir(cache, parents=1)
+    record = cache / f"{key}.json"
+    known = Package.read_or_none(record, [])
+    if known is None or not _is_there(known):
+        known = _make(source, entries, key, cache)
+        # What has changed meanwhile is in the package partly: its name would be wrong.
+        if _key(source, list(_entries(path, None if source.program is None else request.has_gpus))) != key:
+            if known.is_archive:
+                Path(known.file).unlink(missing_ok=True)
+            raise StagingError(f"{path} was changed while it was packed")
+        fsio.write_json(record, known.to_file())
+    os.utime(record)  # its last use
+    _remove_unused(cache, known)
+    return known
+
+
+def discard(package: Package) -> None:
+    """Remove a package that has turned out damaged. The next start makes another one."""
+    with contextlib.suppress(OSError):
+        if package.is_archive:
+            Path(package.file).with_suffix(".json").unlink(missing_ok=True)
+            Path(package.file).unlink(missing_ok=True)
+
+
+def _is_there(package: Package) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(package.file).stat().st_size == package.size_bytes
+    return False
+
+
+def _key(source: Source, entries: list[_Entry]) -> str:
+    text = "\n".join(str(entry) for entry in entries)
+    return hashlib.sha256(f"{source.path}\n{text}".encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+# ---------------------------------------------------------------------------------------------------------- the source
+
+
+def _entries(path: Path, has_gpus: bool | None) -> Iterator[_Entry]:
+    """Yield what is in ``path``, which may be a file, in a fixed order. ``has_gpus`` is None for data."""
+    if not path.is_dir():
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise StagingError(f"{path} is neither a file nor a folder")
+        yield _Entry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
+        return
+    for entry in _walk(str(path), ""):
+        is_linked = has_gpus is not None and _is_linked(entry, has_gpus)
+        yield _Entry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name)) if is_linked else entry
+
+
+def _walk(folder: str, prefix: str) -> Iterator[_Entry]:
+    for found in sorted(os.scandir(folder), key=lambda found: found.name):
+        name, status = prefix + found.name, found.stat(follow_symlinks=False)
+        if found.is_symlink():
+            yield _Entry(name, tarfile.SYMTYPE, target=str(Path(found.path).readlink()))
+        elif found.is_dir():
+            yield _Entry(name, tarfile.DIRTYPE)
+            if name not in LINKED_FOLDERS:
+                yield from _walk(found.path, f"{name}/")
+        elif found.is_file():
+            yield _Entry(name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
+
+
+def _is_linked(entry: _Entry, has_gpus: bool) -> bool:
+    if entry.kind == tarfile.DIRTYPE:
+        return entry.name in LINKED_FOLDERS
+    if entry.size < LARGE_BYTES:
+        return False
+    path = PurePath(entry.name)
+    is_for_gpus = any(part in GPU_FOLDERS for part in path.parts) or path.name.startswith(GPU_FILES)
+    return path.suffix in UNREAD_SUFFIXES or (is_for_gpus and not has_gpus)
+
+
+# --------------------------------------------------------------------------------------------------------- the package
+
+
+class SummedFile:
+    """A file whose bytes are counted and summed up while they pass."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = self.crc = 0
+
+    def read(self, size: int) -> bytes:
+        """Return at most ``size`` bytes; none at the end."""
+        data = self._file.read(size)
+        self._add(data)
+        return data
+
+    def write(self, data: bytes) -> int:
+        """Write ``data``."""
+        self._add(data)
+        self._file.write(data)
+        return len(data)
+
+    def _add(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size_bytes += len(data)
+
+
+def _make(source: Source, entries: list[_Entry], key: str, cache: Path) -> Package:
+    began, path, is_archive = time.monotonic(), Path(source.path), Path(source.path).is_dir()
+    file = cache / f"{key}.tar" if is_archive else path
+    if is_archive:
+        summed = _write_archive(path, entries, file)
+    else:
+        with path.open("rb", buffering=0) as whole:
+            summed = SummedFile(whole)
+            while summed.read(BLOCK_BYTES):
+                pass
+    files = [entry for entry in entries if entry.kind != tarfile.DIRTYPE]
+    return Package(
+        source=source.path,
+        key=key,
+        file=str(file),
+        size_bytes=summed.size_bytes,
+        crc=summed.crc,
+        is_archive=is_archive,
+        files=len(files),
+        bytes=sum(entry.size for entry in files),
+        program=source.program,
+        pack_s=round(time.monotonic() - began, 3),
+    )
+
+
+def _write_archive(path: Path, entries: list[_Entry], file: Path) -> SummedFile:
+    needed, room = sum(entry.size for entry in entries), disks.room_bytes(file.parent)
+    if needed > room:
+        raise StagingError(
+            f"a package of {path} needs {fsio.size_text(needed)}, and {file.parent} has {fsio.size_text(room)}"
+        )
+    file.unlink(missing_ok=True)  # without its record it may be anything
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with fsio.new_path(file) as temporary, os.fdopen(fsio.open_private(temporary, new), "wb") as opened:
+        summed = SummedFile(opened)
+        with tarfile.open(fileobj=summed, mode="w|", bufsize=BLOCK_BYTES) as tar:  # type: ignore[call-overload]
+            for entry in entries:
+                _add(tar, path, entry)
+    return summed
+
+
+def _add(tar: tarfile.TarFile, path: Path, entry: _Entry) -> None:
+    info = tarfile.TarInfo(entry.name)
+    info.type, info.mode, info.linkname = entry.kind, stat.S_IMODE(entry.mode), entry.target
+    info.mtime = entry.mtime_ns // 10**9  # by whole seconds and the size Python knows whether a .pyc is valid
+    if entry.kind != tarfile.REGTYPE:
+        tar.addfile(info)
+        return
+    info.size = entry.size
+    with (path / entry.name).open("rb") as content:
+        try:
+            tar.addfile(info, content)
+        except OSError as error:
+            raise error if error.errno else StagingError(f"{path / entry.name} became shorter") from error
+
+
+def _remove_unused(cache: Path, used: Package) -> None:
+    """Remove packages that no job uses any more, and what a packer that was killed has left."""
+    now = time.time()
+    for record in cache.glob("*.json"):
+        with contextlib.suppress(OSError):
+            age_s = now - record.stat().st_mtime
+            other = Package.read_or_none(record, []) if age_s > REPLACED_S and record.stem != used.key else None
+            if other is not None and (age_s > UNUSED_S or other.source == used.source):
+                record.unlink()
+                (cache / f"{other.key}.tar").unlink(missing_ok=True)
+    for partial in cache.glob(".*.tmp-*"):
+        with contextlib.suppress(OSError):
+            if now - partial.stat().st_mtime > REPLACED_S:
+                partial.unlink()
+
+
+def main() -> None:
+    """Pack what the request names."""
+    request = PackRequest.from_json(json.load(sys.stdin))
+    os.nice(request.nice)
+    for source in request.sources:
+        answer: dict[str, Any]
+        try:
+            answer = {"package": pack(source, request).to_file()}
+        except StagingError as error:
+            answer = {"problem": str(error)}
+        except OSError as error:
+            answer = {"problem": f"{error.filename or source.path}: {error.strerror or error}"}
+        print(json.dumps({"source": source.path, **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
