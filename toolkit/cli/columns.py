@@ -118,7 +118,8 @@ def _sortable(item: Any) -> tuple[bool, float, str]:
 
 def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
     """Return the texts of the rows below a head."""
-    return [[name.upper() for name in names], *([text(row, name) for name in names] for row in rows)]
+    texts = [[text(row, name) for row in rows] for name in names]
+    return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]
 
 
 def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:

@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from toolkit.cli import completion
 
         return completion.main(words[1:])
-    args = parse(build_parser(), words)
+    # Of one command only its own module is loaded: all would take longer than most commands.
+    args = parse(build_parser(words[:1] if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
     try:
         code: int | None = args.run_command(args)
         return code or EXIT_DONE
@@ -74,8 +75,8 @@ def _os_error_text(error: OSError) -> str:
     return f"{where or 'the current folder'}: {error.strerror or error}{advice}"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of these commands."""
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Distributed PyTorch jobs on Slurm.",
@@ -84,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for name in COMMANDS:
+    for name in names:
         module = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}")
         text = module.__doc__ or ""
         command = commands.add_parser(

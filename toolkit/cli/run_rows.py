@@ -49,8 +49,20 @@ def read_row(run: RunDir) -> dict[str, Any]:
 
 
 def _quick_row(run: RunDir) -> dict[str, Any]:
-    """Return the row by the two files that matter of an ended run. Of one that may go on all are read."""
-    return _patient_row(run, is_whole=False)
+    """Return what the two files that matter of an ended run say. Of one that may go on all are read."""
+    return _sparse(_patient_row(run, is_whole=False))
+
+
+def _sparse(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what is worth keeping of a row: what its path or :data:`_EMPTY` does not say."""
+    from_path = ("run", "name", "path")
+    return {name: value for name, value in row.items() if name not in from_path and value != _EMPTY[name]}
+
+
+def _whole(kept: dict[str, Any], run: RunDir) -> dict[str, Any]:
+    row = {**_EMPTY, "run": run.id, "name": run.name, "path": os.fspath(run.path), **kept}
+    row["state"] = _STATES.get(row["state"], row["state"])
+    return row
 
 
 def _patient_row(run: RunDir, is_whole: bool) -> dict[str, Any]:
@@ -158,10 +170,8 @@ class RowCache:
 
     def rows(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
         """Return the row of each run. Of an ended one only ``status.json`` and ``result.json`` are looked at."""
-        rows = self._all("row", runs, _quick_row, _row_files)
-        for row in rows:
-            row["state"] = _STATES.get(row["state"], row["state"])
-        return rows
+        kept = self._all("row", runs, _quick_row, _row_files)
+        return [_whole(row, run) for row, run in zip(kept, runs, strict=True)]
 
     def configs(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
         """Return :func:`read_config` of each run."""
@@ -229,7 +239,7 @@ def _map(read: Callable[[RunDir], dict[str, Any]], runs: Sequence[RunDir]) -> It
 
 
 def _row_files(row: Mapping[str, Any]) -> Sequence[str]:
-    is_over = row["state"] in OVER and row["executor"] == "slurm" and not row["damage"]
+    is_over = row.get("state") in OVER and row.get("executor") == "slurm" and not row.get("damage")
     return _ENDED_FILES if is_over else _LIVE_FILES
 
 

@@ -102,7 +102,7 @@ def test_a_full_cache_reads_no_file_of_an_ended_run(
     cache.rows(runs)
     cache.save()
     read: list[RunDir] = []
-    monkeypatch.setattr(run_rows, "read_row", lambda run: read.append(run) or {})
+    monkeypatch.setattr(run_rows, "_quick_row", lambda run: read.append(run) or {})
     assert len(RowCache(tmp_path / "c.sqlite").rows(runs)) == 61
     assert read == []
 
@@ -165,7 +165,7 @@ def test_a_cache_of_another_version_is_thrown_away(root: Path, tmp_path: Path, m
     cache = RowCache(path)
     cache.rows(runs)
     cache.save()
-    monkeypatch.setattr(run_rows, "_VERSION", 1)
+    monkeypatch.undo()
     assert RowCache(path)._database.execute("SELECT count(*) FROM row").fetchone() == (0,)
 
 
