@@ -122,6 +122,13 @@ def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
     return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]
 
 
+def with_short_states(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with ``queued`` for ``queued (PENDING, Priority)``; the reason is told below the table."""
+    return [
+        {**row, "state": str(row["state"]).split(" ")[0]} if row["slurm"] == "PENDING" else dict(row) for row in rows
+    ]
+
+
 def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:
     """Return the usual columns that fit into ``width`` characters, the most important first to be taken."""
     left, taken = width + 2, set[str]()

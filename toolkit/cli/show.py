@@ -184,12 +184,13 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
     """
     if not rows:
         return f"no runs under {rundir.runs_root()}"
-    names = names or (columns.USUAL if width is None else columns.that_fit(rows, width))
+    shown = rows if width is None else columns.with_short_states(rows)
+    names = names or (columns.USUAL if width is None else columns.that_fit(shown, width))
     if len(rows) > MOST_TOLD:
         lines = f"\n{count_by_state(rows)}{_damage_lines(rows)}"
     else:
         lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows) + _slow_lines(rows)
-    return table(columns.cells(rows, names)) + lines + _time_line(rows)
+    return table(columns.cells(shown, names)) + lines + _time_line(rows)
 
 
 #: The most rows of which lines below the table tell more.

@@ -144,7 +144,7 @@ def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, he
     head = f"{time.strftime('%H:%M:%S')}  {show.count_by_state(rows)}"
     notes = [note for row in rows if (note := _note(row))][: max(2, height // 4)]
     room = max(1, height - len(notes) - 3)
-    shown = list(rows)[: room if len(rows) <= room else room - 1]
+    shown = columns.with_short_states(rows[: room if len(rows) <= room else room - 1])
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{head[:width]}\n", "bold")
     table = show.table(columns.cells(shown, names or columns.that_fit(shown, width))).splitlines()
@@ -163,9 +163,11 @@ def _note(row: dict[str, Any]) -> str:
     """Return what is to be known of a run beside its row, in one line."""
     start = columns.start_text(row["expected_start"])
     waits = columns.text(row, "waits_for")
+    if waits and start:
+        waits = f"starts about {start}; {waits}"
     found = row["damage"] or [row["why"] if row["state"] != "completed" else None, waits]
     what = next(filter(None, found), "")
-    return f"{row['run']}: {what}{f', starts about {start}' if start and waits else ''}" if what else ""
+    return f"{row['name']} {row['run'][-8:]}: {what}" if what else ""
 
 
 def _no_key(seconds: float) -> str:
