@@ -152,12 +152,17 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def json_line(value: Any) -> bytes:
+    """Return ``value`` as one line of JSON. NaN is as in :func:`write_json`."""
+    return (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+
+
 def append_json_line(path: Path, value: Any) -> None:
     """Append ``value`` as one JSON line, flushed to disk; all of it or nothing. NaN is as in :func:`write_json`.
 
     If a crash has cut off the last line, it starts a line of its own. The old content stays: someone may read it.
     """
-    line = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+    line = json_line(value)
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from toolkit import hostlist, records
 from toolkit.errors import RequestError
@@ -364,3 +364,20 @@ class SyncRecord(FileRecord):
     sending_tail: str = ""  #: the same before ``sending``
     step: int | None = None
     points: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------- point.json
+
+#: Any JSON value.
+Anything: TypeAlias = Annotated[Any, Leaf("a value", lambda value: True)]
+
+
+@dataclass(frozen=True)
+class SweepPoint(FileRecord):
+    """``point.json``: the sweep that a run belongs to, and its point there."""
+
+    sweep: str
+    id: str
+    values: Mapping[str, Anything] = field(default_factory=dict)  #: of the swept keys
+    metric: str | None = None  #: by which runs are compared, as in ``checkpoint.keep_best``
+    halving: int | None = None  #: of the runs that reach a rung, one in so many goes on

@@ -31,6 +31,7 @@ from toolkit.run_files import (
     RunStatus,
     RunUsage,
     Submission,
+    SweepPoint,
 )
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
@@ -148,6 +149,10 @@ class RunDir:
         Here and below ``damage`` gets what cannot be read; without it that goes into the log.
         """
         return RunStatus.read_or_none(self.path / "status.json", damage) or RunStatus()
+
+    def point(self, damage: list[str] | None = None) -> SweepPoint | None:
+        """Return the run's point in its sweep; None for a run that belongs to none."""
+        return SweepPoint.read_or_none(self.path / "point.json", damage)
 
     def left_over(self) -> AttemptStatus | None:
         """Return the status of an attempt whose supervisor died before it wrote the attempt's line; else None.

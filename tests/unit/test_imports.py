@@ -33,7 +33,7 @@ FLOORS = [
     ["checkpoint", "data", "metrics"],
     ["strategies", "launch"],
     ["train"],
-    ["diagnose", "integrations", "why", "trackers"],
+    ["diagnose", "integrations", "sweep", "why", "trackers"],
     ["cli"],
 ]
 RANKS = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
@@ -80,7 +80,7 @@ def test_imports_point_down(path: Path) -> None:
 
 LOGIN_NODE = [
     *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "agent", "launch", "diagnose", "why"),
-    *("trackers", "cli"),
+    *("sweep", "trackers", "cli"),
 ]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}

@@ -19,6 +19,8 @@ import pytest
 from tests.pages import PAGES, ROOT, blocks, console_lines
 from toolkit.cli import main as cli
 from toolkit.config import all_keys, load_config, validate
+from toolkit.sweep import request, submission
+from toolkit.sweep.request import Options
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -54,12 +56,14 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
         return
     args = cli.build_parser().parse_args(argv)
     config = getattr(args, "config", None)
-    if config and (ROOT / config).is_file() and config.startswith("configs/"):
+    if args.command == "sweep" and config.startswith("configs/"):
+        assert submission.check(request.read(ROOT / config, args.overrides, Options()), ROOT, "slurm")
+    elif config and (ROOT / config).is_file() and config.startswith("configs/"):
         validate(load_config(ROOT / config, args.overrides, site=False))
 
 
 #: Files of the user in the pages, which are not files of the project.
-USERS_FILES = {"train.py", "train.yaml", "site.yaml", "models.py", "random.py", "mine.py"}
+USERS_FILES = {"train.py", "train.yaml", "site.yaml", "models.py", "random.py", "mine.py", "base.yaml"}
 #: Functions of torch that the pages call without naming the module, and a block of a model.
 OTHERS_FUNCTIONS = {"AdamW", "abort", "block", "eval", "init_process_group", "list_keys", "new_group", "requires_grad_"}
 
@@ -170,4 +174,6 @@ def test_every_config_of_a_page_is_valid(
     (tmp_path / "shown.yaml").write_text(re.sub(r"/(scratch|images)/", rf"{tmp_path}/\1/", config))
     monkeypatch.chdir(tmp_path)
     size = [] if "cluster:" in config else ["cluster.tasks_per_node=4"]
-    validate(load_config("shown.yaml", size, site=False))
+    validate(load_config("shown.yaml", size, site=False, sweep="sweep:" in config))
+    if "sweep:" in config:
+        assert submission.check(request.read("shown.yaml", [], Options()), ROOT, "slurm")

@@ -22,6 +22,7 @@ from toolkit.run_files import (
     RunStatus,
     Straggler,
     Submission,
+    SweepPoint,
     SyncRecord,
 )
 from toolkit.rundir import RunDir
@@ -196,6 +197,29 @@ def test_a_damaged_key_of_a_result_is_named(run: RunDir, key: str) -> None:
     assert str(run.path / "result.json") in damage[0]
     assert f": {key}" in damage[0]
     assert result.state is (RunState.UNREADABLE if key == "state" else RunState.COMPLETED)
+
+
+#: Every key of point.json.
+POINT: dict[str, Any] = {
+    "version": 1,
+    "sweep": "widths",
+    "id": "0123456789abcdef",
+    "values": {"optim.lr": 0.1, "train.betas": [0.9, 0.99], "model.name": None},
+    "metric": "-eval/loss",
+    "halving": 3,
+}
+
+
+@pytest.mark.parametrize("key", sorted(POINT))
+def test_a_damaged_key_of_a_point_is_named(run: RunDir, key: str) -> None:
+    assert POINT.keys() == shape_of(SweepPoint).keys.keys(), "a key has no example here"
+    fsio.write_json(run.path / "point.json", {**POINT, key: [[]]})
+    damage: list[str] = []
+    point = run.point(damage)
+    assert f": {key}" in damage[0]
+    assert (point is None) == (key in ("sweep", "id"))
+    fsio.write_json(run.path / "point.json", POINT)
+    assert SweepPoint(**POINT) == run.point()
 
 
 #: Every key of owner.json and of submission.json.

@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
 
 #: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
 COMMANDS = (
-    *("submit", "new", "supervise", "run", "exec"),  # starting runs
+    *("submit", "sweep", "new", "supervise", "run", "exec"),  # starting runs
     *("status", "watch", "compare", "logs", "why"),  # looking at runs
     *("stacks", "profile", "set"),  # a run while it runs
     *("stop", "cancel", "resume"),  # ending runs, and going on with them

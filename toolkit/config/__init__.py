@@ -3,8 +3,9 @@
 No module here imports torch or the job: a config is checked on the login node in well under a second.
 """
 
-from toolkit.config.job_module import is_job, is_loop, job_source, torchvision_models
-from toolkit.config.layers import dump_config, load_config
+from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
+from toolkit.config.layer_files import parts_of, sweep_of
+from toolkit.config.layers import dump_config, load_config, merged_layers
 from toolkit.config.params import filled, leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
@@ -32,6 +33,7 @@ from toolkit.config.schema import (
     StrategyConfig,
     TrainConfig,
     all_keys,
+    put,
     value_of,
 )
 from toolkit.config.update_checks import check_step
@@ -51,6 +53,7 @@ __all__ = [
     "DataConfig",
     "DistConfig",
     "JobConfig",
+    "JobFiles",
     "LocalSgdConfig",
     "MeshConfig",
     "ModelConfig",
@@ -77,8 +80,12 @@ __all__ = [
     "job_source",
     "leaves",
     "load_config",
+    "merged_layers",
     "mesh_of",
     "micro_batches",
+    "parts_of",
+    "put",
+    "sweep_of",
     "tensor_style",
     "torchvision_models",
     "validate",

@@ -19,6 +19,28 @@ from toolkit.errors import ConfigError, nearest
 _BASE = "toolkit.Job"
 
 
+class JobFiles:
+    """The jobs' files in ``project``. Each is read once, however many configs name it: a sweep has thousands."""
+
+    def __init__(self, project: Path | None) -> None:
+        self._project = project
+        self._loops: dict[str, bool] = {}
+        self._checked = set[tuple[str, str, str]]()
+
+    def is_loop(self, job: str) -> bool:
+        """Return what :func:`is_loop` does."""
+        if job not in self._loops:
+            self._loops[job] = is_loop(job, self._project)
+        return self._loops[job]
+
+    def check(self, config: JobConfig) -> None:
+        """Do what :func:`check_job` does, once for all configs that are alike in what it looks at."""
+        looked_at = (config.job, config.strategy.name, config.model.name)
+        if looked_at not in self._checked:
+            check_job(config, self._project)
+            self._checked.add(looked_at)
+
+
 def check_job(config: JobConfig, project: Path | None) -> None:
     """Raise ConfigError unless the file holds one job. It is parsed and not imported, because it imports torch."""
     source = PythonSource(job_source(config.job, project))

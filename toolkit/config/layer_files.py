@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yaml import MappingNode, Node, ScalarNode
@@ -22,6 +22,7 @@ class Layer:
     name: str  #: name of a file or an argument
     root: MappingNode
     has_lines: bool = True
+    sweep: Node | None = None  #: the value of its key ``sweep``, which is no key of a config
 
     def error(self, node: Node, text: str) -> ConfigError:
         """Return an error that begins with the place of ``node``."""
@@ -51,6 +52,11 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if path.resolve() in above:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
     layer = _read_yaml(path)
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "sweep":
+            layer.root.value.remove((key, value))
+            layer = replace(layer, sweep=value)
+            break
     # `extends` is a key of the file, not of the config: take it out.
     for key, value in layer.root.value:
         if isinstance(key, ScalarNode) and key.value == "extends":
@@ -93,7 +99,7 @@ def override_layer(text: str) -> Layer:
     if rest:
         raise ConfigError(f"{text!r}: {rest!r} is a comment to YAML; put quotes around the value, within the shell's")
     node = node or ScalarNode("tag:yaml.org,2002:null", "")
-    for part in reversed(_parts_of(key)):
+    for part in reversed(parts_of(key)):
         node = MappingNode("", [(ScalarNode("", part), node)])
     assert isinstance(node, MappingNode)
     # Do not show what a user may have given in place of a secret's source.
@@ -101,7 +107,13 @@ def override_layer(text: str) -> Layer:
     return Layer(f"argument {shown!r}", node, has_lines=False)
 
 
-def _parts_of(key: str) -> list[str]:
+def sweep_of(path: Path) -> tuple[Layer, Node] | None:
+    """Return the section ``sweep`` of a file, or of the nearest that it extends; None where there is none."""
+    found = [(layer, layer.sweep) for layer in file_layers(path, ()) if layer.sweep is not None]
+    return found[-1] if found else None
+
+
+def parts_of(key: str) -> list[str]:
     """Return the parts of a dotted key. What follows a mapping's key is one part: names of layers contain dots."""
     for known in all_keys():
         if key.startswith(f"{known}.") and known != "params":

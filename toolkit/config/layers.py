@@ -27,7 +27,12 @@ from toolkit.errors import ConfigError
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True, project: Path | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    site: bool = True,
+    project: Path | None = None,
+    sweep: bool = False,
 ) -> JobConfig:
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
@@ -36,12 +41,13 @@ def load_config(
     Keys, types and values are checked; :func:`validate` checks whether the config fits a machine. Raises ConfigError.
 
     ``params`` are checked against the class ``Params`` of the job's file, which is looked for in ``project``, the
-    current folder if None. With ``site=False`` and no ``project`` they are not checked: those of a run already were::
+    current folder if None. With ``site=False`` and no ``project`` they are not checked: those of a run already were.
+    A file with the section ``sweep`` is refused, without ``sweep=True``::
 
         >>> toolkit.load_config("configs/digits_ddp.yaml", ["optim.lr=0.1"]).optim.lr
         0.1
     """
-    merged, own = merged_layers(path, overrides, site=site, project=project)
+    merged, own = merged_layers(path, overrides, site=site, project=project, sweep=sweep)
     references = References(merged)
     if own is None:
         params = resolved(merged["params"], PLAIN, references, ("params",))
@@ -53,7 +59,12 @@ def load_config(
 
 
 def merged_layers(
-    path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True, project: Path | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    site: bool = True,
+    project: Path | None = None,
+    sweep: bool = False,
 ) -> tuple[dict[str, Any], type | None]:
     """Return the merged values of all layers, references unresolved, and the job's ``Params``.
 
@@ -68,6 +79,9 @@ def merged_layers(
         merged["job"] = str(path)
     elif path is not None:
         layers += file_layers(Path(path), ())
+    described = next((layer for layer in layers if layer.sweep is not None), None)
+    if described is not None and not sweep:
+        raise ConfigError(f"{described.name}: sweep: describes many runs; `toolkit sweep {path}` submits them")
     layers += map(override_layer, overrides)
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
@@ -300,7 +303,8 @@ class JobConfig:
     notify: list[str] = field(default_factory=list)  #: a command that is called at the end: launch/record/notify.py
 
 
-def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
+@cache
+def all_keys(schema: Any = JobConfig, prefix: str = "") -> tuple[str, ...]:
     """Return every dotted key that a config can hold."""
     keys: list[str] = []
     for f in fields(schema):
@@ -308,11 +312,23 @@ def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
             keys += all_keys(f.default_factory, f"{prefix}{f.name}.")
         else:
             keys.append(f"{prefix}{f.name}")
-    return keys
+    return tuple(keys)
 
 
 def value_of(config: Any, key: str) -> Any:
     """Return the value at a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return _reader(key)(config)
+
+
+#: Thousands of configs are read key by key.
+_reader = cache(attrgetter)
+
+
+def put(config: Any, parts: Sequence[str], value: Any) -> None:
+    """Set the value at a dotted key; below ``params`` and other mappings the last part is the mapping's key."""
+    for name in parts[:-1]:
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    if isinstance(config, dict):
+        config[parts[-1]] = value
+    else:
+        setattr(config, parts[-1], value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit import fsio, origin, rundir, secret_values
 from toolkit.config.cluster_checks import check_cluster
-from toolkit.config.job_module import check_job, is_loop
+from toolkit.config.job_module import JobFiles
 from toolkit.config.optim_checks import check_optim
 from toolkit.config.params import leaves
 from toolkit.config.places import check_places
@@ -55,16 +55,17 @@ def validate(
     login_node: bool = True,
     project: Path | None = None,
     goes_on: bool = False,
+    files: JobFiles | None = None,
 ) -> None:
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
     ``ranks`` is the number of ranks that an allocation really has; None computes it from ``cluster``.
     ``login_node=False`` leaves out what the submitting side checks of its request: GPUs, and the programs and folders
     that it names. ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` (a
-    resume) needs no first weights: they may be gone.
+    resume) needs no first weights: they may be gone. ``files`` remembers the jobs' files from one call to the next.
     """
     try:
-        _validate(config, ranks, login_node, project, goes_on)
+        _validate(config, ranks, login_node, files or JobFiles(project), goes_on)
     except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
         raise ConfigError(f"{_key_of(config, path)}: {path[:200]}: {error.strerror}") from None
@@ -83,15 +84,15 @@ def _key_of(config: JobConfig, path: str) -> str:
     return max(candidates)[1]
 
 
-def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool) -> None:
+def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:
     _check_values(config)
     check_cluster(config)
     if login_node:
         check_places(config)
     if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
         return
-    if not is_loop(config.job, project):
-        _check_training(config, ranks, login_node, project, goes_on)
+    if not files.is_loop(config.job):
+        _check_training(config, ranks, login_node, files, goes_on)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
@@ -99,11 +100,9 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: P
         )
 
 
-def _check_training(
-    config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool
-) -> None:
+def _check_training(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:
     """Check the config of a job that uses the Trainer. A job with its own loop checks its own."""
-    check_job(config, project)
+    files.check(config)
     if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
         raise ConfigError(
             "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
@@ -209,7 +208,10 @@ _PATHS = (
 def _check_texts(config: JobConfig) -> None:
     """Refuse control characters: a line break would start a new line in the job's script."""
     for key in all_keys():
-        value, also = value_of(config, key), _ALSO.get(key, "")
+        value = value_of(config, key)
+        if value is None or value == {} or value == [] or isinstance(value, (int, float)):  # no texts, of most keys
+            continue
+        also = _ALSO.get(key, "")
         # Name each word of a list or a mapping in the error.
         words = {key: value}
         if isinstance(value, list):

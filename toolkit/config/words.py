@@ -32,6 +32,8 @@ def within(key: str, value: float | None, least: float, most: float) -> None:
 
 def is_one_line(text: str, also: str = "") -> bool:
     """True if ``text`` has no line break or other control character except those in ``also``, and can be UTF-8."""
+    if text.isprintable():  # such a text has none of these characters
+        return True
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)
 
 

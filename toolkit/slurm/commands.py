@@ -36,6 +36,7 @@ class Settings:
     preempt_type: str = "preempt/none"
     preempt_mode: str = "OFF"  #: used where neither the partition nor the QOS sets a mode
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that Slurm ends, including its batch script
+    max_array_size: int = 1001  #: an array's indices are below it; 0 where the site has switched arrays off
     expedites: bool = False  #: whether jobs may ask for ``--requeue=expedite``
     cluster: str = ""  #: its name
 
@@ -61,6 +62,18 @@ class SlurmCommands(Protocol):
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Return what accounting knows of these jobs; nothing where it is off or down. One call."""
+        ...
+
+    def job_of_script(self, path: str) -> str | None:
+        """Return the id of this user's job, or array, whose batch script is at ``path``. One call."""
+        ...
+
+    def cancel_waiting(self, job_ids: Sequence[str]) -> None:
+        """Cancel those of the jobs, and of the arrays' elements, that wait in the queue. One call."""
+        ...
+
+    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
+        """Send a signal to the batch shells of running jobs. One call."""
         ...
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
@@ -181,6 +194,18 @@ class Slurm:
             return parse_statuses(self._run(ask))
         except SlurmError:
             return []
+
+    def job_of_script(self, path: str) -> str | None:
+        # %o is the script with its whole path; a line break or a | in it can only make the line fit nothing.
+        ask = ["squeue", "--noheader", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
+        lines = (line.partition("|") for line in self._run(ask).splitlines())
+        return next((job_id.strip() for job_id, _, command in lines if command.strip() == path), None)
+
+    def cancel_waiting(self, job_ids: Sequence[str]) -> None:
+        self._run(["scancel", "--state=PENDING", *job_ids])
+
+    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
+        self._run(["scancel", f"--signal={signal}", "--batch", *job_ids])
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         options = [f"--signal={signal}"] if signal else []
@@ -336,6 +361,7 @@ def settings_in(text: str) -> Settings:
         task_plugins=found.get("TaskPlugin", default.task_plugins),
         preempt_type=found.get("PreemptType", default.preempt_type),
         preempt_mode=found.get("PreemptMode", default.preempt_mode),
+        max_array_size=int(found.get("MaxArraySize", default.max_array_size)),
         # Older versions hold a job that ends well, see EXPEDITES_SINCE.
         expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
         and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,

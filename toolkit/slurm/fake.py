@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit import hostlist
 from toolkit.durations import parse_slurms
-from toolkit.errors import SlurmError
+from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.jobs import JobRow, JobStatus, present_of
 from toolkit.slurm.states import Phase, phase
@@ -48,6 +48,8 @@ class FakeSlurm:
         self.accounting = accounting
         self.preempt_mode = preempt_mode  #: "REQUEUE" or "CANCEL"
         self.allows_expedite = False
+        self.max_array_size = 1001
+        self.refuses_submissions = ""  #: what sbatch says instead of taking a job, such as a limit's name
         self.nodes_to_spare = 100  #: a job that excludes more could never start
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
@@ -94,6 +96,21 @@ class FakeSlurm:
         elif step is None:
             for row in self._find(job_id):
                 self._cancel(row)
+
+    def job_of_script(self, path: str) -> str | None:
+        self._contact()
+        rows = (row for row in self._jobs.values() if row.command == path)
+        return next((row.array_job_id or row.job_id for row in rows), None)
+
+    def cancel_waiting(self, job_ids: Sequence[str]) -> None:
+        self._contact()
+        for row in [row for job_id in job_ids for row in self._find(job_id)]:
+            if phase(row.state) is Phase.PENDING:
+                self._cancel(row)
+
+    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
+        for job_id in job_ids:
+            self.cancel(job_id, signal=signal, batch=True)
 
     def find_step(self, job_id: str, name: str) -> str | None:
         self._contact()
@@ -145,7 +162,7 @@ class FakeSlurm:
 
     def settings(self) -> Settings:
         self._contact()
-        return Settings()
+        return Settings(max_array_size=self.max_array_size)
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
         self._contact()
@@ -157,6 +174,8 @@ class FakeSlurm:
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()
+        if self.refuses_submissions:
+            raise SlurmRefusedError(f"`sbatch` failed with exit code 1:\n  {self.refuses_submissions}")
         first = len(self._jobs) + len(self._accounted) + 1
         self.submitted[str(first)] = list(arguments)
         for row in _submitted_rows(first, arguments, self.now):
@@ -314,6 +333,7 @@ def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[Jo
             array_task_id=index,
             can_requeue="--no-requeue" not in options,
             is_expedited=options.get("--requeue") == "expedite",
+            command=arguments[-1],
             submit_time=now,
             time_limit_s=parse_slurms(options.get("--time")),
             options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),

@@ -126,9 +126,12 @@ def take(run: RunDir, before: int) -> int:
     return number
 
 
-def submit_as(run: RunDir, executor: str, number: int) -> OwnerRecord:
-    """Record that a new submission owns the run; its ``number`` is from :func:`take`."""
-    token, host = secrets.token_hex(8), socket.gethostname()
+def submit_as(run: RunDir, executor: str, number: int, token: str | None = None) -> OwnerRecord:
+    """Record that a new submission owns the run; its ``number`` is from :func:`take`.
+
+    ``token`` is that of a job that submits for itself, an element of a sweep's array.
+    """
+    token, host = token or secrets.token_hex(8), socket.gethostname()
     owner = OwnerRecord(number, token, executor, host, os.getpid(), time.time(), jobs=(), follow_ups=())
     run.write_owner(owner)
     return owner

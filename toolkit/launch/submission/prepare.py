@@ -24,6 +24,18 @@ def absolute(config: JobConfig) -> JobConfig:
     return config
 
 
+def settle(config: JobConfig, project: Path | None) -> None:
+    """Make the config's paths mean the same in the ranks, which may start in another folder.
+
+    ``model.init_from`` becomes a path: it may be a name that this run has as well.
+    """
+    absolute(config)
+    if project is not None and config.job.endswith(".py"):  # ranks use the copy, not the original file
+        config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
+    if config.model.init_from is not None:
+        config.model.init_from = str(origin.find(config.model.init_from).path)
+
+
 def within(project: Path, source: Path) -> str | None:
     """Return a file's name in the copy of ``project``; None if it is not in there."""
     for path in (source, source.resolve()):
@@ -35,16 +47,11 @@ def within(project: Path, source: Path) -> str | None:
 def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """Make a run of ``config`` with a copy of the sources in ``project``.
 
-    ``project`` is None for a foreign script, which runs where it lies. A relative ``data.root`` becomes absolute: ranks
-    may start in another folder. So does ``model.init_from``, which may be a name that this run has as well. Raises
-    RequestError where no job could use the folder's path.
+    ``project`` is None for a foreign script, which runs where it lies. Raises RequestError where no job could use the
+    folder's path.
     """
     refuse_unfit(rundir.runs_root())
-    absolute(config)
-    if project is not None and config.job.endswith(".py"):  # ranks use the copy, not the original file
-        config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
-    if config.model.init_from is not None:
-        config.model.init_from = str(origin.find(config.model.init_from).path)
+    settle(config, project)
     run = rundir.create(config.name)
     try:
         if project is not None:

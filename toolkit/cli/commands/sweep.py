@@ -1,0 +1,35 @@
+"""submit many runs of a config with other values, and look after them"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+VERBS = ("status", "retry", "stop", "best", "export")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = (
+        "toolkit sweep CONFIG key=value,value 'key=range(64,512,64)' key=0..4 [options]\n"
+        "       toolkit sweep {status,retry,stop,best,export} NAME [--json]"
+    )
+    arguments.add_config(parser)
+    parser.add_argument("--name", help="of the sweep; default: the config's. More values go to the sweep of this name")
+    parser.add_argument("--random", type=int, metavar="N", help="N random points, also of log(1e-5,1e-1), linear(0,1)")
+    parser.add_argument("--sobol", type=int, metavar="N", help="N points of the Sobol sequence, which fills evenly")
+    parser.add_argument("--seed", type=int, metavar="N", help="of --random; default 0")
+    parser.add_argument("--max-running", type=int, metavar="N", help="the most runs that work at a time")
+    metric = "to compare runs by; a minus before it if less is better: -eval/loss"
+    parser.add_argument("--metric", help=metric)
+    parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
+    parser.add_argument("--dry-run", action="store_true", help="check and list the points, submit nothing")
+    parser.add_argument("--all", action="store_true", help="status: all rows, however many")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> int | None:
+    from toolkit.cli import sweeps
+
+    if args.config in VERBS:
+        return sweeps.look_after(args)
+    sweeps.submit(args)
+    return None

@@ -1,0 +1,241 @@
+"""What `toolkit sweep` prints: its points before they are submitted, one table of how they stand, the best, a CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from toolkit import config as configs
+from toolkit.cli import show
+from toolkit.errors import EXIT_FAILED, RequestError
+from toolkit.launch.submission.executors import choose_executor
+from toolkit.run_files import RunState
+from toolkit.slurm import shared_queue
+from toolkit.sweep import again, folder, request, submission
+from toolkit.sweep.folder import SweepDir
+from toolkit.sweep.points import CheckedPoint
+from toolkit.sweep.request import Options
+from toolkit.sweep.states import Standing, standings
+
+#: A longer table is shown in part, without ``--all``.
+MOST_ROWS = 40
+#: Metrics to compare runs by, where neither the sweep nor the config names one.
+_USUAL = ("eval/accuracy", "-eval/loss", "-train/loss")
+
+
+def submit(args: Namespace) -> None:
+    """Check all points, and submit those that are new."""
+    options = Options(
+        **{field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
+    )
+    asked = request.read(args.config, args.overrides, options)
+    if args.dry_run:
+        points = submission.check(asked, Path.cwd(), choose_executor(args.executor))
+        rows = [{"point": point.id, **point.values} for point in points]
+        print(show.as_json(rows) if args.json else _plan(points))
+        return
+    sent = submission.submit(asked, Path.cwd(), args.executor)
+    if args.json:
+        print(show.as_json({"sweep": sent.sweep.name, "new": sent.new, "known": sent.known, "jobs": list(sent.jobs)}))
+        return
+    known = f"; {sent.known} were in it before" if sent.known else ""
+    jobs = f" (Slurm job {', '.join(sent.jobs)})" if sent.jobs else ""
+    print(f"sweep {sent.sweep.name}: {sent.new} of {len(sent.points)} points submitted{jobs}{known}")
+    print(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
+
+
+def _plan(points: Sequence[CheckedPoint]) -> str:
+    shown = points[:MOST_ROWS]
+    text = show.table([list(points[0].values), *([_shown(v) for v in point.values.values()] for point in shown)])
+    more = f"\nand {len(points) - len(shown)} more" if len(points) > len(shown) else ""
+    return f"{text}{more}\n{len(points)} points, all checked; nothing was submitted"
+
+
+def look_after(args: Namespace) -> int | None:
+    """Carry out ``toolkit sweep VERB NAME``."""
+    if len(args.overrides) != 1:
+        raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep")
+    sweep, damage = folder.find(args.overrides[0]), list[str]()
+    found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows, damage)
+    metric = args.metric or _metric(sweep, found)
+    verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
+    code = verbs[args.config](sweep, found, metric, args)
+    for what in dict.fromkeys(damage) if not args.json else ():
+        print(f"damaged: {what}")
+    return code
+
+
+def _metric(sweep: SweepDir, found: Sequence[Standing]) -> str:
+    """Return the metric that runs are compared by, as in ``checkpoint.keep_best``."""
+    record = sweep.record()
+    if record is not None and record.metric is not None:
+        return record.metric
+    base = configs.load_config(sweep.base, site=False).checkpoint.keep_best if sweep.base.exists() else None
+    known = {name for each in found for name in each.metrics}
+    return base or next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
+
+
+def _value(each: Standing, metric: str) -> float | None:
+    value = each.metrics.get(metric.removeprefix("-"))
+    return value if isinstance(value, (int, float)) else None
+
+
+def _ranked(found: Sequence[Standing], metric: str) -> list[Standing]:
+    """Return the points that have the metric, the best first."""
+    sign = 1 if metric.startswith("-") else -1
+    return sorted((e for e in found if _value(e, metric) is not None), key=lambda e: sign * (_value(e, metric) or 0.0))
+
+
+# ------------------------------------------------------------------------------------------------------------- verbs
+
+
+def _status(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+    if args.json:
+        print(show.as_json([_as_data(each) for each in found]))
+        return
+    states = Counter(each.state.split()[0] if each.state != "not submitted" else each.state for each in found)
+    counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    print(f"sweep {sweep.name}: {len(found)} points: {counts}")
+    shown = found
+    if len(found) > MOST_ROWS and not args.all:
+        # Those that somebody may want to look at: what has failed, what works, then the best.
+        order = {id(each): number for number, each in enumerate(_ranked(found, metric))}
+        last = len(found)
+        shown = sorted(found, key=lambda e: (not e.is_to_retry, e.state != RunState.RUNNING, order.get(id(e), last)))
+        shown = shown[:MOST_ROWS]
+    print(_table(shown, metric))
+    if len(shown) < len(found):
+        print(f"and {len(found) - len(shown)} more: --all shows them")
+    for line in _causes(found):
+        print(line)
+
+
+def _retry(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+    failed = [each for each in found if each.is_to_retry]
+    jobs = again.retry(sweep, failed)
+    if args.json:
+        print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": [_as_data(each) for each in failed]}))
+        return
+    if not failed:
+        print(f"sweep {sweep.name}: no point has failed; nothing was submitted")
+        return
+    for line in _causes(failed):
+        print(line)
+    print(
+        f"sweep {sweep.name}: {len(failed)} points submitted again"
+        + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
+    )
+
+
+def _stop(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+    waiting, working = again.stop(sweep, found)
+    if args.json:
+        print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working}))
+        return
+    print(
+        f"sweep {sweep.name}: {waiting} points that waited are cancelled; {working} runs are asked to commit a "
+        f"checkpoint and end; `toolkit sweep retry {sweep.name}` goes on with all"
+    )
+
+
+def _best(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> int | None:
+    ranked = _ranked(found, metric)[:10]
+    if args.json:
+        print(show.as_json([_as_data(each) for each in ranked]))
+    elif not ranked:
+        names = sorted({name for each in found for name in each.metrics})
+        known = f"; there are: {', '.join(names)}" if names else "; no run has written any yet"
+        raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}{known}")
+    else:
+        print(_table(ranked, metric))
+        print(f"best: {' '.join(f'{key}={_shown(value)}' for key, value in ranked[0].point.values.items())}")
+        print(f"  {metric.removeprefix('-')} {_value(ranked[0], metric):g} in run {ranked[0].run.id}")
+    return None if ranked else EXIT_FAILED
+
+
+def _export(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+    if args.json:
+        print(show.as_json([_as_data(each) for each in found]))
+        return
+    keys = list(dict.fromkeys(key for each in found for key in each.point.values))
+    names = sorted({name for each in found for name in each.metrics})
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "point", "state", *keys, "step", *names])
+    for each in found:
+        values = [each.point.values.get(key, "") for key in keys]
+        metrics = [_empty_if_none(each.metrics.get(name)) for name in names]
+        writer.writerow(
+            [each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row.get("step")), *metrics]
+        )
+    print(text.getvalue(), end="")
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def _as_data(each: Standing) -> dict[str, Any]:
+    row: Mapping[str, Any] = each.row
+    return {
+        "point": each.point.id,
+        "run": each.run.id,
+        "values": each.point.values,
+        "state": each.state,
+        "job_id": each.job_id,
+        "step": row.get("step"),
+        "total_steps": row.get("total_steps"),
+        "attempt": row.get("attempt", 0),
+        "metrics": each.metrics,
+        "why": each.why,
+        "damage": row.get("damage", []),
+        "path": str(each.run.path),
+    }
+
+
+def _table(found: Sequence[Standing], metric: str) -> str:
+    keys = list(dict.fromkeys(key for each in found for key in each.point.values))
+    name = metric.removeprefix("-")
+    head = ["RUN", *_short_names(keys), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
+    rows = []
+    for each in found:
+        step, total = each.row.get("step"), each.row.get("total_steps")
+        steps = "" if step is None else f"{step}/{total or '?'}"
+        value = _value(each, metric)
+        values = [_shown(each.point.values.get(key, "")) for key in keys]
+        job = each.job_id if each.row.get("executor", "slurm") == "slurm" else each.row["executor"]
+        rows.append([each.run.id[-8:], *values, each.state, job or "", steps, "" if value is None else f"{value:.4g}"])
+    return show.table([head, *rows])
+
+
+def _short_names(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each key, or the whole key where two have the same."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+
+
+def _causes(found: Sequence[Standing]) -> list[str]:
+    """Return a line for each cause, with the runs that it has ended or keeps waiting."""
+    causes: dict[str, list[str]] = {}
+    for each in found:
+        if each.why and each.state != RunState.COMPLETED:
+            causes.setdefault(f"{each.state}: {each.why}", []).append(each.run.id[-8:])
+        for what in each.row.get("damage", ()):
+            causes.setdefault(f"damaged: {what}", []).append(each.run.id[-8:])
+    return [
+        f"{', '.join(runs[:4])}{f' and {len(runs) - 4} more' if len(runs) > 4 else ''}: {why}"
+        for why, runs in causes.items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _empty_if_none(value: Any) -> Any:
+    return "" if value is None else value

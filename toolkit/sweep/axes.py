@@ -1,0 +1,192 @@
+"""The values of a sweep: ``optim.lr=1e-4,1e-3``, ``range(64,512,64)``, ``0..4``, ``log(1e-5,1e-1)``; grid or sample.
+
+A value is kept as the text that a user would write after ``key=``, so the config reads and checks it as any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from toolkit.errors import RequestError
+from toolkit.sweep.sobol import sobol
+
+#: A sweep with more points is a mistake, and would need more files than a disk should hold.
+MOST_POINTS = 100_000
+#: One point: the value of each swept key, as text.
+Values: TypeAlias = Mapping[str, str]
+
+_CALL = re.compile(r"(range|log|linear)\((.*)\)")
+_SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_OPEN, _CLOSE = "[{(", ")}]"
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Values one by one."""
+
+    texts: Sequence[str] | range
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def at(self, index: int) -> str:
+        return str(self.texts[index])
+
+    def at_share(self, share: float) -> str:
+        """Return the value at this share of the list, of 0 to below 1."""
+        return self.at(int(share * len(self)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """All numbers between two, on a line or on a logarithmic scale: only a sample can be taken of it."""
+
+    least: float
+    most: float
+    is_log: bool
+
+    def at_share(self, share: float) -> str:
+        """Return the number at this share of the span. Six digits: equal values must be equal as text."""
+        if self.is_log:
+            return f"{math.exp(math.log(self.least) + share * math.log(self.most / self.least)):.6g}"
+        return f"{self.least + share * (self.most - self.least):.6g}"
+
+
+Axis: TypeAlias = Discrete | Span
+
+
+def parse(key: str, text: str) -> Axis | None:
+    """Return the axis that ``key=text`` describes; None for a single value. Raises RequestError, naming the key."""
+    axes = [_piece(key, piece) for piece in split(key, text)]
+    if all(axis is None for axis in axes) and len(axes) == 1:
+        return None
+    if len(axes) == 1:
+        return axes[0]
+    if any(isinstance(axis, Span) for axis in axes):
+        raise RequestError(f"{key}: {text}: a span without a number of values stands alone, as in log(1e-5,1e-1)")
+    # Pieces of a list may be ranges: 8,16,range(32,128,32).
+    counts = sum(len(axis) if isinstance(axis, Discrete) else 1 for axis in axes)
+    _refuse_many(counts, key)
+    pieces = zip(split(key, text), axes, strict=True)
+    return of_list([each for piece, axis in pieces for each in ([piece] if axis is None else map(str, axis.texts))])  # type: ignore[union-attr]
+
+
+def of_list(texts: Sequence[str]) -> Discrete:
+    """Return these values, each once."""
+    return Discrete(list(dict.fromkeys(texts)))
+
+
+def split(key: str, text: str) -> list[str]:
+    """Split at the commas that are in no bracket and no quotes. Raises RequestError for an empty piece."""
+    pieces, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in _OPEN:
+            depth += 1
+        elif char in _CLOSE:
+            depth -= 1
+        if char == "," and depth == 0 and not quote:
+            pieces.append("")
+        else:
+            pieces[-1] += char
+    pieces = [piece.strip() for piece in pieces]
+    if len(pieces) > 1 and "" in pieces:
+        raise RequestError(f"{key}: {text!r} has an empty value between its commas")
+    return pieces
+
+
+def _piece(key: str, text: str) -> Axis | None:
+    if match := _SPAN.fullmatch(text):
+        return _not_empty(key, text, range(int(match[1]), int(match[2]) + 1))
+    match = _CALL.fullmatch(text)
+    if match is None:
+        return None
+    name, inner = match[1], match[2]
+    try:
+        if name == "range":
+            return _not_empty(key, text, range(*(int(part) for part in inner.split(","))))
+        numbers = [float(part) for part in inner.split(",")]
+        least, most, *counts = numbers
+        if len(counts) > 1 or not all(map(math.isfinite, numbers)):
+            raise ValueError("it takes least, most and, for a grid, how many")
+    except (ValueError, TypeError) as error:
+        example = {"range": "range(64,512,64): first, end (not a value), step"}.get(name, f"{name}(1e-5,1e-1,9)")
+        raise RequestError(f"{key}: {text} cannot be read ({error}); write {example}") from None
+    is_log = name == "log"
+    if least >= most or (is_log and least <= 0):
+        raise RequestError(f"{key}: {text} is empty: the first number must be less than the second, and log's above 0")
+    span = Span(least, most, is_log)
+    if not counts:
+        return span
+    count = int(counts[0])
+    if count != counts[0] or count < 1:
+        raise RequestError(f"{key}: {text} is empty: its third number is how many values, 1 or more")
+    _refuse_many(count, key)
+    return of_list([span.at_share(index / max(1, count - 1)) for index in range(count)])
+
+
+def _not_empty(key: str, text: str, numbers: range) -> Discrete:
+    try:
+        count = len(numbers)
+    except OverflowError:
+        raise RequestError(f"{key}: {text} has more values than anybody counts") from None
+    if not count:
+        raise RequestError(f"{key}: {text} is empty: no number lies in it; write the first value, then the end")
+    return Discrete(numbers)
+
+
+# ------------------------------------------------------------------------------------------------ grid and samples
+
+
+def grid(axes: Mapping[str, Axis]) -> Iterator[Values]:
+    """Yield every combination; the last axis changes fastest. Raises RequestError where there are too many."""
+    spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
+    if spans:
+        raise RequestError(
+            f"{spans[0]}: a grid needs a number of values, such as log(1e-5,1e-1,9); or sample it with --random N"
+        )
+    listed = {key: axis for key, axis in axes.items() if isinstance(axis, Discrete)}
+    _refuse_many(math.prod(map(len, listed.values())), "this grid")
+    texts = [[axis.at(index) for index in range(len(axis))] for axis in listed.values()]
+    return (dict(zip(listed, values, strict=True)) for values in itertools.product(*texts))
+
+
+def sample(axes: Mapping[str, Axis], count: int, seed: int, *, is_sobol: bool) -> Iterator[Values]:
+    """Yield ``count`` different points, fewer where there are no more. A larger count begins with the same points."""
+    _refuse_many(count, "this sample")
+    if count < 1:
+        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
+    shares = sobol(len(axes)) if is_sobol else _random_shares(len(axes), seed)
+    seen = set[tuple[str, ...]]()
+    # Of few combinations a sample repeats some: after ten times as many draws the rest is not worth the search.
+    for point in itertools.islice(shares, 10 * count):
+        texts = tuple(axis.at_share(share) for axis, share in zip(axes.values(), point, strict=True))
+        if texts in seen:
+            continue
+        seen.add(texts)
+        yield dict(zip(axes, texts, strict=True))
+        if len(seen) == count:
+            return
+
+
+def _random_shares(dimensions: int, seed: int) -> Iterator[Sequence[float]]:
+    source = random.Random(seed)  # no secret
+    while True:
+        yield [source.random() for _ in range(dimensions)]
+
+
+def _refuse_many(count: int, what: str) -> None:
+    if count > MOST_POINTS:
+        raise RequestError(
+            f"{what}: {count:,} points are more than the {MOST_POINTS:,} that a sweep may have; take fewer values, or "
+            "--random N"
+        )

@@ -1,0 +1,75 @@
+"""One element of a sweep's job array: what the batch script starts. It makes its run's folder, and supervises the run.
+
+An element that Slurm starts again finds its run by its place in the list. So does one of an array that runs failed
+points again: it takes the run over as `toolkit resume` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from toolkit import logs
+from toolkit.errors import DamagedFileError
+from toolkit.launch.job import nodes
+from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.submission.handle import attach
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+from toolkit.sweep.folder import Array, SweepDir
+
+log = logs.get(__name__)
+
+
+def main(points_path: str, index: int, token: str | None) -> None:
+    """Supervise the run of the point at ``index`` of this list to its end, unless it is another job's."""
+    from toolkit.launch.supervise.entry import supervise
+
+    os.umask(0o077)
+    logs.setup("sweep")
+    path = Path(points_path)
+    run = claim(Array(SweepDir(path.parent.parent), int(path.stem)), index, token)
+    if run is not None:
+        supervise(str(run.path), "slurm")
+
+
+def claim(array: Array, index: int, token: str | None) -> RunDir | None:
+    """Return the run of a point, made if it is new; None if this job is not to run it."""
+    record = array.record()
+    if record is not None and record.token != token:
+        log.warning(
+            "the points of %s were submitted again, by another job: nothing is left to do here", array.points_path
+        )
+        return None
+    listed = array.points()
+    if index >= len(listed):
+        raise DamagedFileError(
+            f"{array.points_path} has {len(listed)} points that can be read, and this is number {index}"
+        )
+    run = array.sweep.make_run(listed[index], time.time())
+    owner = ownership.read(run)
+    if owner is None or owner.token == token:
+        return run
+    return run if token is not None and _take_over(run, token) else None
+
+
+def _take_over(run: RunDir, token: str) -> bool:
+    """Take a run that has ended for this job's submission; False if it is to be left alone."""
+    before, result = ownership.number_of(run), run.result()
+    if result is not None and result.state is RunState.COMPLETED:
+        log.info("run %s is completed: nothing is left to do here", run.id)
+        return False
+    if result is None and not attach(run).is_over():
+        log.info("run %s belongs to another job, which has not ended: nothing is left to do here", run.id)
+        return False
+    ownership.submit_as(run, "slurm", ownership.take(run, before), token)
+    stop_request.clear(run)
+    nodes.forget(run)
+    run.clear_result()
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(os.environ.get("SLURM_ARRAY_TASK_ID") or 0), os.environ.get(ownership.TOKEN_VARIABLE))

@@ -1,0 +1,205 @@
+"""The folder of a sweep, ``runs/.sweeps/NAME/``: what was asked for, its points, and the arrays that run them.
+
+Each submission adds a list of points (``arrays/0001.jsonl``), the batch script, and a record with the job's id. These
+files are all that is known of a sweep: they are only ever added to, and each is written in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.errors import DamagedFileError, RequestError, nearest
+from toolkit.json_record import FileRecord
+from toolkit.run_files import Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
+from toolkit.rundir import RunDir
+
+FOLDER = ".sweeps"
+
+
+@dataclass(frozen=True)
+class SweepRecord(FileRecord):
+    """``sweep.json``: what was asked for last."""
+
+    name: str
+    config: str
+    created: Moment
+    stamp: Word  #: begins the id of each of its runs, so that a point has the same run folder for ever
+    metric: str | None = None
+    halving: int | None = None
+    max_running: int | None = None
+
+
+@dataclass(frozen=True)
+class Point(FileRecord):
+    """A line of ``arrays/NNNN.jsonl``: a point, and how its config differs from ``base.yaml``."""
+
+    id: Word
+    run: str  #: name and id of its run
+    values: Mapping[str, Anything] = field(default_factory=dict)
+    changes: Mapping[str, Anything] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArrayRecord(FileRecord):
+    """``arrays/NNNN.json``: how a list of points was submitted. Only jobs with this token may run them."""
+
+    token: Word
+    executor: Executor
+    is_array: bool = True  #: False where a site has no job arrays: then it is a job for one point
+    job_id: Word | None = None  #: None until sbatch has answered
+
+
+@dataclass(frozen=True)
+class Array:
+    """A list of points that was submitted together, or is to be."""
+
+    sweep: SweepDir
+    number: int
+
+    @property
+    def points_path(self) -> Path:
+        return self.sweep.path / "arrays" / f"{self.number:04d}.jsonl"
+
+    @property
+    def script(self) -> Path:
+        return self.points_path.with_suffix(".sh")
+
+    def record(self, damage: list[str] | None = None) -> ArrayRecord | None:
+        return ArrayRecord.read_or_none(self.points_path.with_suffix(".json"), damage)
+
+    def write_record(self, record: ArrayRecord) -> None:
+        fsio.write_json(self.points_path.with_suffix(".json"), record.to_file())
+
+    def points(self, damage: list[str] | None = None) -> list[Point]:
+        return Point.read_lines(self.points_path, damage)
+
+    def job_of(self, index: int, record: ArrayRecord | None) -> str | None:
+        """Return the id of the job for the point at ``index``."""
+        if record is None or record.job_id is None:
+            return None
+        return f"{record.job_id}_{index}" if record.is_array else record.job_id
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """Paths and files of one sweep."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def runs(self) -> Path:
+        """Return the folder for runs."""
+        return self.path.parent.parent
+
+    @property
+    def base(self) -> Path:
+        """Return the config of the first point, from which those of the others differ."""
+        return self.path / "base.yaml"
+
+    @property
+    def as_run(self) -> RunDir:
+        """Return the folder as one of a run, which has its sources at the same place: for the batch script."""
+        return RunDir(self.path)
+
+    def record(self) -> SweepRecord | None:
+        """Return ``sweep.json``; None if there is none. Raises DamagedFileError."""
+        return SweepRecord.read(self.path / "sweep.json")
+
+    def write_record(self, record: SweepRecord) -> None:
+        fsio.write_json(self.path / "sweep.json", record.to_file())
+
+    def arrays(self) -> list[Array]:
+        """Return the lists of points, oldest first."""
+        names = (path.stem for path in (self.path / "arrays").glob("*.jsonl"))
+        return [Array(self, number) for number in sorted(int(name) for name in names if re.fullmatch(r"\d{4,9}", name))]
+
+    def next_array(self) -> Array:
+        arrays = self.arrays()
+        return Array(self, arrays[-1].number + 1 if arrays else 1)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other submitters out. Raises RequestError if one is at work.
+
+        The lock ends with its process. Without locks on the file system two submitters double nothing that runs: a
+        point's run has one folder, and one owner.
+        """
+        fd = fsio.open_private(fsio.make_dir(self.path) / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise RequestError(
+                f"sweep {self.name}: another `toolkit sweep` submits its points at this moment"
+            ) from None
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def run_of(self, point: Point) -> RunDir:
+        return RunDir(self.runs / point.run)
+
+    def make_run(self, point: Point, submitted: float) -> RunDir:
+        """Return the run of a point; make its folder unless it is there. What an interrupted start left is completed.
+
+        Raises DamagedFileError where the sweep's own files cannot be read.
+        """
+        run, sweep = self.run_of(point), self.record()
+        if run.config.exists():
+            return run
+        if sweep is None:
+            raise DamagedFileError(f"{self.path / 'sweep.json'} is missing: how its points are to be run is not known")
+        for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
+            fsio.make_dir(folder)
+        if (self.path / "code").is_dir():
+            with contextlib.suppress(FileExistsError):
+                run.code.symlink_to(os.path.relpath(self.path / "code", run.path))
+        config = configs.load_config(self.base, site=False)
+        for key, value in point.changes.items():
+            configs.put(config, key.split("."), value)
+        place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric, halving=sweep.halving)
+        fsio.write_json(run.path / "point.json", place.to_file())
+        run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
+        # The config comes last: a folder that has one is a whole run.
+        fsio.write_atomic(run.config, configs.dump_config(config))
+        return run
+
+
+def find(name: str) -> SweepDir:
+    """Return the sweep of this name. Raises RequestError that says which there are."""
+    root = rundir.runs_root() / FOLDER
+    sweep = SweepDir(root / name)
+    if (sweep.path / "sweep.json").exists():
+        return sweep
+    names = sorted(path.parent.name for path in root.glob("*/sweep.json"))
+    there = f"{nearest(name, names)}there are: {', '.join(names)}" if names else "there are none"
+    raise RequestError(f"no sweep {name!r} under {rundir.runs_root()}; {there}")
+
+
+def of_name(name: str) -> SweepDir:
+    """Return the folder of a sweep that need not exist."""
+    return SweepDir(rundir.runs_root() / FOLDER / name)
+
+
+def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:
+    """Return each point by its id, with the last array that it is in and its index there."""
+    found: dict[str, tuple[Point, Array, int]] = {}
+    for array in arrays:
+        for index, point in enumerate(array.points(damage)):
+            found[point.id] = (point, array, index)
+    return found

@@ -1,0 +1,139 @@
+"""Runs the points of a sweep on this machine, some at a time. A process of its own, which outlives the terminal.
+
+It keeps nothing in memory that the files do not say: killed, and started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, logs
+from toolkit.errors import ToolkitError
+from toolkit.launch.record import ownership
+from toolkit.launch.record.journal import write_ended
+from toolkit.launch.submission import executors
+from toolkit.launch.submission.handle import Run, attach
+from toolkit.launch.submission.resume import resume
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+from toolkit.sweep import folder
+from toolkit.sweep.folder import Point, SweepDir
+
+LOOK_EVERY_S = 0.5
+
+log = logs.get(__name__)
+
+
+def start(sweep: SweepDir) -> None:
+    """Start the process that runs the sweep's points here. A second one ends at once."""
+    path = sweep.path / "logs" / "local.log"
+    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
+        subprocess.Popen(
+            [sys.executable, "-m", "toolkit.sweep.local", str(sweep.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def is_at_work(sweep: SweepDir) -> bool:
+    """True if a process runs the sweep's points on this machine."""
+    fd = _lock(sweep)
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+def work(sweep: SweepDir) -> None:
+    """Run all points of the sweep that were submitted for this machine, and return when all have ended."""
+    while _waiting(sweep) and (fd := _lock(sweep)) is not None:
+        try:
+            _run_all(sweep)
+        finally:
+            os.close(fd)
+        # A submitter that has added points meanwhile found the lock taken: look again.
+
+
+def _run_all(sweep: SweepDir) -> None:
+    active: list[Run] = []
+    while True:
+        active = [run for run in active if run.dir.result() is None and not run.is_over()]
+        for point in _waiting(sweep):
+            run = sweep.run_of(point)
+            if any(each.dir == run for each in active):
+                continue
+            if len(active) >= _limit(sweep):
+                break
+            if (started := _start(sweep, point)) is not None:
+                active.append(started)
+        if not active:
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _limit(sweep: SweepDir) -> int:
+    """Return how many runs may work at a time: as asked for, else as many as this machine has CPUs for."""
+    record = sweep.record()
+    if record is not None and record.max_running is not None:
+        return record.max_running
+    cluster = configs.load_config(sweep.base, site=False).cluster
+    return max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
+
+
+def _waiting(sweep: SweepDir) -> list[Point]:
+    """Return the points that have not ended since they were submitted last."""
+    points = []
+    for point, array, _ in folder.newest(sweep.arrays(), []).values():
+        record = array.record()
+        if record is None or record.executor != "local":
+            continue
+        result = sweep.run_of(point).path / "result.json"
+        if not result.exists() or _failed_before(sweep.run_of(point), array.points_path):
+            points.append(point)
+    return points
+
+
+def _failed_before(run: RunDir, listed: Path) -> bool:
+    """True if the run's result is older than the list that submits it again."""
+    result = run.result()
+    is_older = (run.path / "result.json").stat().st_mtime_ns < listed.stat().st_mtime_ns
+    return is_older and result is not None and result.state is not RunState.COMPLETED
+
+
+def _start(sweep: SweepDir, point: Point) -> Run | None:
+    """Start a point's run, or find it at work. None if it cannot be started; its result then says why."""
+    run = sweep.make_run(point, time.time())
+    try:
+        if ownership.read(run) is None:
+            config = configs.load_config(run.config, site=False)
+            return executors.send(run, config, "local", ownership.submit_as(run, "local", ownership.take(run, 0)))
+        handle = attach(run)
+        return handle if run.result() is None and not handle.is_over() else resume(run, executor="local")
+    except (ToolkitError, OSError) as error:
+        log.error("run %s cannot be started: %s", run.id, error)
+        write_ended(run, RunState.FAILED, f"it could not be started: {error}")
+        return None
+
+
+def _lock(sweep: SweepDir) -> int | None:
+    fd = fsio.open_private(sweep.path / "local.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    logs.setup("sweep")
+    work(SweepDir(Path(sys.argv[1])))

@@ -1,0 +1,128 @@
+"""What a user asks for: a config, the keys to sweep, and how. From arguments, and from a file's section ``sweep``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
+
+from toolkit import config as configs
+from toolkit.errors import RequestError, nearest
+from toolkit.sweep import axes
+from toolkit.sweep.axes import Axis, Values
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the points are chosen and run. None: not said."""
+
+    name: str | None = None
+    random: int | None = None
+    sobol: int | None = None
+    seed: int | None = None
+    max_running: int | None = None
+    metric: str | None = None  #: as in ``checkpoint.keep_best``: with a minus before it if less is better
+    halving: int | None = None  #: of the runs that reach a rung, one in so many goes on
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sweep as asked for. ``fixed`` are overrides of all points."""
+
+    config: Path
+    fixed: Sequence[str]
+    axes: Mapping[str, Axis]
+    options: Options
+
+    def points(self) -> Iterator[Values]:
+        """Return the values of each point: of a grid, or of a sample."""
+        if not self.axes:
+            raise RequestError(
+                "a sweep needs a key with several values, such as optim.lr=1e-4,1e-3 or train.seed=0..4; "
+                "`toolkit submit` submits a single run"
+            )
+        random, sobol = self.options.random, self.options.sobol
+        if random is not None and sobol is not None:
+            raise RequestError("--random and --sobol: a sample is one or the other")
+        if random is not None or sobol is not None:
+            count = random if sobol is None else sobol
+            return axes.sample(self.axes, count or 0, self.options.seed or 0, is_sobol=sobol is not None)
+        return axes.grid(self.axes)
+
+
+def read(config: str | Path, overrides: Sequence[str], options: Options) -> Request:
+    """Return the request of a file and of arguments; arguments win. Raises RequestError and ConfigError."""
+    path = Path(config)
+    found: dict[str, Axis] = {}
+    if path.suffix != ".py" and (section := configs.sweep_of(path)) is not None:
+        found, options = _of_section(*section, options)
+    fixed = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        axis = axes.parse(key, text) if equals else None
+        found.pop(key, None)  # also a single value replaces what the file sweeps
+        if axis is None:
+            fixed.append(override)
+        else:
+            found[key] = axis
+    if options.name is not None and not re.fullmatch(r"[\w][\w.-]{0,99}", options.name):
+        raise RequestError(f"--name: {options.name!r} cannot be a folder; use letters, digits, -, _ and .")
+    if options.max_running is not None and options.max_running < 1:
+        raise RequestError(f"--max-running: {options.max_running} runs would never end; use 1 or more")
+    if options.halving is not None and options.halving < 2:
+        raise RequestError(f"--halving: {options.halving} would end no run; use 2 or more, 3 is usual")
+    return Request(path, fixed, found, options)
+
+
+def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axis], Options]:
+    """Return the axes and options of a section. Options that were given as arguments win."""
+    if not isinstance(node, MappingNode):
+        raise layer.error(node, "sweep: is a section: give it keys, such as optim.lr: [1e-4, 1e-3]")
+    found: dict[str, Axis] = {}
+    said: dict[str, Any] = {}
+    kinds = {field.name: str(field.type) for field in fields(Options)}
+    for key, (key_node, value) in layer.pairs(node).items():
+        if key in kinds:
+            said[key] = _option(layer, value, key, is_number="int" in kinds[key])
+        elif "." in key or key in configs.all_keys():
+            found[key] = _axis(layer, value, key)
+        else:
+            hint = nearest(key, [*kinds, *configs.all_keys()])
+            raise layer.error(
+                key_node,
+                f"sweep: {key!r} is neither a key of the config nor one of {', '.join(kinds)}; {hint}".rstrip("; "),
+            )
+    given = {name: value for name in kinds if (value := getattr(options, name)) is not None}
+    return found, replace(options, **{**said, **given})
+
+
+def _option(layer: Any, node: Node, key: str, *, is_number: bool) -> int | str:
+    text = node.value if isinstance(node, ScalarNode) else ""
+    if not text or (is_number and not re.fullmatch(r"\d{1,9}", text)):
+        raise layer.error(node, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
+    return int(text) if is_number else str(text)
+
+
+def _axis(layer: Any, node: Node, key: str) -> Axis:
+    if isinstance(node, SequenceNode):
+        if not node.value:
+            raise layer.error(node, f"sweep: {key}: an empty list has no value to run")
+        return axes.of_list([_text(layer, item, key) for item in node.value])
+    text = _text(layer, node, key)
+    try:
+        axis = axes.parse(key, text)
+    except RequestError as error:
+        raise layer.error(node, f"sweep: {error}") from None
+    return axes.of_list([text]) if axis is None else axis
+
+
+def _text(layer: Any, node: Node, key: str) -> str:
+    """Return a value as text that YAML reads back as the same value."""
+    if not isinstance(node, ScalarNode):
+        raise layer.error(node, f"sweep: {key}: takes single values; put a list as a value in quotes: '[1, 2]'")
+    is_plain = node.style is None or (node.style in "'\"" and str(node.value)[:1] in "[{")
+    return str(node.value) if is_plain else "'" + str(node.value).replace("'", "''") + "'"

@@ -1,0 +1,124 @@
+"""How the points of a sweep stand: runs by their own files, points that have not started by one question to Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.errors import SlurmError
+from toolkit.launch.record import ownership
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+from toolkit.slurm import states as slurm_states
+from toolkit.slurm.jobs import JobStatus
+from toolkit.slurm.states import Phase
+from toolkit.sweep import folder, local
+from toolkit.sweep.folder import ArrayRecord, Point, SweepDir
+
+#: Of an array in the queue Slurm is asked by this function; a job that it does not know is None there.
+Ask = Callable[[Iterable[str]], Mapping[str, JobStatus | None]]
+#: Returns the rows of runs, see `toolkit.cli.show`.
+RowsOfRuns = Callable[[Sequence[RunDir]], list[dict[str, Any]]]
+
+#: States of points that have no run.
+NOT_SUBMITTED, LOST = "not submitted", "lost"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A point and how it stands. ``row`` is that of `toolkit status`, None where it has no run."""
+
+    point: Point
+    run: RunDir
+    state: str
+    job_id: str | None = None
+    why: str | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_to_retry(self) -> bool:
+        """True if the point has ended without its result, or will never start."""
+        word = self.state.split()[0]
+        return word in (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        return self.row.get("metrics") or {}
+
+
+def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[Standing]:
+    """Return every point, in the order of its submission. ``damage`` gets what cannot be read."""
+    newest = folder.newest(sweep.arrays(), damage)
+    records = {array: array.record(damage) for _, array, _ in newest.values()}
+    started = dict.fromkeys(_started(sweep, [point for point, _, _ in newest.values()]))
+    jobs = {id_: array.job_of(index, records[array]) for id_, (_, array, index) in newest.items()}
+    # One question for all: also the rows below are made from its answer.
+    is_queued = {
+        id_
+        for id_, (point, array, _) in newest.items()
+        if point.run not in started or _is_again(sweep, point, records[array])
+    }
+    answers, is_answered = _answers(ask, [job for id_ in is_queued if (job := jobs[id_]) is not None])
+    rows = {row["path"]: row for row in rows_of([RunDir(sweep.runs / run) for run in started])}
+    works_here = _works_here(sweep, records.values())
+    found = []
+    for id_, (point, array, _) in newest.items():
+        run, record, job_id = sweep.run_of(point), records[array], jobs[id_]
+        row = rows.get(str(run.path), {})
+        status = None if job_id is None else answers.get(job_id)
+        state, why = _waiting_state(record, job_id, status, is_answered and job_id in answers, works_here)
+        if row and not (id_ in is_queued and state.startswith("queued")):
+            state, why, job_id = row["state"], row["why"], row["job_id"] or job_id
+        found.append(Standing(point, run, state, job_id, why, row))
+    return found
+
+
+def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
+    """Return the runs that have a folder. Folders are listed: a question for each of thousands would take long."""
+    there: dict[str, set[str]] = {}
+    for name in {point.run.partition("/")[0] for point in points}:
+        parent = sweep.runs / name
+        there[name] = {path.name for path in parent.iterdir()} if parent.is_dir() else set()
+    parts = ((point.run, *point.run.partition("/")[::2]) for point in points)
+    return [run for run, name, id_ in parts if id_ in there[name] and (sweep.runs / run / "config.yaml").exists()]
+
+
+def _is_again(sweep: SweepDir, point: Point, record: ArrayRecord | None) -> bool:
+    """True if the run has ended, and was submitted again by a job that has not started."""
+    run = sweep.run_of(point)
+    result = run.result([])
+    if record is None or record.executor != "slurm" or result is None or result.state is RunState.COMPLETED:
+        return False
+    owner = ownership.read(run, [])
+    return owner is not None and owner.token != record.token
+
+
+def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | None], bool]:
+    try:
+        return (ask(jobs) if jobs else {}), True
+    except SlurmError:
+        return {}, False
+
+
+def _works_here(sweep: SweepDir, records: Iterable[ArrayRecord | None]) -> bool:
+    return any(record is not None and record.executor == "local" for record in records) and local.is_at_work(sweep)
+
+
+def _waiting_state(
+    record: ArrayRecord | None, job_id: str | None, status: JobStatus | None, is_known: bool, works_here: bool
+) -> tuple[str, str | None]:
+    """Return the state of a point without a run, and why."""
+    if record is not None and record.executor == "local":
+        return ("queued", None) if works_here else (LOST, "no process runs this sweep's points here")
+    if job_id is None:
+        return NOT_SUBMITTED, "the submission was interrupted; the same `toolkit sweep` command completes it"
+    if not is_known:
+        return "queued", None  # Slurm does not answer, or its answer is older than the job
+    if status is None:
+        return LOST, f"job {job_id} is gone and has not started its run"
+    if status.is_over:
+        cancelled = status.state == "CANCELLED"
+        return (RunState.CANCELLED.value if cancelled else LOST), f"job {job_id} ended ({status.state}) before its run"
+    is_waiting = slurm_states.phase(status.state) is Phase.PENDING
+    return ("queued", status.reason) if is_waiting else (RunState.STARTING.value, None)

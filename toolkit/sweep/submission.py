@@ -1,0 +1,253 @@
+"""Submits the points of a sweep that were not submitted yet, as job arrays; loses and doubles none when it is killed.
+
+The order of the writes makes that so. A list of points is written with a token and without a job id, then sbatch is
+called, then the id is written. The next call of the command finds a list without an id and asks Slurm for the job of
+its script. If there is none, the list is submitted with another token. If the first sbatch was only slow, the elements
+of its array find that their token is no longer the list's, and end.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, logs
+from toolkit.config import JobConfig
+from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
+from toolkit.launch.record import ownership
+from toolkit.launch.submission import sbatch, snapshot
+from toolkit.launch.submission.executors import choose_executor
+from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.slurm.commands import Slurm, SlurmCommands
+from toolkit.sweep import folder, points
+from toolkit.sweep.folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
+from toolkit.sweep.points import CheckedPoint
+from toolkit.sweep.request import Options, Request
+
+#: The most jobs, one a point, where a site has no job arrays. More would storm its controller.
+MOST_SINGLE_JOBS = 200
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What a call has submitted. ``known`` points were in the sweep before."""
+
+    sweep: SweepDir
+    executor: str
+    points: Sequence[CheckedPoint]
+    new: int
+    jobs: Sequence[str]
+
+    @property
+    def known(self) -> int:
+        return len(self.points) - self.new
+
+
+def check(request: Request, project: Path, executor: str) -> list[CheckedPoint]:
+    """Return all points of the request. Raises ConfigError or RequestError before anything is written."""
+    refuse_unfit(folder.of_name("x").runs)
+    if executor == "debug":
+        raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
+    return list(points.checked(request, project, executor))
+
+
+def submit(request: Request, project: Path, executor: str = "auto", slurm: SlurmCommands | None = None) -> Submitted:
+    """Submit the points of the request that its sweep does not have yet. Raises ToolkitError.
+
+    An interrupted submission of the sweep is completed first.
+    """
+    chosen = choose_executor(executor)
+    found = check(request, project, chosen)
+    config = points.config_of(found[0])
+    sweep = folder.of_name(request.options.name or config.name)
+    if chosen == "local":
+        return _submit_locally(request, project, sweep, found)
+    slurm = slurm or Slurm()
+    with sweep.locked():
+        size = _array_size(slurm, request.options, len(found))
+        record = _prepare(sweep, request, project, config)
+        jobs = [submit_array(array, record, slurm) for array in unsent(sweep)]
+        new = _new_points(sweep, found)
+        for group in _alike(new):
+            for batch in batches(group, size):
+                array = add_list(sweep, record, batch, "slurm", is_array=size > 0)
+                jobs.append(submit_array(array, record, slurm))
+    return Submitted(sweep, chosen, found, len(new), jobs)
+
+
+def _submit_locally(request: Request, project: Path, sweep: SweepDir, found: Sequence[CheckedPoint]) -> Submitted:
+    from toolkit.sweep import local
+
+    with sweep.locked():
+        record = _prepare(sweep, request, project, points.config_of(found[0]))
+        new = _new_points(sweep, found)
+        if new:
+            add_list(sweep, record, new, "local", is_array=False)
+    local.start(sweep)
+    return Submitted(sweep, "local", found, len(new), [])
+
+
+def _array_size(slurm: SlurmCommands, options: Options, count: int) -> int:
+    """Return how many points an array may have; 0 where the site has no arrays."""
+    size = slurm.settings().max_array_size
+    if size > 1:
+        return size
+    if options.max_running is not None:
+        raise RequestError(
+            f"--max-running: a limit is a job array's, and this site has none (MaxArraySize={size}); leave it out"
+        )
+    if count > MOST_SINGLE_JOBS:
+        raise RequestError(
+            f"this site has no job arrays (MaxArraySize={size}), and {count} single jobs would be too many at once; "
+            f"take {MOST_SINGLE_JOBS} points or fewer"
+        )
+    log.warning("this site has no job arrays (MaxArraySize=%d): each point becomes a job of its own", size)
+    return 0
+
+
+def _prepare(sweep: SweepDir, request: Request, project: Path, config: JobConfig) -> SweepRecord:
+    """Write what all points share, unless it is there: the sources and the first config. Return the record."""
+    before = sweep.record()
+    options = request.options
+    record = before or SweepRecord(
+        name=sweep.name,
+        config=str(request.config),
+        created=time.time(),
+        stamp=time.strftime("%Y%m%d-%H%M%S"),
+        metric=None,
+        halving=None,
+        max_running=None,
+    )
+    said = {key: getattr(options, key) for key in ("metric", "halving", "max_running")}
+    record = record.replace(config=str(request.config), **{key: v for key, v in said.items() if v is not None})
+    for name in ("arrays", "logs"):
+        fsio.make_dir(sweep.path / name)
+    if config.job != configs.FOREIGN_JOB:
+        snapshot.take(project, sweep.path / "code")
+    if not sweep.base.exists():
+        fsio.write_atomic(sweep.base, configs.dump_config(config))
+    if record != before:
+        sweep.write_record(record)
+    return record
+
+
+def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint]) -> list[Point]:
+    """Return the points that are in no list of the sweep, as lines of one. Raises DamagedFileError."""
+    damage: list[str] = []
+    known = folder.newest(sweep.arrays(), damage)
+    if damage:
+        raise DamagedFileError(f"{damage[0]}: which points were submitted is not known; use another --name")
+    taken = {point.run for point, _, _ in known.values()}
+    record = sweep.record()
+    assert record is not None
+    base = points.settings_of(configs.load_config(sweep.base, site=False))
+    new = []
+    for point in found:
+        if point.id in known:
+            continue
+        # A run's id ends with eight digits of the point's. Two points of a sweep may share them.
+        config_name = point.settings.get("name", JobConfig().name)
+        names = (f"{config_name}/{record.stamp}-{point.id[at : at + 8]}" for at in range(9))
+        run = next(name for name in names if name not in taken)
+        taken.add(run)
+        new.append(Point(point.id, run, point.values, point.changes(base)))
+    return new
+
+
+def _alike(new: Sequence[Point]) -> Iterator[list[Point]]:
+    """Yield the points in groups that ask Slurm for the same nodes: an array has one size."""
+
+    def asked(point: Point) -> str:
+        return repr(sorted((key, value) for key, value in point.changes.items() if key.startswith("cluster.")))
+
+    for _, group in groupby(sorted(new, key=asked), asked):
+        yield list(group)
+
+
+def batches(new: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
+    """Yield as many points at a time as an array may have, one where there are no arrays."""
+    for start in range(0, len(new), max(1, size)):
+        yield new[start : start + max(1, size)]
+
+
+def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], executor: str, *, is_array: bool) -> Array:
+    """Write the next list of points, which no job runs yet."""
+    array = sweep.next_array()
+    array.write_record(ArrayRecord(secrets.token_hex(8), executor, is_array=is_array, job_id=None))
+    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(point.to_file()) for point in batch))
+    return array
+
+
+def unsent(sweep: SweepDir) -> list[Array]:
+    """Return the lists that no job is known of: an earlier submission was interrupted."""
+    return [array for array in sweep.arrays() if (record := array.record()) is None or _is_unsent(record)]
+
+
+def _is_unsent(record: ArrayRecord) -> bool:
+    return record.executor == "slurm" and record.job_id is None
+
+
+def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) -> str:
+    """Submit a list of points, unless Slurm has its job already; return the job's id. Raises SlurmError."""
+    record = array.record()
+    # An interrupted submission may have reached Slurm.
+    job_id = slurm.job_of_script(str(array.script)) if array.script.exists() else None
+    if job_id is None:
+        is_array = record is None or record.is_array
+        record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None)
+        array.write_record(record)
+        script, options = _script(array, sweep_record, record)
+        fsio.write_atomic(array.script, script)
+        try:
+            job_id = slurm.sbatch([*options, str(array.script)])
+        except SlurmRefusedError as error:
+            raise RequestError(
+                f"sweep {array.sweep.name}: {len(array.points())} points are not submitted: {error}\n"
+                "Nothing is lost: the same command submits what is missing when there is room"
+            ) from error
+    record = record or _record_of_script(array)
+    array.write_record(record.replace(job_id=job_id))
+    return job_id
+
+
+def _record_of_script(array: Array) -> ArrayRecord:
+    """Return the record of an array that Slurm has, and whose file is damaged. Its jobs know it by the token."""
+    text = array.script.read_text()
+    token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", text)
+    if token is None:
+        raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
+    return ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
+
+
+def _script(array: Array, sweep_record: SweepRecord, record: ArrayRecord) -> tuple[str, list[str]]:
+    """Return the batch script of an array, made by submitit as that of a run, and sbatch's options for the array."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    sweep, listed = array.sweep, array.points()
+    config = configs.load_config(sweep.base, site=False)
+    for key, value in listed[0].changes.items():
+        configs.put(config, key.split("."), value)
+    values = sbatch.slurm_parameters(config, sweep.as_run, record.token)
+    options = []
+    if record.is_array:
+        limit = sweep_record.max_running
+        options.append(f"--array=0-{len(listed) - 1}" + (f"%{limit}" if limit else ""))
+        # The limit is for all arrays together: they run one after the other.
+        before = [each.record() for each in sweep.arrays() if each.number < array.number]
+        jobs = [each.job_id for each in before if each is not None and each.job_id is not None and each.is_array]
+        if limit and jobs:
+            options.append(f"--dependency=afterany:{jobs[-1]}")
+    command = f"{sbatch.exec_python()} -u -m toolkit.sweep.element {shlex.quote(str(array.points_path))}"
+    text = _make_sbatch_string(command=command, folder=sweep.path / "logs", **values)
+    name = "%A_%a.out" if record.is_array else "%j.out"
+    options.append(f"--output={sweep.path}/logs/{name}")
+    return str(text), options
