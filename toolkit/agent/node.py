@@ -318,19 +318,26 @@ class Agent:
             self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
     def _stage(self, order: Message) -> None:
-        """Copy packages in a separate process, which holds the copies until this one ends."""
         if order["wait_s"]:
             self._processes.await_copies(order["wait_s"])
+        self._copy(order["request"], tries=2)
+
+    def _copy(self, request: Message, tries: int) -> None:
+        """Copy packages in a separate process, which holds the copies until this one ends. It may be killed."""
 
         def take(text: bytes) -> None:
-            answer: Message = {"copies": {}, "problems": ["the copying has failed: see the agent's log"]}
+            answer: Message = {"copies": {}, "problems": ["the copying was killed: see the agent's log"]}
             with contextlib.suppress(ValueError):
                 answer = json.loads(text)
+            if not text and tries > 1:
+                log.warning("the copying to this node's disk has ended without an answer: trying again")
+                self._copy(request, tries - 1)
+                return
             self._processes.use_copies(answer["copies"])
             self._send({"is": "staged", **answer})
 
         command = [sys.executable, "-P", "-m", "toolkit.staging.copying"]
-        self._helpers.ask(command, take, json.dumps(order["request"]).encode())
+        self._helpers.ask(command, take, json.dumps(request).encode())
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
