@@ -178,6 +178,21 @@ def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -
     assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"
 
 
+def test_the_cause_of_a_failure_is_shown_without_the_lines_of_its_log(run: RunDir) -> None:
+    failure = {"rank": 3, "host": "node2", "how": "exit code 1"}
+    run.add_attempt(attempt(3, "crashed", "give_up", first_failure=failure))
+    run.write_result(RunResult.from_json({"state": "failed", "why": "rank 3 on node2: exit code 1"}))
+    log_of_rank = run.rank_log(3, 3)
+    fsio.make_dir(log_of_rank.parent)
+    text = "key planted-in-a-log\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. planted\n"
+    log_of_rank.write_text(text)
+    page = report(run.id)
+    [cause] = [text for text in page.texts if text.startswith("Cause: ")]
+    assert "memory" in cause
+    assert any(text.startswith("Next: ") for text in page.texts)
+    assert "planted" not in Path("out.html").read_text()
+
+
 def test_json_is_one_document_with_the_exact_extremes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     log(run, {1: {"train/loss": 1.0}, 2: {"train/loss": math.nan}, 3: {"train/loss": -7.5}})
     assert cli.main(["report", run.id, "--json"]) == EXIT_DONE

@@ -59,6 +59,11 @@ def facts_of(run: RunDir) -> ReportFacts:
     """Return what is known of ``run``; what is damaged is named and left out."""
     damage: list[str] = []
     told = why.facts(run)
+    # The line of a log that gave the cause away stays in the run folder.
+    diagnosis = (
+        {name: told["diagnosis"].get(name) for name in ("cause", "next", "rank", "host")} if told["diagnosis"] else None
+    )
+    told["diagnosis"] = diagnosis
     status, result = run.status(damage), run.result(damage)
     curves = _patiently(lambda: read_curves(lines.path_of(run), damage), {}, damage)
     figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}

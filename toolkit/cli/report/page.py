@@ -48,9 +48,12 @@ def _head(facts: ReportFacts) -> Html:
     line = [element("span", state, class_=f"state {state.split()[0].rstrip('?')}")]
     if facts.told["why"] and facts.told["why"] != state:
         line.append(text(f": {str(facts.told['why'])[:1000]}"))
+    words = [element("p", *line)]
+    if found := facts.told["diagnosis"]:
+        words += [element("p", f"Cause: {found['cause']}"), element("p", f"Next: {found['next']}")]
     figures = [element("li", element("b", value), name) for name, value in _key_figures(facts)]
     damage = [element("p", f"damaged: {what}", class_="bad") for what in facts.damage[:20]]
-    return join([element("h1", facts.title), element("p", *line), element("ul", *figures, class_="figures"), *damage])
+    return join([element("h1", facts.title), *words, element("ul", *figures, class_="figures"), *damage])
 
 
 def _key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
