@@ -94,9 +94,9 @@ def lines(efficiency: Efficiency | None) -> list[str]:
     if efficiency is None:
         return []
     used = efficiency.usage
-    rows = [("", "ASKED", "USED", "HELD IDLE"), *_rows(used)]
-    widths = [max(len(row[place]) for row in rows) for place in range(4)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    cells = [("", "ASKED", "USED", "HELD IDLE"), *rows(used)]
+    widths = [max(len(row[place]) for row in cells) for place in range(4)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     table += [f"{gpu} was allocated, and no rank used it" for gpu in used.unused_gpus]
     traffic = (
         f"disk: read {size_text(used.read_bytes)}, wrote {size_text(used.written_bytes)}; network of the nodes: "
@@ -115,11 +115,12 @@ def _advice(efficiency: Efficiency) -> list[str]:
     return [] if efficiency.sbatch is None else ["enough would have been:", f"  {efficiency.sbatch}"]
 
 
-def _rows(used: JobUsage) -> list[Row]:
+def rows(used: JobUsage) -> list[Row]:
+    """Return the table's rows: what, how much was asked, used, and held idle."""
     held_s = used.cpu_held_s / max(1, used.cpus)
     average = used.cpu_s / held_s if held_s else 0.0
     idle_h = max(0.0, used.cpu_held_s - used.cpu_s) / 3600
-    rows: list[Row] = [
+    found: list[Row] = [
         (
             "CPUs",
             f"{used.cpus} on {used.nodes} node{'s' * (used.nodes > 1)}",
@@ -129,7 +130,7 @@ def _rows(used: JobUsage) -> list[Row]:
     ]
     asked = used.memory_bytes
     spare = 0 if asked is None else max(0, asked - used.most_bytes)
-    rows.append(
+    found.append(
         (
             "memory",
             "no limit" if asked is None else f"{size_text(asked)} a node",
@@ -140,7 +141,7 @@ def _rows(used: JobUsage) -> list[Row]:
     if used.gpu_held_s:
         count = used.gpus_per_node * used.nodes
         idle_h = max(0.0, used.gpu_held_s - used.gpu_s) / 3600
-        rows.append(
+        found.append(
             (
                 "GPUs",
                 f"{count} on {used.nodes} node{'s' * (used.nodes > 1)}",
@@ -149,8 +150,8 @@ def _rows(used: JobUsage) -> list[Row]:
             )
         )
     limit = "no limit" if used.time_limit_s is None else in_units(used.time_limit_s)
-    rows.append(("time", limit, in_units(used.wall_s), ""))
-    return rows
+    found.append(("time", limit, in_units(used.wall_s), ""))
+    return found
 
 
 def scalars(usage: JobUsage | None) -> dict[str, float]:

@@ -178,6 +178,28 @@ def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -
     assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"
 
 
+def test_what_was_asked_and_used_is_a_table_with_the_next_request(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"nodes": 2, "tasks_per_node": 2, "cpus_per_task": 4, "cpus": 16, "memory_bytes": 64 << 30, "wall_s": 600.0}
+    used = {"cpu_s": 1200.0, "cpu_held_s": 9600.0, "most_cpus": 2.5, "most_bytes": 8 << 30, "most_bytes_host": "node2"}
+    efficiency = {"jobs": 1, "usage": {**asked, **used}, "sbatch": "sbatch --nodes=2 --mem=10G"}
+    run.write_result(RunResult.from_json({"state": "completed", "efficiency": efficiency}))
+    page = report(run.id)
+    row = page.texts.index("CPUs")
+    assert page.texts[row + 1 : row + 4] == [
+        "16 on 2 nodes",
+        "2.0 on average, 2.5 at a node's peak",
+        "88 % (2.3 CPU h)",
+    ]
+    assert "sbatch --nodes=2 --mem=10G" in page.text
+    capsys.readouterr()
+    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
+    [told] = json.loads(capsys.readouterr().out)["runs"]
+    assert told["efficiency"]["usage"]["cpus"] == 16
+    assert "last_lines" not in told
+
+
 def test_the_cause_of_a_failure_is_shown_without_the_lines_of_its_log(run: RunDir) -> None:
     failure = {"rank": 3, "host": "node2", "how": "exit code 1"}
     run.add_attempt(attempt(3, "crashed", "give_up", first_failure=failure))

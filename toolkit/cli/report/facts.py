@@ -18,6 +18,11 @@ from toolkit.records import FLAG, TEXT, Maybe, OrNull, Record
 from toolkit.run_files import AttemptRecord, RunStatus
 from toolkit.rundir import RunDir
 
+#: What of `toolkit why` may leave the run folder: no lines of logs.
+_TOLD = (
+    *("run", "state", "why", "cause", "diagnosis", "next", "loss", "last_checkpoint", "step_reached", "steps_lost"),
+    *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "efficiency"),
+)
 _SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
 #: The manifest of a larger checkpoint would take seconds to read.
 _LARGEST_MANIFEST_BYTES = 1 << 25
@@ -43,9 +48,9 @@ class ReportFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
-        told = {name: value for name, value in self.told.items() if name not in ("attempts", "first_failure", "damage")}
+        told = why.as_data(dict(self.told))
         return {
-            **told,
+            **{name: told[name] for name in _TOLD},
             "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in self.attempts],
             "figures": self.figures,
             "curves": {tag: curve.summary() for tag, curve in self.curves.items()},

@@ -76,6 +76,7 @@ def _about(facts: ReportFacts, number: str) -> Iterator[tuple[str, str, Html]]:
         "Time": lambda facts: sections.time_spent(facts.told["goodput"]),
         "Attempts": sections.timeline,
         "Nodes": sections.node_map,
+        "Efficiency": sections.usage,
         "Config": _config,
         "Environment": _environment,
     }

@@ -12,7 +12,7 @@ from toolkit.cli.report.curves import Curve, is_aside
 from toolkit.cli.report.facts import ReportFacts
 from toolkit.cli.report.html import Html, element, join, table
 from toolkit.durations import in_units
-from toolkit.metrics import goodput
+from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import AttemptRecord
 
 #: A longer list would not be read, and would not fit into the file.
@@ -173,6 +173,21 @@ def _attempt_row(attempt: AttemptRecord) -> list[object]:
     where = (attempt.attempt, attempt.job_id or "local", nodes, attempt.world_size or "")
     what = element("td", (attempt.line or "")[:500], class_="long")
     return [*where, steps, lasted, attempt.cause, attempt.decision, what]
+
+
+# ---------------------------------------------------------------------------------------------------------- efficiency
+
+
+def usage(facts: ReportFacts) -> Html:
+    """Return what was asked, used and held idle, what it cost, and how to ask the next time."""
+    found = facts.told["efficiency"]
+    if found is None:
+        return element("p", "What the run used was not measured.", class_="soft")
+    rows = efficiency.rows(found.usage)
+    more = efficiency.lines(found)[1 + len(rows) :]
+    return join(
+        [table("Asked and used", ("", "asked", "used", "held idle"), rows), *(element("p", line) for line in more)]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ node map
