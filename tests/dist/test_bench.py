@@ -50,6 +50,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
     "startup": (["--rounds", "1"], ["seconds to", "ours, no preflight", "ours"]),
+    "sweep": (["--points", "300"], ["submit 300 points", "status of all", "calls of sbatch: 1 "]),
     "strategies": ([], ["ddp", "fsdp"]),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.errors import SlurmError
 from toolkit.launch.record import ownership
+from toolkit.launch.supervise.facts import HALVED
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import states as slurm_states
@@ -38,7 +39,9 @@ class Standing:
 
     @property
     def is_to_retry(self) -> bool:
-        """True if the point has ended without its result, or will never start."""
+        """True if the point has ended without its result, or will never start. Not one that halving has ended."""
+        if (self.why or "").startswith(HALVED):
+            return False
         word = self.state.split()[0]
         return word in (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
 

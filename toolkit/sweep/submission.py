@@ -57,7 +57,16 @@ def check(request: Request, project: Path, executor: str) -> list[CheckedPoint]:
     refuse_unfit(folder.of_name("x").runs)
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
-    return list(points.checked(request, project, executor))
+    found = list(points.checked(request, project, executor))
+    if request.options.halving is not None and _metric(request, points.config_of(found[0])) is None:
+        raise RequestError(
+            "--halving: runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
+        )
+    return found
+
+
+def _metric(request: Request, config: JobConfig) -> str | None:
+    return request.options.metric or config.checkpoint.keep_best
 
 
 def submit(request: Request, project: Path, executor: str = "auto", slurm: SlurmCommands | None = None) -> Submitted:
@@ -127,7 +136,7 @@ def _prepare(sweep: SweepDir, request: Request, project: Path, config: JobConfig
         halving=None,
         max_running=None,
     )
-    said = {key: getattr(options, key) for key in ("metric", "halving", "max_running")}
+    said = {"metric": _metric(request, config), "halving": options.halving, "max_running": options.max_running}
     record = record.replace(config=str(request.config), **{key: v for key, v in said.items() if v is not None})
     for name in ("arrays", "logs"):
         fsio.make_dir(sweep.path / name)

@@ -38,6 +38,7 @@ class Attempt:
     heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
     result: RunResult | None = None  #: as rank 0 has delivered it
     stop: Stop | None = None
+    stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
     stop_asked: float | None = None
     left_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None

@@ -37,6 +37,7 @@ from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import RankFailure
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
 from toolkit.launch.supervise.user_requests import UserRequests
+from toolkit.launch.watch.halving import Halving
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunProgress, RunResult, RunState
@@ -59,6 +60,7 @@ class AttemptLoop:
     def __init__(self, context: Context, attempt: Attempt, step: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._step, self._store = context, attempt, step, store
         self._care = care
+        self._halving = Halving(context)
         self._hangs = HangWatch(context, attempt, step)
         self.stops = StopPath(context, attempt, step, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -112,6 +114,7 @@ class AttemptLoop:
         self._context.note_usage(self._attempt)
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
+        self._halving.look(self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
         self._care.look_for_dead(self._attempt)

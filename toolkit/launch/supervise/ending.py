@@ -19,7 +19,7 @@ from toolkit.launch.supervise.budgets import (
     fruitless_requeues,
     requeues_in_vain,
 )
-from toolkit.launch.supervise.facts import Cause, Decision, Ending, Facts, RankFailure, Stop, first_failure
+from toolkit.launch.supervise.facts import HALVED, Cause, Decision, Ending, Facts, RankFailure, Stop, first_failure
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
@@ -62,6 +62,8 @@ def judge(facts: Facts) -> Ending:
         return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
         return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
+    if facts.stop is Stop.HALVING and facts.stopped_cleanly:
+        return Ending(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
     # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
     # about to be taken away.
     is_mendable = facts.can_go_on and _is_left_alone(facts)

@@ -33,12 +33,17 @@ class Decision(StrEnum):
     GIVE_UP = "give_up"
 
 
+#: Begins the line about a run that its sweep has ended by halving.
+HALVED = "ended by halving"
+
+
 class Stop(StrEnum):
     """Why the supervisor ended the ranks, or asked them to stop."""
 
     CANCEL = "cancel"  #: `toolkit cancel`
     USER = "user"  #: `toolkit stop`, or Ctrl-C where the run lives in a terminal
     CLOCK = "clock"  #: the time limit is near
+    HALVING = "halving"  #: the run is not among the best of its sweep
     MOVE = "move"  #: a spare node is to replace one that is drained or sick
     SIGNAL = "signal"  #: TERM, USR1 or USR2, from Slurm, a site or a user; the row may say why
 
@@ -95,6 +100,7 @@ class Facts:
     failures: tuple[RankFailure, ...] = ()
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
+    stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
     left_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
     slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers

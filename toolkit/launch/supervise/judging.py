@@ -94,6 +94,7 @@ def _facts(context: Context, attempt: Attempt) -> Facts:
         failures=tuple(attempt.failures),
         stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
         stop=attempt.stop,
+        stop_note=attempt.stop_note,
         left_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.left_nodes.items()),
         slurm=attempt.slurm,
         lost_nodes=tuple(sorted(attempt.lost_nodes)),

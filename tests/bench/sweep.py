@@ -1,0 +1,72 @@
+"""Submitting and watching 10,000 points: seconds, calls of sbatch, questions to Slurm, beside submitit's map_array.
+
+Slurm is the one in memory, so the figures are the submitter's own. submitit's are the files that its
+``SlurmExecutor.map_array`` writes for as many tasks, before it calls sbatch once.
+
+    python -m tests.bench.sweep [--points 10000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from toolkit.cli import show
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.shared_queue import SharedQueue
+from toolkit.sweep import request, states, submission
+from toolkit.sweep.request import Options
+
+ROOT = Path(__file__).parents[2]
+Value = TypeVar("Value")
+
+
+def timed(what: str, call: Callable[[], Value]) -> Value:
+    """Print the wall and CPU seconds of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    value = call()
+    print(f"{what:52} {time.perf_counter() - wall:6.2f} s wall {time.process_time() - cpu:6.2f} s CPU", flush=True)
+    return value
+
+
+def with_submitit(count: int, folder: Path) -> None:
+    """Write what submitit writes for an array of as many calls of a function with two numbers."""
+    from submitit.core.utils import DelayedSubmission
+
+    for number in range(count):
+        path = folder / f"{number}_submitted.pkl"
+        DelayedSubmission(print, 0.1, number).dump(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--points", type=int, default=10_000)
+    count = parser.parse_args(argv).points
+    slurm = FakeSlurm()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TOOLKIT_RUNS"] = f"{folder}/runs"
+        axes = [f"optim.lr=log(1e-4,1e-1,{math.ceil(count / 100)})", "train.seed=0..99"]
+        asked = request.read(ROOT / "configs/digits_ddp.yaml", axes, Options(max_running=100))
+        sent = timed(f"submit {count} points", lambda: submission.submit(asked, ROOT, "slurm", slurm))
+        timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm))
+        queue = SharedQueue(slurm, None)
+        found = timed(
+            "status of all, in the queue", lambda: states.standings(sent.sweep, queue.show_jobs, show.status_rows, [])
+        )
+        (Path(folder) / "submitit").mkdir()
+        timed("submitit: the files of as many tasks", lambda: with_submitit(count, Path(folder) / "submitit"))
+        calls, most = len(slurm.submitted), math.ceil(sent.new / slurm.max_array_size)
+        print(f"calls of sbatch: {calls} (at least {most} arrays); questions of status: {len(slurm.asked_for_jobs)}")
+        print(f"points in the table: {len(found)}, {sum(each.state == 'queued' for each in found)} of them queued")
+    return 0 if (calls, len(slurm.asked_for_jobs)) == (most, 1) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Successive halving: which runs of a sweep go on from a rung."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from toolkit import fsio, rundir
+from toolkit.launch.job.fate import JobFate
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.ending import judge
+from toolkit.launch.supervise.facts import Cause, Decision, Facts, Stop
+from toolkit.launch.supervise.stop_path import StopPath
+from toolkit.launch.watch.halving import Halving, worse_than
+from toolkit.run_files import RunProgress, SweepPoint
+from toolkit.rundir import RunDir
+
+
+def test_of_runs_in_a_random_order_about_a_third_goes_on_and_the_best_always(tmp_path: Path) -> None:
+    values = list(range(81))
+    random.Random(3).shuffle(values)
+    passed = [value for value in values if worse_than(tmp_path / "rung-1", f"p{value}", float(value), 3) is None]
+    assert 0 in passed
+    # Early runs are compared with few others, so some go on that would not have later.
+    assert 20 <= len(passed) <= 41
+    assert sum(value < 27 for value in passed) > 18
+
+
+def test_a_run_is_judged_once_and_a_damaged_record_ends_none(tmp_path: Path) -> None:
+    rung = tmp_path / "rung-1"
+    for number in range(3):
+        worse_than(rung, f"p{number}", float(number), 2)
+    assert worse_than(rung, "late", 9.0, 2) == "number 4 of 4, and the best 2 go on"
+    assert worse_than(rung, "late", 9.0, 2) is None  # resumed by its user
+    assert worse_than(rung, "nan", float("nan"), 2) == "not a number"
+    (rung / "p9=x").touch()
+    assert worse_than(rung, "other", 99.0, 2) is None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = rundir.create("name", tmp_path / "runs")
+    point = SweepPoint("mine", "p", {}, metric="-eval/loss", halving=2)
+    fsio.write_json(run.path / "point.json", point.to_file())
+    fsio.make_dir(run.path.parent.parent / ".sweeps/mine")
+    return run
+
+
+def look(halving: Halving, step: int, loss: float | None) -> tuple[list[Stop], Any]:
+    metrics = {} if loss is None else {"eval/loss": loss}
+    progress = RunProgress(step=step, total_steps=100, metrics=metrics)
+    attempt = SimpleNamespace(progress=progress, stop=None, stop_note="")
+    asked: list[Stop] = []
+    halving.look(cast(Attempt, attempt), cast(StopPath, SimpleNamespace(ask=asked.append)))
+    return asked, attempt
+
+
+def test_a_run_is_stopped_at_the_first_rung_where_others_are_better(run: RunDir) -> None:
+    for rung in (1, 2, 3, 4):
+        place = fsio.make_dir(run.path.parent.parent / f".sweeps/mine/rung-{rung}")
+        for number, loss in enumerate((0.5, 0.6, 3.0)):
+            (place / f"q{number}={loss if rung < 3 else loss + 9}").touch()
+    halving = Halving(cast(Any, SimpleNamespace(run=run)))
+    assert look(halving, 5, 2.0)[0] == []  # before the first rung
+    assert look(halving, 6, None)[0] == []  # no figure yet
+    assert look(halving, 7, 2.0)[0] == []  # rung 4: the others were worse
+    asked, attempt = look(halving, 25, 2.0)
+    assert asked == [Stop.HALVING]
+    assert attempt.stop_note == "ended by halving at step 25: eval/loss 2 is number 3 of 4, and the best 2 go on"
+    verdict = judge(Facts(75, stopped_cleanly=True, stop=Stop.HALVING, stop_note=attempt.stop_note, step_end=26))
+    assert (verdict.cause, verdict.decision) == (Cause.STOPPED, Decision.FINISH)
+    assert verdict.line.startswith(attempt.stop_note)
+    cancelled = judge(Facts(75, stopped_cleanly=True, stop=Stop.HALVING, slurm=JobFate.CANCELLED))
+    assert cancelled.cause is Cause.CANCELLED
+
+
+def test_a_run_of_no_sweep_is_compared_with_nothing(tmp_path: Path) -> None:
+    halving = Halving(cast(Any, SimpleNamespace(run=rundir.create("name", tmp_path))))
+    assert look(halving, 50, 9.0)[0] == []
