@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves,
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
+from toolkit.rundir import RunDir
 
 _IMAGES = 16
 #: Keys by which runs are not compared. TensorBoard shows only the first columns without scrolling.
@@ -56,6 +58,12 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
     """Return the job's own keys, as hyper-parameters."""
     return _shown(leaves(config.params))
+
+
+def swept_hparams(run_dir: Path) -> dict[str, bool | int | float | str]:
+    """Return the values of the keys that the run's sweep varies, as hyper-parameters; none without a sweep."""
+    point = RunDir(run_dir).point([])
+    return {} if point is None else _shown(point.values.items())
 
 
 def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:

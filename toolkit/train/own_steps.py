@@ -15,7 +15,7 @@ from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.describe import own_hparams
+from toolkit.train.describe import own_hparams, swept_hparams
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.log_window import LogWindow
 from toolkit.train.not_finite import weights_are_finite
@@ -65,8 +65,8 @@ class OwnSteps:
         self._stack.enter_context(self._life.open())
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
-            if self.config.params:
-                self._life.sink.hparams(own_hparams(self.config))
+            if values := own_hparams(self.config) | swept_hparams(self._session.run_dir):
+                self._life.sink.hparams(values)
         self._life.begin()
         return loaded
 

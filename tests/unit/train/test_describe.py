@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from toolkit import fsio
 from toolkit.config import load_config
 from toolkit.metrics.sinks import NullSink
-from toolkit.train.describe import describe_run
+from toolkit.run_files import SweepPoint
+from toolkit.train.describe import describe_run, swept_hparams
 
 
 class HparamsKept(NullSink):
@@ -33,3 +36,12 @@ def test_settings_of_an_optimizer_are_hyper_parameters_as_far_as_there_are_any()
         "optim.min_lr": 0.0,
         "optim.warmup_steps": 0,
     }
+
+
+def test_what_a_sweep_varies_is_a_hyper_parameter(tmp_path: Path) -> None:
+    assert swept_hparams(tmp_path) == {}
+    point = SweepPoint(
+        "mine", "p", {"optim.lr": 0.25, "train.seed": 3, "optim.betas": [0.9, 0.95], "params.name": None}
+    )
+    fsio.write_json(tmp_path / "point.json", point.to_file())
+    assert swept_hparams(tmp_path) == {"optim.lr": 0.25, "train.seed": 3, "optim.betas": "[0.9, 0.95]"}
