@@ -40,4 +40,5 @@ def _what(entry: Mapping[str, Any]) -> str:
     verb = "is" if entry["until"] is None else "was"
     ranks = hostlist.compress(map(str, entry["ranks"])).strip("[]")
     who = f"{entry['host']} (rank{'s' * (len(entry['ranks']) > 1)} {ranks})"
-    return f"{who} {verb} {entry['ratio']:.1f} times slower than the others for {in_one_unit(entry['slow_s'])}"
+    ratio = f"{entry['ratio']:.1f}" if entry["ratio"] >= 1.2 else f"{entry['ratio']:.2f}"
+    return f"{who} {verb} {ratio} times slower than the others for {in_one_unit(entry['slow_s'])}"

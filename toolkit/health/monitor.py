@@ -50,7 +50,7 @@ def main() -> None:
     except NvmlError as error:
         _show(log=f"the GPUs are not watched: {error}")
     sampler = usage.NodeSampler(usage.JobProcesses(os.getppid(), os.environ), nvml)
-    health, number, cost_s = sickness.Sickness(), 0, 0.0
+    health, number, cost_s = sickness.Sickness(nvml=nvml), 0, 0.0
     sample_at = begin = time.monotonic()
     look_at = begin + FIRST_LOOK_S
     while True:

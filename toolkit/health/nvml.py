@@ -93,7 +93,6 @@ class Condition:
     recovery_action: int | None = None  #: 0 for none; nvmlDeviceGpuRecoveryAction_t
     uncorrected_errors: int | None = None  #: of its memory, since the driver was loaded
     remapped_rows: int | None = None  #: of its memory, after uncorrected errors
-    is_remap_pending: bool | None = None
     has_remap_failed: bool | None = None
     slow_reasons: int | None = None
     link_width: int | None = None  #: lanes of PCIe, now and at most
@@ -157,7 +156,6 @@ class Nvml:
             recovery_action=self._recovery_action(gpu),
             uncorrected_errors=errors.value if code == SUCCESS else None,
             remapped_rows=rows.value if knows_rows else None,
-            is_remap_pending=bool(is_pending.value) if knows_rows else None,
             has_remap_failed=bool(has_failed.value) if knows_rows else None,
             slow_reasons=reasons,
             link_width=self._number("nvmlDeviceGetCurrPcieLinkWidth", gpu, c_uint),

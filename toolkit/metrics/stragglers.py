@@ -20,6 +20,12 @@ SLOW_RATIO = 1.3
 #: A rank is slow for long if it is slow in this many logging windows in a row that span this many seconds. A data set's
 #: cold start, a burst on the shared disk and a garbage collection are over before.
 WINDOWS, SPAN_S = 5, 60.0
+#: A rank that is only a little slower is told from noise by more windows. They are taken in blocks of at least so many
+#: windows and seconds. The median of a block is not moved by a burst that is shorter than half of it.
+BLOCK_WINDOWS, BLOCK_S = 15, 300.0
+#: It is slow if the median is above this ratio in so many blocks in a row; it has recovered at the first one below the
+#: second ratio. ``python -m tests.scale "slow ranks"`` shows how often that is wrong, and how soon it is right.
+SLIGHT_RATIO, SLIGHT_BLOCKS, WELL_RATIO = 1.06, 6, 1.03
 
 
 @dataclass
@@ -60,6 +66,9 @@ class Stragglers:
         self._began = clock()
         self._running: dict[int, _Streak] = {}
         self._named: dict[int, _Streak] = {}
+        self._slight: dict[int, _Streak] = {}  #: blocks in a row
+        self._block: list[Sequence[float]] = []  #: the ratios of all ranks in each window of the block
+        self._block_began = self._began
 
     def update(self, own_s: Sequence[float]) -> None:
         """Judge the window that has ended. A step in it took rank r ``own_s[r]`` seconds of its own."""
@@ -71,6 +80,10 @@ class Stragglers:
             elif rank in self._running:
                 self._running.pop(rank).until = now
         self._began = now
+        if usual:
+            self._block.append([seconds / usual for seconds in own_s])
+        if len(self._block) >= BLOCK_WINDOWS and now - self._block_began >= BLOCK_S:
+            self._end_block(now)
 
     def _was_slow(self, rank: int, ratio: float, now: float) -> None:
         streak = self._running.setdefault(rank, _Streak(self._began))
@@ -78,6 +91,24 @@ class Stragglers:
         streak.ratios += ratio
         if streak.windows >= self._windows and now - streak.since >= self._span_s:
             self._named[rank] = streak
+
+    def _end_block(self, now: float) -> None:
+        """Judge the block that has ended: which ranks were a little slower throughout."""
+        began, self._block_began = self._block_began, now
+        block, self._block = self._block, []
+        for rank, ratios in enumerate(zip(*block, strict=False)):
+            ratio = median(ratios)
+            streak = self._slight.get(rank)
+            # A rank that is named keeps its streak until it is well again: near the limit it would come and go.
+            is_named = streak is not None and self._named.get(rank) is streak
+            if ratio > (WELL_RATIO if is_named else SLIGHT_RATIO):
+                streak = self._slight.setdefault(rank, _Streak(began))
+                streak.windows += 1
+                streak.ratios += ratio
+                if streak.windows >= SLIGHT_BLOCKS and rank not in self._running:
+                    self._named[rank] = streak
+            elif streak is not None:
+                self._slight.pop(rank).until = now
 
     def named(self) -> list[Straggler]:
         """Return the nodes that were slow for long so far, each with its last such time. Ordered by rank."""

@@ -1,31 +1,36 @@
-"""What counts as sick, on a made-up node: folders in place of ``/sys`` and ``/tmp``, lines in place of nvidia-smi's."""
+"""What counts as sick, on a made-up node: folders in place of ``/sys`` and ``/tmp``, a library in place of NVIDIA's."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.health.conftest import FakeDriver
 from toolkit.health import sickness
+from toolkit.health.nvml import Nvml, NvmlError
 from toolkit.health.sickness import FULL_LOOKS, HOT_LOOKS, LOOK_EVERY_S, LOOKS_PER_GPU_LOOK, SLOW_GPU_LOOKS, Sickness
 
-WELL = "0, 0, Not Active"
+#: What two GPUs tell that are well, and work.
+WELL = {
+    **dict.fromkeys(("ecc", "rows", "recovery", "reasons"), (0, 0)),
+    **dict.fromkeys(("width", "most_width"), (16, 16)),
+    **dict.fromkeys(("generation", "most_generation"), (5, 5)),
+    "busy": (100, 100),
+}
 
 
 class Node:
     """A node's counters, and what its GPUs say."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, nvml: Nvml | None = None) -> None:
         self._devices = root / "sys/devices/system"
         (root / "tmp").mkdir()
-        self.gpus: list[str] = []
-        self.times_asked = 0
         self.heat(0)
         self.write("edac/mc/mc0/ue_count", 2)
-        self.sickness = Sickness(root, self.ask)
+        self.sickness = Sickness(root, nvml)
 
     def write(self, name: str, value: int | str) -> None:
         path = self._devices / name
@@ -34,10 +39,6 @@ class Node:
 
     def heat(self, count: int) -> None:
         self.write("cpu/cpu1/thermal_throttle/core_throttle_count", count)
-
-    def ask(self) -> list[str]:
-        self.times_asked += 1
-        return self.gpus
 
     def look(self, times: int = 1) -> list[str]:
         return [finding for _ in range(times) for finding in self.sickness.look()]
@@ -49,7 +50,6 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_nothing_is_wrong_with_a_node_whose_counters_stand_still(node: Node) -> None:
-    node.gpus = ["0, 7, Not Active", "1, [N/A], [N/A]"]
     node.heat(1_000_000)
     assert node.look(2 * HOT_LOOKS) == []
 
@@ -80,35 +80,92 @@ def test_processors_that_cool_down_in_between_are_well(node: Node) -> None:
         assert node.look() == []
 
 
-def test_a_gpu_is_asked_at_most_once_a_minute(node: Node) -> None:
-    node.look(10)
-    assert node.times_asked == 5
+MINUTES = LOOKS_PER_GPU_LOOK * SLOW_GPU_LOOKS
+
+
+@pytest.fixture
+def gpu_node(tmp_path: Path, driver: FakeDriver) -> Node:
+    driver.tell({**WELL, "ecc": (7, 0)})
+    return Node(tmp_path, Nvml(None, driver.library))
+
+
+def test_gpus_are_asked_at_most_once_a_minute(gpu_node: Node, driver: FakeDriver) -> None:
+    gpu_node.look()
+    driver.tell({**WELL, "ecc": (8, 0)})
+    assert gpu_node.look(LOOKS_PER_GPU_LOOK - 1) == []
+    assert gpu_node.look() == ["uncorrected memory errors (ECC of GPU 0)"]
     assert LOOK_EVERY_S * LOOKS_PER_GPU_LOOK >= 60
 
 
-def test_gpu_memory_that_fails_is_told_with_its_gpu(node: Node) -> None:
-    node.gpus = [WELL, "1, 5, Not Active"]
-    node.look()
-    node.gpus = [WELL, "1, 6, Not Active"]
-    assert node.look(4) == ["uncorrected memory errors (ECC of GPU 1)"]
+def test_gpus_that_are_well_or_tell_nothing_are_not_sick(gpu_node: Node, driver: FakeDriver) -> None:
+    assert gpu_node.look(3 * MINUTES) == []
+    driver.tell({})  # nothing is supported
+    assert gpu_node.look(3 * MINUTES) == []
+    # Idle GPUs save power; idleness, a power cap by software and clocks set by an administrator are no faults.
+    driver.tell({**WELL, "ecc": (7, 0), "generation": (1, 1), "busy": (0, 0), "reasons": (0x1 | 0x4 | 0x2, 0x100)})
+    assert gpu_node.look(3 * MINUTES) == []
 
 
-def test_a_gpu_that_slows_itself_down_for_minutes_is_told(node: Node) -> None:
-    node.gpus = ["0, 0, Active"]
-    assert node.look(LOOKS_PER_GPU_LOOK * (SLOW_GPU_LOOKS - 1)) == []
-    assert node.look(LOOKS_PER_GPU_LOOK) == ["GPU 0 slowed down by heat or power"]
+@pytest.mark.parametrize(
+    ("values", "finding"),
+    [
+        ({"ecc": (7, 1)}, "uncorrected memory errors (ECC of GPU 1)"),
+        ({"rows": (0, 2)}, "GPU 1 has remapped rows of its memory after uncorrected errors"),
+        ({"failed": (1, 0)}, "GPU 0 has memory rows that could not be remapped"),
+        ({"recovery": (1, 0)}, "GPU 0 needs a reset"),
+        ({"recovery": (0, 2)}, "GPU 1 needs a reboot of the node"),
+        ({"recovery": (0, 99)}, "GPU 1 needs recovery action 99"),
+        ({"lost": (1, 0)}, "GPU 0 is lost: the driver cannot reach it"),
+    ],
+)
+def test_a_gpu_that_fails_is_told_once(
+    gpu_node: Node, driver: FakeDriver, values: dict[str, tuple[int, int]], finding: str
+) -> None:
+    gpu_node.look()
+    driver.tell({**WELL, "ecc": (7, 0), **values})
+    assert gpu_node.look(2 * MINUTES) == [finding]
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "nvidia-smi")])
-def test_a_node_without_gpus_or_with_a_failing_driver_is_watched_as_well(tmp_path: Path, error: Exception) -> None:
-    def fail() -> list[str]:
-        raise error
+@pytest.mark.parametrize(
+    ("values", "finding"),
+    [
+        ({"reasons": (0x08, 0)}, "GPU 0 slowed down by heat or power"),
+        ({"reasons": (0, 0x40)}, "GPU 1 slowed down by heat or power"),
+        ({"reasons": (0, 0x80)}, "GPU 1 slowed down by heat or power"),
+        ({"width": (16, 8)}, "GPU 1 has 8 of its 16 PCIe lanes"),
+        ({"generation": (3, 5)}, "GPU 0 is linked by PCIe 3 and not 5 while it works"),
+    ],
+)
+def test_a_gpu_that_stays_slow_for_minutes_is_told(
+    gpu_node: Node, driver: FakeDriver, values: dict[str, tuple[int, int]], finding: str
+) -> None:
+    driver.tell({**WELL, "ecc": (7, 0), **values})
+    assert gpu_node.look(MINUTES - LOOKS_PER_GPU_LOOK) == []
+    driver.tell({**WELL, "ecc": (7, 0)})  # a break
+    gpu_node.look(LOOKS_PER_GPU_LOOK)
+    driver.tell({**WELL, "ecc": (7, 0), **values})
+    assert gpu_node.look(MINUTES - LOOKS_PER_GPU_LOOK) == []
+    assert gpu_node.look(LOOKS_PER_GPU_LOOK) == [finding]
 
-    node = Node(tmp_path)
-    node.sickness = Sickness(tmp_path, fail)
-    node.look()
-    node.write("edac/mc/mc0/ue_count", 3)
-    assert node.look(2) == ["uncorrected memory errors (mc0 of EDAC)"]
+
+def test_xid_errors_of_the_hardware_are_told_and_those_of_programs_are_not(gpu_node: Node, driver: FakeDriver) -> None:
+    gpu_node.look(LOOKS_PER_GPU_LOOK)
+    for gpu, number in ((0, 31), (1, 79), (0, 13), (0, 48)):
+        driver.xid(gpu, number)
+    assert gpu_node.look(LOOKS_PER_GPU_LOOK) == [
+        "GPU 1: fallen off the bus (Xid 79)",
+        "GPU 0: uncorrected memory error (Xid 48)",
+    ]
+
+
+def test_only_the_jobs_own_gpus_are_watched(tmp_path: Path, driver: FakeDriver) -> None:
+    for visible, indices in {None: [0, 1], "1": [1], "GPU-00000000": [0], "": [], "MIG-7": [0, 1]}.items():
+        assert [gpu.index for gpu in Nvml(visible, driver.library).gpus] == indices
+    with pytest.raises(NvmlError, match="libnone"):
+        Nvml(None, "libnone.so")
+    driver.tell({"init": (1, 1)})
+    with pytest.raises(NvmlError, match="code 9"):
+        Nvml(None, driver.library)
 
 
 def test_a_disk_that_stays_full_is_told(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

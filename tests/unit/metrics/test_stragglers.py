@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from toolkit.metrics.stragglers import Stragglers, usual_of
+from tests.scale.slow_ranks import DAY, named, own_times, planted
+from toolkit.metrics.stragglers import BLOCK_WINDOWS, SLIGHT_BLOCKS, Stragglers, usual_of
 
 EVEN = (1.0, 1.05, 0.95, 1.0)
 
@@ -95,3 +97,35 @@ def test_what_is_usual_for_all_is_slow_for_nobody() -> None:
 )
 def test_the_usual_time_is_the_others(own_s: list[float], usual: float) -> None:
     assert usual_of(own_s) == usual
+
+
+SLIGHTLY = (1.0, 1.02, 1.1, 0.98)
+
+
+def test_a_rank_that_is_a_tenth_slower_is_named_after_half_an_hour_until_it_is_well() -> None:
+    world = World()
+    world.windows(BLOCK_WINDOWS * SLIGHT_BLOCKS - 1, SLIGHTLY, every_s=20.0)
+    assert world.named() == []
+    world.windows(1, SLIGHTLY, every_s=20.0)
+    (entry,) = world.named()
+    assert (entry["host"], entry["ranks"], entry["until"]) == ("node2", [2], None)
+    assert entry["ratio"] == pytest.approx(1.1, abs=0.05)
+    world.windows(BLOCK_WINDOWS, (1.0, 1.0, 1.04, 1.0), every_s=20.0)  # below the limit, and not yet well
+    assert world.slow() == {"node2": [2]}
+    world.windows(2 * BLOCK_WINDOWS, EVEN, every_s=20.0)
+    assert world.slow() == {}
+
+
+def test_a_burst_in_each_block_does_not_make_a_slow_rank() -> None:
+    world = World()
+    for _ in range(3 * SLIGHT_BLOCKS):
+        world.windows(4, (1.0, 1.0, 2.0, 1.0), every_s=20.0)
+        world.windows(BLOCK_WINDOWS - 4, EVEN, every_s=20.0)
+    assert world.named() == []
+
+
+def test_a_rank_that_is_a_tenth_slower_is_found_in_made_up_noise_and_no_other_one() -> None:
+    """A part of what `python -m tests.scale "slow ranks"` measures."""
+    assert [planted(8, seed) is not None for seed in range(5)] == [True] * 5
+    times = own_times(np.random.default_rng(7), 16, DAY)
+    assert named(times) == {}
