@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
-from toolkit.launch.job import nodes
+from toolkit.launch.job import node_history, nodes
 from toolkit.launch.record import changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
@@ -70,6 +70,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "changes": row["changes"],
+        "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
     }
@@ -126,6 +127,7 @@ def page(told: dict[str, Any]) -> str:
     lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
     lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]

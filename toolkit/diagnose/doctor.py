@@ -14,7 +14,7 @@ from toolkit.config import JobConfig
 from toolkit.diagnose.srun_checks import Start, ask_nodes
 from toolkit.diagnose.versions import versions
 from toolkit.errors import RequestError, SlurmError
-from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest
+from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest, speed
 from toolkit.health.verdict import NodesReport, judge, prevented
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.line_channel import LineChannel, open_channel
@@ -34,6 +34,8 @@ COLUMNS = {
     "TAKEN": "cpus taken",
     "GPUS": "gpus",
     "GPU MEM": "gpu memory",
+    "CORE": speed.CORE,
+    "MEMORY": speed.MEMORY,
     "RUNS FREE": "run folder space",
     "TEMP FREE": "temp space",
     "CLOCK": "clock",
@@ -93,7 +95,8 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> NodesRe
     # The nodes are not chosen yet: they check the network against the first of them, and have no names until they
     # answer.
     shared = SharedFolder(_folder())
-    request = CheckRequest(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
+    gpus = cluster.gpus_per_node
+    request = CheckRequest(str(shared.path), shared.token, [cpus], gpus, FIRST_NODE, may_load=True)
     options = [f"--cpus-per-task={cpus}", *sbatch.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 

@@ -54,6 +54,7 @@ class CheckRequest:
     gpus: int = 0  #: that a node must have
     peer: str = LAUNCHER  #: a node on the network of the ranks, by name or address, or one of the two words above
     disk_limit_s: float = DISK_LIMIT_S
+    may_load: bool = False  #: no ranks work on the node: its speed may be measured
 
     def cpus_of(self, task: int) -> int:
         """Return the number of CPUs that the ranks of srun's task ``task`` need."""

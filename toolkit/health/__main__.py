@@ -25,6 +25,7 @@ from toolkit.health import (
     devices,
     host,
     ok,
+    speed,
     storage,
 )
 from toolkit.slurm import network
@@ -95,6 +96,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         _quick(lambda: [cpus.check_cpus(asked)]),
         _quick(lambda: [cpus.check_taken(asked)]),
         _quick(lambda: _check_limits(request.gpus)),
+        *([_quick(speed.check_speeds)] if request.may_load else []),
         disk("shared folder", runs, lambda: storage.check_shared(folder, request.token, name)),
         disk("run folder space", runs, lambda: storage.check_space("run folder space", runs)),
         disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),

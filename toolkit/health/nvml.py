@@ -164,6 +164,12 @@ class Nvml:
             most_link_generation=self._number("nvmlDeviceGetMaxPcieLinkGeneration", gpu, c_uint),
         )
 
+    def link(self, gpu: NvidiaGpu) -> tuple[int, int]:
+        """Return the generation of the PCIe link now, and its lanes; 0 where they are not known."""
+        names = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
+        generation, lanes = (self._number(name, gpu, c_uint) or 0 for name in names)
+        return generation, lanes
+
     def xids(self) -> list[tuple[str, int]]:
         """Return the Xid errors since the last call: the GPU's index, or ``?``, and the number."""
         found: list[tuple[str, int]] = []

@@ -43,6 +43,7 @@ class GpuUsage:
     power_w: float = 0.0
     energy_j: float = 0.0
     idle_s: float = 0.0  #: since a sample last found it busy, or since the first one
+    link: tuple[int, int] = (0, 0)  #: generation and lanes of PCIe, at best: an idle GPU slows its link down
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NodeUsage:
     @staticmethod
     def parse(content: Mapping[str, Any]) -> NodeUsage:
         """Return the usage in a message. Raises TypeError if it is none."""
-        gpus = tuple(GpuUsage(**gpu) for gpu in content["gpus"])
+        gpus = tuple(GpuUsage(**{**gpu, "link": tuple(gpu["link"])}) for gpu in content["gpus"])
         return NodeUsage(**{**content, "gpus": gpus})
 
 
@@ -307,4 +308,5 @@ class NodeSampler:
             energy_j,
             # A driver that does not tell leaves it open whether the GPU is idle.
             0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
+            max(known.link, self._nvml.link(gpu)),
         )

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 from toolkit import hostlist
 from toolkit.health import CheckAnswer, Finding, Severity, ok
+from toolkit.health.speed import SPEEDS
 
 #: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
 #: refused.
 BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
+#: A node whose core or memory is slower than this share of the median is slow. Nodes of one kind differ by some
+#: percent, and other jobs on them make a difference of a quarter.
+SLOW_SHARE = 0.6
 #: Checks that say nothing about a single node: the result is the same on the next.
 NOT_THE_NODES = frozenset({"run folder space"})
 
@@ -32,6 +36,12 @@ class NodesReport:
     common: tuple[str, ...]
     took_s: float
     unknown: tuple[str, ...] = ()
+
+    @property
+    def slow(self) -> dict[str, str]:
+        """The nodes that are slower than the others, each with what is slow."""
+        texts = {host: [f.text for f in each if f.check in SPEEDS and f.text] for host, each in self.findings.items()}
+        return {host: "; ".join(slow) for host, slow in texts.items() if slow}
 
     @property
     def is_fine(self) -> bool:
@@ -96,7 +106,7 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
         return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
     # Add the findings that need a comparison of the nodes.
     by_host = {node.name: list(node.findings or ()) for node in nodes}
-    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes)):
+    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes), *_speeds(nodes)):
         by_host[host].append(finding)
     bad_texts: dict[str, list[str]] = {}
     for findings in by_host.values():
@@ -202,3 +212,21 @@ def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
                 "which is down; have it drained"
             )
             yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)
+
+
+def _speeds(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+    """Find nodes with a slow core or memory. All ranks would wait for theirs."""
+    for check in SPEEDS:
+        values: dict[str, Finding] = {}
+        for node in nodes:
+            for each in node.findings or ():
+                if each.check == check and each.value:
+                    values[node.name] = each
+        if len(values) < 3:  # of two nodes either may be the odd one
+            continue
+        usual = statistics.median(each.value or 0.0 for each in values.values())
+        for host, each in values.items():
+            share = (each.value or 0.0) / usual
+            if share < SLOW_SHARE:
+                text = f"its {check} is {each.figure}, {share:.0%} of the others': all ranks would wait for its own"
+                yield host, Finding(check, "warning", each.figure, text.replace("%", " %"), each.value)

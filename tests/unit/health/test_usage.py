@@ -162,11 +162,13 @@ def test_gpus_are_summed_up_from_sample_to_sample(tmp_path: Path, driver: FakeDr
     for busy, memory, millijoules in ((100, 3 << 30, 905_000), (50, 2 << 30, 1_805_000)):
         now += 10
         values = {"busy": (busy, 0), "memory": (memory, 1 << 20), "milliwatts": (90_000, 60_000)}
+        # It slows its link down when it is idle.
+        values |= {"generation": (5 if busy == 100 else 1, 0), "width": (16, 16)}
         driver.tell({**values, "millijoules": (millijoules, 7)})
         usage = sampler.sample()
     first, second = usage.gpus
-    assert first == GpuUsage(0, 0.5, 15.0, 2 << 30, 3 << 30, 90.0, 1800.0, 0.0)
-    assert second == GpuUsage(1, 0.0, 0.0, 1 << 20, 1 << 20, 60.0, 0.0, 20.0)
+    assert first == GpuUsage(0, 0.5, 15.0, 2 << 30, 3 << 30, 90.0, 1800.0, 0.0, (5, 16))
+    assert second == GpuUsage(1, 0.0, 0.0, 1 << 20, 1 << 20, 60.0, 0.0, 20.0, (0, 16))
 
 
 def test_a_gpu_that_counts_no_energy_is_reckoned_by_its_power(tmp_path: Path, driver: FakeDriver) -> None:

@@ -14,7 +14,7 @@ from toolkit.config.schema import PriceConfig
 from toolkit.health.usage import GpuUsage, NodeUsage
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import job_usage
-from toolkit.launch.record.job_usage import UsageRecorder, unused_gpus
+from toolkit.launch.record.job_usage import UsageRecorder, slow_links, unused_gpus
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import parse_jobs
@@ -130,3 +130,20 @@ def test_an_unused_gpu_is_logged_once_in_each_attempt(run: RunDir, caplog: pytes
 def test_slurms_answer_about_a_job_tells_the_memory_of_a_node(text: str, expected: int | None) -> None:
     (row,) = parse_jobs(f"JobId=7\n   JobState=RUNNING\n   {text}\n")
     assert row.memory_bytes == expected
+
+
+def linked(*links: tuple[int, int], busy_s: float = 400.0) -> NodeUsage:
+    return replace(NODE, gpus=tuple(GpuUsage(index, busy_s=busy_s, link=link) for index, link in enumerate(links)))
+
+
+def test_a_gpu_with_a_slower_link_than_the_others_makes_its_node_sick() -> None:
+    """All of them say that they have their maximum: the riser of one node is an older one."""
+    even = linked((5, 16), (5, 16))
+    assert slow_links({"n1": even, "n2": even}) == {}
+    found = slow_links({"n1": even, "n2": linked((5, 16), (5, 8)), "n3": linked((4, 16), (5, 16))})
+    assert found == {
+        "n2": "GPU 1 is linked by PCIe 5 x8, and most GPUs of the job by 5 x16",
+        "n3": "GPU 0 is linked by PCIe 4 x16, and most GPUs of the job by 5 x16",
+    }
+    assert slow_links({"n1": even, "n2": linked((1, 16), (0, 0), busy_s=10.0)}) == {}, "it has not worked yet"
+    assert slow_links({"n1": linked((5, 16), (5, 8))}) == {}, "either of two may be the odd one"

@@ -23,10 +23,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit import config as configs
-    from toolkit import logs
+    from toolkit import logs, rundir
     from toolkit.cli import show
     from toolkit.diagnose import doctor
     from toolkit.diagnose.versions import versions
+    from toolkit.launch.job import node_history
 
     files = [word for word in args.overrides if "=" not in word]
     if len(files) > 1 or (args.nodes is not None and args.nodes < 1):
@@ -48,6 +49,8 @@ def run(args: Namespace) -> int:
         rows = doctor.rows(report)
         # The table is for several nodes; what is wrong follows in sentences.
         page += ["", *([show.table(rows), ""] if len(rows) > 1 else []), *report.summary()]
+        answer["doubtful_nodes"] = doubtful = node_history.doubtful(rundir.runs_root())
+        page += [f"{host} {text}" for host, text in doubtful.items()]
         is_fine = report.is_fine
     print(show.as_json(answer) if args.json else "\n".join(page))
     return EXIT_DONE if is_fine else EXIT_FAILED

@@ -16,6 +16,7 @@ from typing import Any
 from toolkit import fsio, logs, records
 from toolkit.config import JobConfig
 from toolkit.json_record import JsonRecord, shape_of
+from toolkit.launch.job import node_history
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise.ending import SUSPICIONS_TO_CONDEMN
 from toolkit.records import MapOf
@@ -55,6 +56,10 @@ class Nodes:
         self._bad = remembered(run)
         self._ailing: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
+        #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
+        self._doubtful = {h: why for h, why in node_history.doubtful_for(run).items() if h in allocation.hosts}
+        for host, why in self._doubtful.items():
+            log.warning("node %s %s", host, why)
 
     @property
     def bad(self) -> Mapping[str, BadNode]:
@@ -97,7 +102,11 @@ class Nodes:
         self._placed = [*plan.hosts]
 
     def _is_suspicious(self, host: str) -> bool:
-        return host in self._bad or host in self._ailing
+        return host in self._bad or host in self._ailing or host in self._doubtful
+
+    def doubt(self, slow: Mapping[str, str]) -> None:
+        """Note nodes that are slower than the others: where there are spares, these are used in their place."""
+        self._doubtful |= slow
 
     def _usable(self) -> list[str]:
         return [host for host in self._allocation.hosts if host not in self._out]

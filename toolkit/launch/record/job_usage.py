@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
 
@@ -18,6 +19,8 @@ from toolkit.slurm.jobs import JobRow
 UNUSED_AFTER_S = 240.0
 #: The first sample after an attempt's begin comes this much later.
 SAMPLE_AGE_S = 30.0
+#: GPUs that have worked for this long have had their full link at some sample; of few GPUs none is the odd one.
+LINK_BUSY_S, LEAST_LINKS = 300.0, 4
 LOOK_EVERY_S, WRITE_EVERY_S = 5.0, 60.0
 
 log = logs.get(__name__)
@@ -35,6 +38,7 @@ class UsageRecorder:
         self._cpus = _cpus_of(allocation, environ)
         self._since = time.time()
         self._usage: JobUsage | None = None
+        self.slow_links: Mapping[str, str] = {}  #: the nodes with a GPU whose PCIe link is slower than the others'
         self._look_at = self._write_at = 0.0
         self._named: set[tuple[int, str]] = set()  #: attempt and GPU
 
@@ -50,6 +54,7 @@ class UsageRecorder:
         if not samples or (now < self._look_at and not is_last):
             return self._usage
         self._look_at = now + LOOK_EVERY_S
+        self.slow_links = slow_links(_newest(samples))
         unused = unused_gpus(samples, attempt)
         for gpu in unused:
             if (attempt.number, gpu) not in self._named:
@@ -137,6 +142,24 @@ def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
         for gpu in usage.gpus
         if gpu.idle_s >= UNUSED_AFTER_S and gpu.idle_s >= age_s - SAMPLE_AGE_S
     ]
+
+
+def slow_links(newest: Mapping[str, NodeUsage]) -> dict[str, str]:
+    """Return the nodes with a GPU whose PCIe link is slower than that of most GPUs of the job, which have worked."""
+    links = {
+        (host, gpu.index): gpu.link
+        for host, usage in newest.items()
+        for gpu in usage.gpus
+        if gpu.busy_s >= LINK_BUSY_S and all(gpu.link)
+    }
+    if len(links) < LEAST_LINKS:
+        return {}
+    usual = statistics.mode(links.values())
+    return {
+        host: f"GPU {index} is linked by PCIe {link[0]} x{link[1]}, and most GPUs of the job by {usual[0]} x{usual[1]}"
+        for (host, index), link in links.items()
+        if link[0] * link[1] < usual[0] * usual[1]
+    }
 
 
 def _newest(samples: Samples) -> dict[str, NodeUsage]:

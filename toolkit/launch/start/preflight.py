@@ -55,7 +55,7 @@ def check_nodes(
         # A spare is checked for as many CPUs as the largest node needs.
         needs = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
         command_of = {
-            cpus: command(CheckRequest(str(shared.path), shared.token, [cpus], job.gpus_per_node))
+            cpus: command(CheckRequest(str(shared.path), shared.token, [cpus], job.gpus_per_node, may_load=True))
             for cpus in set(needs)
         }
         orders = {host: {"do": "check", "command": command_of[cpus]} for host, cpus in zip(hosts, needs, strict=True)}

@@ -118,6 +118,15 @@ class Attempt:
         expendable = set(self.progress.expendable)
         return set(ranks) <= expendable and not expendable <= self.gone - self.finished
 
+    def nodes_at_fault(self, suspect: str | None) -> dict[str, str]:
+        """Return the nodes that have ended this attempt, with the reason. A drained node does not count."""
+        at_fault = dict.fromkeys(sorted(self.lost_nodes), "it was lost")
+        at_fault |= {host: bad.why for host, bad in self.left_nodes.items() if not bad.is_drained}
+        if suspect is not None and suspect not in at_fault:
+            reason = next((failure.how for failure in self.failures if failure.host == suspect), "a hang")
+            at_fault[suspect] = reason
+        return at_fault
+
     @property
     def lost_s(self) -> float:
         """Return the time of an ended attempt in which nothing was gained."""

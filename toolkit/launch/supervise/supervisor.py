@@ -20,6 +20,7 @@ from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch import outages
+from toolkit.launch.job import node_history
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
@@ -219,6 +220,7 @@ class Supervisor:
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
         if budgets.fruitless_requeues(self._journal.history()) >= budgets.MAX_FRUITLESS_REQUEUES:
             return
+        self._nodes.doubt(report.slow)
         # A node that did not answer is bad only if its slurmd does not answer either.
         dead = self._job.unreachable(report.unknown) if report.unknown else set()
         bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
@@ -291,6 +293,8 @@ class Supervisor:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
         self._context.note_usage(attempt, is_last=True)
         outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
+        if self._job.slurm is not None:
+            node_history.note(self._run, attempt.nodes_at_fault(verdict.suspect))
         if verdict.decision is Decision.RESTART:
             self._journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
             return

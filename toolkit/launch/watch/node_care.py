@@ -53,7 +53,7 @@ class NodeCare:
         if self._drained is not None:
             self._drained.look(self._context.allocation.hosts)
             drained = self._drained.found
-        nodes.note(sick=agents.sick_hosts, drained=drained)
+        nodes.note(sick={**self._context.usage.slow_links, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
         if not leaving or not self._may_move(attempt):

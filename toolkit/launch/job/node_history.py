@@ -1,0 +1,80 @@
+"""Remembers which nodes have ended attempts, over all runs of a user, in ``.nodes.jsonl`` beside these.
+
+A node that has ended attempts of several runs is used last, and named. One run alone says little: its own program may
+be at fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import fsio, logs
+from toolkit.durations import in_one_unit
+from toolkit.json_record import FileRecord
+from toolkit.run_files import Moment, Word
+from toolkit.rundir import RunDir
+
+#: Nodes are repaired: what is older is no longer counted.
+REMEMBERED_DAYS = 30
+#: So many runs of which a node has ended attempts make it doubtful.
+DOUBTFUL_RUNS = 2
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class NodeTrouble(FileRecord):
+    """An attempt that a node has ended. ``time`` is in seconds since the epoch."""
+
+    host: Word
+    run: str
+    time: Moment
+    why: str
+
+
+def note(run: RunDir, hosts: Mapping[str, str]) -> None:
+    """Note that nodes have ended an attempt of ``run``, each with the reason. A full disk costs the note only."""
+    try:
+        for host, why in hosts.items():
+            line = NodeTrouble(host=host, run=run.id, time=time.time(), why=why)
+            fsio.append_json_line(_path(_root(run)), line.to_file())
+    except OSError as error:
+        log.warning("which node ended the attempt cannot be noted: %s", error)
+
+
+def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
+    """Return the nodes that have ended attempts of several runs below ``root``, each with what is known of it."""
+    now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
+    for trouble in NodeTrouble.read_lines(_path(root), [] if damage is None else damage):
+        if now - trouble.time < REMEMBERED_DAYS * 86_400:
+            by_host[trouble.host].append(trouble)
+    return {
+        host: _summary(troubles, now)
+        for host, troubles in sorted(by_host.items())
+        if len({trouble.run for trouble in troubles}) >= DOUBTFUL_RUNS
+    }
+
+
+def doubtful_for(run: RunDir, damage: list[str] | None = None) -> dict[str, str]:
+    """Return the same for the runs beside ``run``."""
+    return doubtful(_root(run), damage)
+
+
+def _summary(troubles: list[NodeTrouble], now: float) -> str:
+    last = max(troubles, key=lambda trouble: trouble.time)
+    runs = len({trouble.run for trouble in troubles})
+    days = (now - last.time) / 86_400
+    ago = f"{days:.0f} days" if days >= 2 else in_one_unit(max(0.0, now - last.time))
+    return f"ended {len(troubles)} attempts of {runs} runs in {REMEMBERED_DAYS} days, the last {ago} ago: {last.why}"
+
+
+def _root(run: RunDir) -> Path:
+    return run.path.parent.parent
+
+
+def _path(root: Path) -> Path:
+    return root / ".nodes.jsonl"
