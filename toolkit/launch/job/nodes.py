@@ -106,6 +106,8 @@ class Nodes:
 
     def doubt(self, slow: Mapping[str, str]) -> None:
         """Note nodes that are slower than the others: where there are spares, these are used in their place."""
+        for host, why in slow.items():
+            log.warning("node %s is used last: %s", host, why)
         self._doubtful |= slow
 
     def _usable(self) -> list[str]:

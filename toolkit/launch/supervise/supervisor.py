@@ -32,6 +32,7 @@ from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.gpu_speeds import slow_gpus
 from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.staging import Staging
@@ -221,6 +222,8 @@ class Supervisor:
         if budgets.fruitless_requeues(self._journal.history()) >= budgets.MAX_FRUITLESS_REQUEUES:
             return
         self._nodes.doubt(report.slow)
+        if job.gpus_per_node:
+            self._nodes.doubt(slow_gpus(self._agents, job.hosts))
         # A node that did not answer is bad only if its slurmd does not answer either.
         dead = self._job.unreachable(report.unknown) if report.unknown else set()
         bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}

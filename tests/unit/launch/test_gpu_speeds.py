@@ -1,0 +1,56 @@
+"""GPUs that are slower than the job's others, by what the nodes print; and what they print, of a processor."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from toolkit.launch.start import gpu_speeds
+from toolkit.ranks import gpu_speed
+
+
+def text(gemm: list[float], copy: list[float]) -> str:
+    return json.dumps({"gemm": gemm, "copy": copy})
+
+
+def test_a_gpu_that_is_a_tenth_slower_than_the_jobs_median_is_named() -> None:
+    even = text([100.0, 98.0], [50.0, 51.0])
+    assert gpu_speeds.compare({"n1": even, "n2": even, "n3": even}) == {}
+    found = gpu_speeds.compare(
+        {"n1": even, "n2": text([99.0, 88.0], [50.0, 50.0]), "n3": text([99.0, 99.0], [25.0, 50.0])}
+    )
+    assert found == {
+        "n2": "GPU 1 multiplies matrices at 89 % of the others' speed",
+        "n3": "GPU 0 copies from the host at 50 % of the others' speed",
+    }
+
+
+@pytest.mark.parametrize("answer", ["", "No module named torch", "[]", '{"gemm": 3}', '{"gemm": ["x"], "copy": []}'])
+def test_a_node_without_figures_is_left_out(answer: str, caplog: pytest.LogCaptureFixture) -> None:
+    even = text([100.0, 98.0], [50.0, 51.0])
+    assert gpu_speeds.compare({"n1": even, "n2": even, "n3": answer}) == {}
+    assert "is not known" in caplog.text
+
+
+def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
+    asked: dict[str, Any] = {}
+
+    def ask(orders: dict[str, Any], wait_s: float) -> dict[str, Any]:
+        asked.update(orders)
+        return {host: {"text": text([1.0, 1.0 if host == "n1" else 0.5], [1.0, 1.0])} for host in orders}
+
+    found = gpu_speeds.slow_gpus(cast(Any, SimpleNamespace(ask=ask)), ["n1", "n2"])
+    assert {*asked} == {"n1", "n2"}
+    assert asked["n1"]["command"][-1] == "toolkit.ranks.gpu_speed"
+    assert {*found} == {"n2"}
+
+
+def test_the_measurement_counts_products_and_copies_on_each_device() -> None:
+    devices = [torch.device("cpu")] * 2
+    found = gpu_speed.measure(devices, edge=64, copy_bytes=1 << 16, gemm_s=0.05, copy_s=0.05)
+    assert {name: len(values) for name, values in found.items()} == {"gemm": 2, "copy": 2}
+    assert all(value > 1e6 for values in found.values() for value in values), found

@@ -1,0 +1,55 @@
+"""Has the GPUs of a job's nodes measured before the first ranks start, and compares them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+
+from toolkit import logs
+from toolkit.launch.start.agents import Agents
+
+#: An answer takes the import of torch and five seconds of work.
+WAIT_S = 60.0
+#: A GPU is slow below this share of the median of the job's GPUs. Healthy ones of a kind differ by some percent.
+SLOW_SHARE = 0.9
+#: Of fewer GPUs none is the odd one.
+LEAST_GPUS = 4
+COMMAND = (sys.executable, "-P", "-m", "toolkit.ranks.gpu_speed")
+_WORDS = {"gemm": "multiplies matrices at", "copy": "copies from the host at"}
+
+log = logs.get(__name__)
+
+
+def slow_gpus(agents: Agents, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the nodes with a GPU that is slower than the job's others, each with what is slow.
+
+    A node that does not answer in time, or has no torch outside its container, is left out.
+    """
+    order = {"do": "check", "command": COMMAND}
+    answers = agents.ask(dict.fromkeys(hosts, order), WAIT_S)
+    return compare({host: str(answer["text"]) for host, answer in answers.items()})
+
+
+def compare(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the same by what the nodes have printed."""
+    slow: dict[str, list[str]] = {}
+    for kind, words in _WORDS.items():
+        speeds = {(host, gpu): speed for host, text in texts.items() for gpu, speed in enumerate(_speeds(text, kind))}
+        if len(speeds) < LEAST_GPUS:
+            continue
+        usual = statistics.median(speeds.values())
+        for (host, gpu), speed in speeds.items():
+            if speed < SLOW_SHARE * usual:
+                share = f"{speed / usual:.0%}".replace("%", " %")
+                slow.setdefault(host, []).append(f"GPU {gpu} {words} {share} of the others' speed")
+    return {host: "; ".join(found) for host, found in slow.items()}
+
+
+def _speeds(text: str, kind: str) -> list[float]:
+    try:
+        return [float(speed) for speed in json.loads(text)[kind]]
+    except (ValueError, TypeError, LookupError):
+        log.warning("the speed of a node's GPUs is not known: %.200s", text.strip())
+        return []
