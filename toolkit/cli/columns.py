@@ -118,8 +118,15 @@ def _sortable(item: Any) -> tuple[bool, float, str]:
 
 def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
     """Return the texts of the rows below a head."""
-    texts = [[text(row, name) for row in rows] for name in names]
+    texts = [_column(rows, name) for name in names]
     return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]
+
+
+def _column(rows: Sequence[Row], name: str) -> list[str]:
+    if name not in _COLUMNS:
+        return [text(row, name) for row in rows]
+    get, show = _COLUMNS[name]
+    return [show(get(row), row) for row in rows]
 
 
 def with_short_states(rows: Sequence[Row]) -> list[Row]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
-from toolkit.cli.run_rows import RowCache, read_row
+from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.errors import ToolkitError
 from toolkit.launch.record import changes, ownership
 from toolkit.launch.record.stop_request import Intent
@@ -41,9 +41,9 @@ def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[d
 def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus]]) -> list[dict[str, Any]]:
     """Return the rows with Slurm's word on those that wait or are quiet; ``ask`` is called once, if there are any."""
     for row in rows:
-        is_over = isinstance(row["state"], RunState) and row["state"].is_over
-        row["silent"] = row["state"] != "unknown" and not is_over and _quiet_s(row["updated"]) > SILENT_S
+        is_over = row["state"] in OVER or row["state"] == "unknown"
         row.update(slurm=None, reason=None, expected_start=None)
+        row["silent"] = not is_over and _quiet_s(row["updated"]) > SILENT_S
     asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
@@ -58,13 +58,15 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
                 why=row["why"] or _launch_failure(row, job),
             )
     for row in rows:
-        row["state"] = _honest_state(row)
+        # Of most runs Slurm has said nothing, and their own files are recent.
+        if row["slurm"] is not None or row["silent"]:
+            row["state"] = _honest_state(row)
     return rows
 
 
 def _is_to_be_asked(row: dict[str, Any]) -> bool:
     state = row["state"]
-    if not isinstance(state, RunState):  # neither status nor result says how it stands
+    if state in OVER or not isinstance(state, RunState):  # or neither status nor result says how it stands
         return False
     return state.is_waiting or (not state.is_over and _quiet_s(row["updated"]) > QUIET_S)
 
@@ -102,9 +104,6 @@ def _honest_state(row: dict[str, Any]) -> str:
     from toolkit.slurm.states import Phase
 
     state: str = row["state"]
-    # Slurm has said nothing of it, and its own status is recent.
-    if row["slurm"] is None and not row["silent"]:
-        return state
     # For a Slurm job Slurm's answer decides; without one the state stays open.
     if row["executor"] == "slurm":
         if row["slurm"] is None:

@@ -1,4 +1,8 @@
-"""the disk that each run takes, and the removal of old runs"""
+"""the disk that each run takes, and the removal of old runs
+
+Nothing is removed without --remove, and a run that lives never. PURGED counts
+the files that a site's purge takes which goes by the last access.
+"""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,8 @@
-"""the log of a rank, of the supervisor, or of all by time"""
+"""the log of a rank, of the supervisor, or of all by time
+
+Without options it is the supervisor's log: starts, failures, verdicts. The
+newest attempt counts if no other is named.
+"""
 
 import sys
 import time

@@ -1,4 +1,8 @@
-"""submit an ended run again, from its last checkpoint"""
+"""submit an ended run again, from its last checkpoint
+
+It runs the sources that it was submitted with. Changed keys hold from now on; a
+change with which a run cannot go on is refused before anything is queued.
+"""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,8 @@
-"""remove runs that are over, with their checkpoints"""
+"""remove runs that are over, with their checkpoints
+
+A run that lives, or of which Slurm does not say that its job is over, is
+refused, and then nothing is removed.
+"""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,9 @@
-"""how runs stand, by their own files first and Slurm second"""
+"""how runs stand, by their own files first and Slurm second
+
+A run's own files come first. Slurm is asked, once for all, about runs that wait
+or whose supervisor is silent, and the answer is shared by all your processes.
+Below the table stands what a run waits for, why it ended, and damaged files.
+"""
 
 from argparse import ArgumentParser, Namespace
 

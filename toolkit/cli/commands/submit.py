@@ -1,4 +1,8 @@
-"""submit a run to Slurm, or start it on this machine"""
+"""submit a run to Slurm, or start it on this machine
+
+The config is checked in full first. Where sbatch answers the run goes to Slurm,
+else to this machine. The sources are copied into the run folder.
+"""
 
 from argparse import ArgumentParser, Namespace
 
