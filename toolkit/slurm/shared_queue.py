@@ -38,6 +38,8 @@ from toolkit.user_cache import cache_dir
 FRESH_S, WATCH_S = 5.0, 30.0
 #: A process that asks may take this long: one call of squeue and one of sacct, each until its time limit.
 ANSWER_S = 2 * TIMEOUT_S + 5.0
+#: The most seconds to wait for what another process asks: it may be stopped. What it asks for is unknown until then.
+PATIENCE_S = 10.0
 #: Accounting is asked again about a job that it does not know after this time.
 GONE_S = 600.0
 #: The most jobs that accounting is asked about at once, and that the file keeps after their end.
@@ -89,7 +91,7 @@ class SharedQueue:
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return {}
-        deadline = self._now() + ANSWER_S
+        deadline = self._now() + PATIENCE_S
         while True:
             answer = self._read()
             if self._is_due(answer, every_s):

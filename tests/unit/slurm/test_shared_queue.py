@@ -144,7 +144,12 @@ def test_a_process_that_asks_is_waited_for_but_not_for_ever(site: Site) -> None:
     """It may be stopped, or on another node that is down."""
     job = site.slurm.sbatch(["job.sh"])
     assert site.path is not None
-    site.path.write_text(json.dumps({"asked": site.slurm.now, "asker": "elsewhere:1"}))
+    begun = site.slurm.now
+    site.path.write_text(json.dumps({"asked": begun, "asker": "elsewhere:1"}))
+    with pytest.raises(SlurmError, match="has not answered elsewhere:1 yet"):
+        site.process().show_jobs([job])
+    assert site.slurm.now - begun < 11
+    site.slurm.advance(60)
     assert site.process().show_jobs([job])[job] is not None
     assert site.calls == 1
 
