@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+from itertools import takewhile
 
 from toolkit import hostlist
 from toolkit.errors import RequestError
@@ -18,6 +20,7 @@ DEFAULT_WAIT_S = 600.0
 PATIENCE_S = 10.0
 #: Of a profile.
 MOST_STEPS = 100
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 
 
 def add_wait_s(parser: argparse.ArgumentParser) -> None:
@@ -81,10 +84,21 @@ def stacks_page(run: RunDir, answer: Answer) -> str:
     step = "" if answer.step is None else f", step {answer.step}"
     pieces = [f"{run.name}/{run.id}, attempt {answer.attempt}{step}"]
     for group in sorted(answer.groups, key=lambda group: (-len(group.ranks), group.ranks)):
-        pieces.append("\n".join([_head(group), *(f"  {line}" for line in group.stack)]))
+        # Without the frames that start the rank: they are the same in all.
+        own = takewhile(lambda line: "/toolkit/launch/start/rank.py" not in line, group.stack)
+        pieces.append("\n".join([_head(group), *(f"  {_short(run, line)}" for line in own)]))
     if not any(group.stack for group in answer.groups):
         pieces.append("no Python stack could be read: a script without toolkit.start() needs py-spy on the nodes")
     return "\n\n".join(pieces)
+
+
+def _short(run: RunDir, line: str) -> str:
+    """Return a frame as ``jobs/train.py:12 loss``: a line of a terminal has 80 columns."""
+    match = _FRAME.fullmatch(line)
+    if match is None:
+        return line
+    file = match["file"].removeprefix(f"{run.code.resolve()}/").rpartition("/site-packages/")[2]
+    return f"{file}:{match['line']} {match['name']}"
 
 
 def profile_page(run: RunDir, rank: int, answer: Answer) -> str:

@@ -36,6 +36,12 @@ def request(wish: Wish = Wish.SET, **values: Any) -> UserRequest:
     return UserRequest(wish, time.time(), **values)
 
 
+STACK = (
+    'File "/venv/lib/site-packages/torch/nn.py", line 3, in forward',
+    'File "/toolkit/launch/start/rank.py", line 9, in run',
+)
+
+
 class Desk:
     """An attempt's requests, with a store that notes what is proposed and ranks whose stacks are known."""
 
@@ -50,7 +56,7 @@ class Desk:
         self.look = UserRequests(cast(Any, context), cast(Any, self.attempt), cast(Any, store), cast(Any, hangs)).look
 
     def read_stacks(self) -> list[RankGroup]:
-        return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, ("in here",))]
+        return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, STACK)]
 
 
 def test_each_request_is_handed_on_once_in_an_attempt_and_again_in_the_next(run: RunDir) -> None:
@@ -98,10 +104,10 @@ def test_stacks_are_the_supervisors_answer_and_go_to_no_rank(run: RunDir) -> Non
     number = user_request.put(run, request(Wish.STACKS))
     desk.look()
     answer = wait_for(lambda: user_request.answer_to(run, number), 5, "an answer")
-    assert answer.groups == (StackGroup((0, 1), "in a step", 2.0, ("in here",)),)
+    assert answer.groups == (StackGroup((0, 1), "in a step", 2.0, STACK),)
     assert desk.proposed == []
     page = on_demand.stacks_page(run, answer)
-    assert page.split("\n\n")[1] == "2 ranks: 0-1: in a step, for 2 s\n  in here"
+    assert page.split("\n\n")[1] == "2 ranks: 0-1: in a step, for 2 s\n  torch/nn.py:3 forward"
 
 
 def test_stacks_that_cannot_be_read_are_an_answer_too(run: RunDir) -> None:

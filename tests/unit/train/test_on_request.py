@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from tests.unit.disks import no_file_longer_than
 from toolkit import config as configs
 from toolkit import fsio, rundir
-from toolkit.cli import live_values
+from toolkit.cli import compare, live_values
 from toolkit.config import JobConfig
 from toolkit.config.live import LIVE, set_values
 from toolkit.errors import ConfigError, RequestError
@@ -251,3 +251,10 @@ def test_a_disk_that_is_full_costs_only_the_profile(tmp_path: Path) -> None:
         recorded.close(6)
     assert [("the disk is full" in (answer.refused or "")) for answer in answers] == [True]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_comparison_of_runs_names_what_was_set(run: RunDir, tmp_path: Path) -> None:
+    other = rundir.create("name", tmp_path)
+    fsio.write_atomic(other.config, run.config.read_text())
+    changes.append(run, Change(1.0, {"optim.lr": 0.2}, step=5))
+    assert compare.facts(run, other)["config"] == {"optim.lr since step 5": [0.2, None]}
