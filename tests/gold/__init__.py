@@ -6,7 +6,8 @@ shows the error, or ``ours``. The characteristic lines are as there; the rest is
 numbers are made up.
 
 ``seen`` are the cases by which rules were written. No rule was written by a case in ``held_out``, and no thread is in
-both.
+both. Three earlier parts were held out, and became ``seen`` when their misses were mended. When they were first scored,
+128 of 136 named causes were right, 50 of 56 and 46 of 49: so of 289 unseen ones, with the present part, 271 (93.8 %).
 """
 
 from __future__ import annotations
