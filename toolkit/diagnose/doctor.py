@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit import logs, rundir
 from toolkit.config import JobConfig
+from toolkit.diagnose.proof import prove
 from toolkit.diagnose.srun_checks import Start, ask_nodes
 from toolkit.diagnose.versions import versions
 from toolkit.errors import RequestError, SlurmError
@@ -145,6 +146,25 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
     earlier = site_profile.read()
     if earlier is not None and earlier[0].cluster == profile.cluster:
         profile = profile.replace(**earlier[0].given("proofs", "proven"))
+    return profile, written(profile)
+
+
+def prove_site(
+    config: JobConfig, nodes: int | None, profile: SiteProfile | None, about_profile: str
+) -> tuple[SiteProfile, str]:
+    """Try the site out by a short run, and write the profile with the proofs. Return it, and a line about it.
+
+    Raises RequestError without Slurm, or inside of a job.
+    """
+    if profile is None:
+        raise RequestError(f"toolkit doctor --prove needs Slurm: {about_profile}")
+    if "SLURM_JOB_ID" in os.environ:
+        raise RequestError("toolkit doctor --prove submits a job of its own: call it on a login node")
+    part = profile.partition(config.cluster.partition)
+    count = nodes or min(2, max(1, part.nodes if part else 2))
+    proofs, took_s = prove(config, count, profile)
+    log.info("the proofs took %.0f s", took_s)
+    profile = profile.replace(proofs=tuple(proofs), proven=round(time.time(), 3))
     return profile, written(profile)
 
 

@@ -81,7 +81,8 @@ def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRe
             more = [name for name in account.qos if name != qos]
             yield from _line("qos", qos, f"others: {listing(more)}" if more else "your only one")
     else:
-        yield f"  # account, qos: accounting is {profile.accounting}"
+        reason = "Slurm lists none for you" if profile.accounting == "on" else f"accounting is {profile.accounting}"
+        yield f"  # account, qos: {reason}"
     yield from _time_lines(part, account)
     after = f"a requeued job may start {profile.requeue_delay_s:.0f} s later"
     yield from _line("signal_delay_s", SIGNAL_DELAY_S, f"a checkpoint is saved so long before the limit; {after}")

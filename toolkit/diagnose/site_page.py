@@ -36,7 +36,8 @@ def lines(profile: SiteProfile) -> Iterator[str]:
         else ("requeue: forbidden by default (JobRequeue=0); follow-up jobs continue a run")
     )
     yield f"preemption: {profile.preempt_type.removeprefix('preempt/')}; {profile.kill_wait_s:.0f} s from TERM to KILL"
-    yield f"arrays: indices below {profile.max_array_size}; {profile.max_jobs} jobs of all users at once"
+    arrays = f"indices below {profile.max_array_size}" if profile.max_array_size else "switched off"
+    yield f"arrays: {arrays}; {profile.max_jobs} jobs of all users at once"
     # Without the limits enforced, a wrong request waits for ever.
     refusal = "refused" if profile.enforces_limits else "held in the queue for ever"
     yield f"a job over its partition's limits is {refusal}"

@@ -135,7 +135,7 @@ def _of_config(text: str) -> SiteProfile:
         preempt_type=settings.preempt_type,
         preempt_mode=settings.preempt_mode,
         kill_wait_s=settings.kill_wait_s,
-        max_array_size=_number(pairs.get("MaxArraySize")) or 1001,
+        max_array_size=settings.max_array_size,
         max_jobs=_number(pairs.get("MaxJobCount")) or 10_000,
         enforces_limits=pairs.get("EnforcePartLimits", "NO").upper() not in ("NO", ""),
         proctrack=pairs.get("ProctrackType", ""),

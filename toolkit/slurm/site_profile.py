@@ -95,7 +95,7 @@ class SiteProfile(FileRecord):
     preempt_type: str = "preempt/none"
     preempt_mode: str = "OFF"
     kill_wait_s: float = 30.0
-    max_array_size: int = 1001
+    max_array_size: int = 1001  #: an array's indices are below it; 0 where the site has no arrays
     max_jobs: int = 10_000  #: of all users together
     enforces_limits: bool = False  #: refuses a job that is over its partition's limits, instead of holding it for ever
     proctrack: str = ""

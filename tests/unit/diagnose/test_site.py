@@ -178,6 +178,7 @@ def test_that_requeues_are_expedited_or_forbidden_is_said() -> None:
     profile = SiteProfile(made=0.0, cluster="alps", expedites=True)
     assert "at once, with --requeue=expedite" in next(site_page.lines(profile))
     assert "forbidden by default" in next(site_page.lines(profile.replace(can_requeue=False)))
+    assert "arrays: switched off; " in "\n".join(site_page.lines(profile.replace(max_array_size=0)))
 
 
 def profiled(age_s: float = 0.0, **changes: str) -> Path:
@@ -279,6 +280,15 @@ def test_init_writes_defaults_that_are_valid_and_keeps_what_is_there(
     assert main(["init", "--force", "--partition", "debug"]) == 0
     assert "partition: debug" in path.read_text()
     assert "account: lab2" in path.read_text()
+
+
+def test_init_says_why_it_names_no_account(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.add("sacctmgr", {"show qos": QOS})
+    assert main(["init", "--print"]) == 0
+    assert "# account, qos: Slurm lists none for you\n" in capsys.readouterr().out
+    programs.scontrol(CONFIG.replace("accounting_storage/slurmdbd", "accounting_storage/none"))
+    assert main(["init", "--print"]) == 0
+    assert "# account, qos: accounting is off\n" in capsys.readouterr().out
 
 
 def test_init_refuses_an_unknown_partition_with_the_nearest(

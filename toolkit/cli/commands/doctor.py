@@ -1,4 +1,4 @@
-"""read the site, and check nodes as every job does before its ranks start"""
+"""read the site, and check nodes as every job does before its ranks start, or try the site out"""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -7,6 +7,8 @@ from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
 EXAMPLES = (
+    ("toolkit doctor --site", "what the cluster allows, and the versions here; no job"),
+    ("toolkit doctor --prove", "try the site out by a short run on two nodes"),
     ("toolkit doctor", "check this machine, or all nodes of this allocation"),
     ("toolkit doctor --nodes 4 cluster.partition=gpu", "ask Slurm for four nodes and check them"),
 )
@@ -18,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes; 2 with --prove")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--site", action="store_true", help="read the site and write its profile; ask for no nodes")
+    what.add_argument("--prove", action="store_true", help="try the site out by a short run, for a minute or more")
     arguments.add_json(parser)
 
 
@@ -37,13 +40,17 @@ def run(args: Namespace) -> int:
     config.job = configs.FOREIGN_JOB  # a job that is never started: only the cluster's part is used
     configs.validate(config)
     profile, about_profile = doctor.read_site_here()
+    if args.prove:
+        profile, about_profile = doctor.prove_site(config, args.nodes, profile, about_profile)
     answer: dict[str, Any] = {
         "site": None if profile is None else profile.to_file(),
         "site_profile": about_profile,
         "versions": versions(),
     }
     page, is_fine = _site_page(profile, about_profile), True
-    if not args.site:
+    if args.prove and profile is not None:
+        is_fine = all(proof.is_proven is not False for proof in profile.proofs)
+    elif not args.site:
         report = doctor.examine(config, args.nodes)
         answer |= doctor.as_dict(report)
         rows = doctor.rows(report)

@@ -70,13 +70,17 @@ def submit_command(
     chosen = choose_executor(executor)
     if chosen == "debug":
         raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
-    config = _foreign_config(command, overrides, name)
-    if chosen == "slurm":
+    return submit_foreign(_foreign_config(command, overrides, name), command, chosen)
+
+
+def submit_foreign(config: JobConfig, command: Sequence[str], executor: str) -> Run:
+    """Submit ``command`` as the ranks of a valid config whose job is FOREIGN_JOB."""
+    if executor == "slurm":
         check_site(config)
-    if chosen == "local":
+    if executor == "local":
         # Refuse what does not fit this machine before a run folder is made.
         Allocation.local(config.cluster)
-    return _send_new(_new_foreign_run(config, command), config, chosen)
+    return _send_new(_new_foreign_run(config, command), config, executor)
 
 
 def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:

@@ -1,0 +1,172 @@
+"""Figures of a site, taken by ranks on its nodes: all-reduces, and what a shared folder shows to another node.
+
+Every rank calls each function in the same order. The folder is tried out between rank 0 and the last rank, which are on
+two nodes if there are two.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from toolkit import fsio
+
+SMALL_BYTES, LARGE_BYTES = 8, 16 * 2**20
+SMALL_ROUNDS, LARGE_ROUNDS = 50, 5
+#: Files that are written by one rank and awaited by another, and how long each is awaited.
+FILES, WAIT_S = 20, 30.0
+#: A file that one rank replaces while another reads it.
+REPLACEMENTS, REPLACED_BYTES = 200, 2**16
+
+
+def backend() -> str:
+    """Return the backend of the process group."""
+    return str(dist.get_backend())
+
+
+def all_reduce(device: torch.device) -> dict[str, float]:
+    """Return the latency of a small all-reduce, and the bus bandwidth of a large one, in GB/s (10^9).
+
+    The bus bandwidth is that of nccl-tests: bytes times 2 (n - 1) / n by the seconds of the slowest rank.
+    """
+    count = dist.get_world_size()
+    small_s = _median_s(SMALL_BYTES, SMALL_ROUNDS, device)
+    large_s = _median_s(LARGE_BYTES, LARGE_ROUNDS, device)
+    figures = torch.tensor([small_s, large_s], dtype=torch.float64).to(device, torch.float32)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    small_s, large_s = figures.tolist()
+    return {"latency_us": small_s * 1e6, "bus_gb_s": LARGE_BYTES * 2 * (count - 1) / count / large_s / 1e9}
+
+
+def _median_s(size: int, rounds: int, device: torch.device) -> float:
+    values = torch.zeros(size // 4, device=device)
+    times = []
+    for number in range(rounds + 2):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 2:  # the first rounds open connections
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def shared_folder(folder: Path) -> dict[str, float]:
+    """Return on the last rank what it has seen in ``folder``; an empty result on the others.
+
+    ``visible_s``: the longest wait for a renamed file, after the renaming rank has said that it is done. ``torn``:
+    reads of a file that was being replaced which found neither the old nor the new content. ``lock_held``: 1 if a lock
+    of the other rank kept this one out, and did not after its release. ``mtime_ahead_s``: the time of a file's last
+    change, against the clock of the rank that wrote it.
+    """
+    is_writer, is_reader = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+    figures = {
+        "visible_s": _visible_s(folder, is_writer, is_reader),
+        "torn": _torn_reads(folder, is_writer, is_reader),
+        "lock_held": _lock_held(folder, is_writer, is_reader),
+        "mtime_ahead_s": _mtime_ahead_s(folder, is_writer, is_reader),
+    }
+    return figures if is_reader else {}
+
+
+def _visible_s(folder: Path, is_writer: bool, is_reader: bool) -> float:
+    longest = 0.0
+    for number in range(FILES):
+        path = folder / f"visible-{number}"
+        if is_writer:
+            fsio.write_atomic(path, str(number), durable=False)
+        dist.barrier()
+        if is_reader:
+            began = time.perf_counter()
+            _wait(path.exists)
+            longest = max(longest, time.perf_counter() - began)
+        dist.barrier()
+    return longest
+
+
+def _torn_reads(folder: Path, is_writer: bool, is_reader: bool) -> float:
+    path, done = folder / "replaced", folder / "replaced-done"
+    if is_writer:
+        fsio.write_atomic(path, bytes(REPLACED_BYTES), durable=False)
+    dist.barrier()
+    torn = 0
+    if is_writer:
+        for number in range(REPLACEMENTS):
+            fsio.write_atomic(path, bytes([number % 256]) * REPLACED_BYTES, durable=False)
+        fsio.write_atomic(done, "", durable=False)
+    elif is_reader:
+        _wait(path.exists)
+        deadline = time.monotonic() + WAIT_S
+        while not done.exists() and time.monotonic() < deadline:
+            try:
+                content = path.read_bytes()
+            except OSError:  # a replaced file must never be missing, nor stale
+                torn += 1
+                continue
+            torn += len(content) != REPLACED_BYTES or len(set(content)) != 1
+    dist.barrier()
+    return float(torn)
+
+
+def _lock_held(folder: Path, is_writer: bool, is_reader: bool) -> float:
+    path = folder / "lock"
+    if is_writer:
+        fsio.write_atomic(path, "", durable=False)
+    dist.barrier()
+    if is_reader:
+        _wait(path.exists)
+    held = freed = False
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if is_writer or is_reader else None
+    try:
+        if is_writer and fd is not None:
+            _lock(fd)
+        dist.barrier()
+        if is_reader and fd is not None and not is_writer:
+            held = not _lock(fd)
+        dist.barrier()
+        if is_writer and fd is not None:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
+        dist.barrier()
+        if is_reader and fd is not None:
+            freed = _lock(fd)
+    finally:
+        if fd is not None:
+            os.close(fd)
+    dist.barrier()
+    return float(held and freed)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _mtime_ahead_s(folder: Path, is_writer: bool, is_reader: bool) -> float:
+    path = folder / "mtime"
+    if is_writer:
+        fsio.write_atomic(path, "", durable=False)
+        fsio.write_atomic(folder / "mtime-clock", repr(time.time()), durable=False)
+    dist.barrier()
+    ahead_s = 0.0
+    if is_reader and _wait((folder / "mtime-clock").exists):
+        ahead_s = path.stat().st_mtime - float((folder / "mtime-clock").read_text())
+    dist.barrier()
+    return ahead_s
+
+
+def _wait(is_true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_true()
