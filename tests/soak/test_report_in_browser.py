@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_report import EVIL, folder, log, made, run
+from tests.unit.cli.test_report import EVIL, folder, log, made, report, run
 from tests.unit.cli.test_why import attempt
 from toolkit.cli import main as cli
 from toolkit.cli.report import browser
@@ -79,3 +80,13 @@ def test_a_picture_of_the_whole_page_is_written_beside_it(run: RunDir, program: 
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert width == 1920
     assert height > 1000
+
+
+def test_a_million_points_are_reported_below_one_megabyte() -> None:
+    run = made()
+    with (run.tensorboard / "metrics.jsonl").open("w") as file:
+        for step in range(1_000_000):
+            file.write(f'{{"step": {step}, "wall_time": 1.8e9, "train/loss": {math.sin(step)}, "train/lr": 0.1}}\n')
+    page = report(run.id)
+    assert Path("out.html").stat().st_size < 1_000_000
+    assert f"1000000 points, last {math.sin(999_999):.4g}, min -1 at step" in page.text

@@ -306,17 +306,6 @@ def test_thousands_of_metrics_and_nodes_and_attempts_stay_below_one_megabyte() -
     assert "The last 60 of 70 attempts." in page.text
 
 
-@pytest.mark.soak
-def test_a_million_points_are_reported_below_one_megabyte() -> None:
-    run = made()
-    with (run.tensorboard / "metrics.jsonl").open("w") as file:
-        for step in range(1_000_000):
-            file.write(f'{{"step": {step}, "wall_time": 1.8e9, "train/loss": {math.sin(step)}, "train/lr": 0.1}}\n')
-    page = report(run.id)
-    assert Path("out.html").stat().st_size < 1_000_000
-    assert f"1000000 points, last {math.sin(999_999):.4g}, min -1 at step" in page.text
-
-
 # --------------------------------------------------------------------------------------------- little or nothing to say
 
 
