@@ -21,7 +21,7 @@ from shutil import copytree
 
 from tests.scale import Curve
 from toolkit.staging import copying, package
-from toolkit.staging.package import Package, PackRequest, Source
+from toolkit.staging.package import Package, PackageSource, PackRequest
 
 #: Of the file server: calls and bytes a second; and the seconds that a call takes without others.
 CALLS_A_SECOND, BYTES_A_SECOND, CALL_S = 30_000, 2e9, 0.0005
@@ -59,7 +59,7 @@ def real_imports() -> tuple[Import, Import, Package]:
             if installed.is_dir():
                 copytree(installed, site / each)
         node.mkdir()
-        made = package.pack(Source(str(prefix), "bin/python"), PackRequest(str(folder / "shared/cache"), ()))
+        made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(folder / "shared/cache"), ()))
         copy = copying.copy(made, [node])
         os.close(copy.lock)
         imports = [_import(python / "bin/python", folder / "shared") for python in (prefix, copy.path)]

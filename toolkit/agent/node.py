@@ -47,14 +47,14 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, gpus, preimports, progress
+from toolkit.agent import connections, copies, gpus, preimports, progress
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
+from toolkit.agent.node_monitor import NodeMonitor
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, address, token_of
-from toolkit.health.monitor import MONITOR_COMMAND
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -66,8 +66,6 @@ TAKE_OVER_S = 10.0
 INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
-#: The node's monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
-MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
 #: Finds the CPUs near the GPUs, see toolkit.agent.gpus.
 GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
 
@@ -92,9 +90,7 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._usage: Message | None = None  #: a sample that has not been sent
-        self._monitors_rest = b""  #: the beginning of a line
-        self._monitors_silence = 0  #: heartbeats since its last line
+        self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
         self._processes = Processes(self._selector, self._send_and_keep, imports)
         self._is_over = False
 
@@ -111,7 +107,7 @@ class Agent:
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
             self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
-        next_heartbeat, monitor_at = 0.0, time.monotonic() + MONITOR_AFTER_S
+        next_heartbeat = 0.0
         try:
             while not self._is_over:
                 for key, _ in self._selector.select(HEARTBEAT_S):
@@ -124,14 +120,10 @@ class Agent:
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
                     digest = self._progress.digest()
-                    usage, self._usage = self._usage, None
-                    sample = {} if usage is None else {"usage": usage}
+                    sample = self._monitor.take_sample()
                     self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
-                    self._note_monitors_silence()
+                    self._monitor.look_at_the_clock()
                     self._processes.look_at_the_clock()
-                if time.monotonic() >= monitor_at:
-                    monitor_at = math.inf
-                    self._helpers.start(MONITOR_COMMAND, self._take_from_monitor)
         finally:
             self._processes.end_all()
 
@@ -200,7 +192,9 @@ class Agent:
             case "watch":
                 self._watch_order = order
             case "stage":
-                self._stage(order)
+                if order["wait_s"]:
+                    self._processes.await_copies(order["wait_s"])
+                copies.start(self._helpers, order["request"], self._take_copies)
             case "leave":
                 self._is_over = True
 
@@ -251,29 +245,6 @@ class Agent:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
             self._watcher = self._helpers.start(order["command"])
 
-    def _take_from_monitor(self, data: bytes) -> bool:
-        if not data:
-            log.warning("the node's monitor has ended: what the job uses here is no longer known")
-            self._monitors_silence = -sys.maxsize
-        *lines, self._monitors_rest = (self._monitors_rest + data).split(b"\n")
-        for line in lines:
-            self._monitors_silence = 0
-            match json.loads(line):
-                case {"usage": usage}:
-                    self._usage = usage
-                case {"sick": what}:
-                    self._send_and_keep({"is": "sick", "what": what})
-                case {"log": text}:
-                    log.warning("%s", text)
-        return True
-
-    def _note_monitors_silence(self) -> None:
-        """Report a monitor that hangs. Heartbeats are counted, not time: a suspended job stops both processes."""
-        self._monitors_silence += 1
-        if self._monitors_silence == MONITOR_HANGS:
-            what = "its monitor hangs: a disk or the GPUs' driver does not answer"
-            self._send_and_keep({"is": "sick", "what": what})
-
     def _answer(self, order: Message, **fields: object) -> None:
         self._send({"is": "answer", "request": order["request"], **fields})
 
@@ -317,27 +288,9 @@ class Agent:
         for attempt, ranks in first.items():
             self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
-    def _stage(self, order: Message) -> None:
-        if order["wait_s"]:
-            self._processes.await_copies(order["wait_s"])
-        self._copy(order["request"], tries=2)
-
-    def _copy(self, request: Message, tries: int) -> None:
-        """Copy packages in a separate process, which holds the copies until this one ends. It may be killed."""
-
-        def take(text: bytes) -> None:
-            answer: Message = {"copies": {}, "problems": ["the copying was killed: see the agent's log"]}
-            with contextlib.suppress(ValueError):
-                answer = json.loads(text)
-            if not text and tries > 1:
-                log.warning("the copying to this node's disk has ended without an answer: trying again")
-                self._copy(request, tries - 1)
-                return
-            self._processes.use_copies(answer["copies"])
-            self._send({"is": "staged", **answer})
-
-        command = [sys.executable, "-P", "-m", "toolkit.staging.copying"]
-        self._helpers.ask(command, take, json.dumps(request).encode())
+    def _take_copies(self, answer: Message) -> None:
+        self._processes.use_copies(answer["copies"])
+        self._send({"is": "staged", **answer})
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

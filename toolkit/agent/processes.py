@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs, staging
+from toolkit import fsio, logs
 from toolkit.agent import cpus, state_memory
+from toolkit.agent.copies import NodeCopies
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import start_child
 from toolkit.agent.link import Message
@@ -35,6 +37,22 @@ class _Child:
     stdin: int | None = None
     stdout: int | None = None
 
+    def relay(self, selector: selectors.BaseSelector, send: Callable[[Message], None]) -> None:
+        """Send what the process has written; close its output at the end."""
+        assert self.stdout is not None
+        data = os.read(self.stdout, 1 << 16)
+        if data:
+            send({"is": "output", "attempt": self.attempt, "text": data.decode(errors="replace")})
+        else:
+            self.close_output(selector)
+
+    def close_output(self, selector: selectors.BaseSelector) -> None:
+        """Read no more of what the process writes."""
+        assert self.stdout is not None
+        selector.unregister(self.stdout)
+        os.close(self.stdout)
+        self.stdout = None
+
 
 class Processes:
     """Starts processes, as forks of a zygote or fresh programs, signals them and reports their ends."""
@@ -49,7 +67,7 @@ class Processes:
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote, as soon as nothing is being copied
         self._copies_by: float | None = None  #: until when nothing is started, to wait for copies
-        self._copies: dict[str, str] = {}  #: see toolkit.staging
+        self._copies = NodeCopies()
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.attempt: int | None = None  #: the last one that started something here
@@ -83,8 +101,8 @@ class Processes:
     def _wanted_zygote(self) -> ZygoteClient:
         """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            environ = self._with_copies(os.environ)
-            self._zygote = ZygoteClient(self._imports, self._program(sys.executable), environ)
+            environ = self._copies.environment(os.environ)
+            self._zygote = ZygoteClient(self._imports, self._copies.program(sys.executable), environ)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
         return self._zygote
 
@@ -94,19 +112,11 @@ class Processes:
 
     def use_copies(self, copies: Mapping[str, str]) -> None:
         """Have what is started from now on use these copies. A zygote that runs has imported, and stays."""
-        self._copies |= copies
+        self._copies.paths |= copies
         self._copies_by = None
         if self._is_wanted:
             self._wanted_zygote()
         self._start_waiting()
-
-    def _with_copies(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        return staging.environment(self._copies, environ) if self._copies else environ
-
-    def _program(self, program: str) -> str:
-        """Return the program of the environment's copy, or of the environment itself if that has none."""
-        copy = staging.moved(Path(program), self._copies)
-        return program if copy == Path(program) else str(copy)
 
     def look_at_the_clock(self) -> None:
         """Do what is due. To be called every second."""
@@ -130,7 +140,7 @@ class Processes:
             self._selector.unregister(zygote.socket)
             if zygote.is_of_a_copy and not was_ready:
                 log.warning("a process of the copied environment cannot be started: another one does without copies")
-                self._copies, self._zygote = {}, None
+                self._copies, self._zygote = NodeCopies(), None
                 self._wanted_zygote()
                 return
         elif not was_ready:
@@ -176,7 +186,7 @@ class Processes:
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
-            environ.update(self._with_copies(environ))
+            environ.update(self._copies.environment(environ))
             if child.rank is not None:
                 environ[state_memory.VARIABLE] = memory
             files = [os.devnull, process["log"], process["log"]]
@@ -204,7 +214,9 @@ class Processes:
                     os.close(file)
             self._children[pid] = child
             if child.stdout is not None:
-                self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
+                self._selector.register(
+                    child.stdout, selectors.EVENT_READ, partial(child.relay, self._selector, self._send)
+                )
 
     def _start_one(self, order: ForkOrder) -> int:
         # A fork of the zygote is faster; without a zygote start a fresh program.
@@ -213,38 +225,9 @@ class Processes:
             if pid is not None:
                 return pid
 
-        def prepare() -> None:
-            if order["cpus"] is not None:
-                os.sched_setaffinity(0, order["cpus"])
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-
-        with opened(order["files"]) as (stdin, stdout, stderr):
-            program, *arguments = order["command"]
-            return start_child(
-                [self._program(program), *arguments],
-                prepare,
-                env=order["environ"],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            ).pid
+        return _start_program(order, self._copies.program(order["command"][0]))
 
     # ----------------------------------------------------------------------------------------------------- the store
-
-    def _relay(self, child: _Child) -> Callable[[], None]:
-        def read() -> None:
-            assert child.stdout is not None
-            data = os.read(child.stdout, 1 << 16)
-            if data:
-                self._send({"is": "output", "attempt": child.attempt, "text": data.decode(errors="replace")})
-            else:
-                self._selector.unregister(child.stdout)
-                os.close(child.stdout)
-                child.stdout = None
-
-        return read
 
     def write_to_store(self, attempt: int, text: str) -> None:
         """Write ``text`` to the store's standard input; close it if ``text`` is empty."""
@@ -292,8 +275,14 @@ class Processes:
         """Take the wait status of a process, and report its end. ``helpers`` are no strays."""
         child = self._children.pop(pid)
         _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
+        # Take the last that it has written; a process that it has left behind may hold the other end.
         if child.stdout is not None:
-            self._drain(child)
+            os.set_blocking(child.stdout, False)
+            with contextlib.suppress(BlockingIOError):
+                while child.stdout is not None:
+                    child.relay(self._selector, self._send)
+            if child.stdout is not None:
+                child.close_output(self._selector)
         if child.stdin is not None:
             os.close(child.stdin)
         # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
@@ -302,28 +291,26 @@ class Processes:
         self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
         # Once no process of an attempt is left, all other children are strays.
         if not self._children:
-            self._end_strays(helpers)
+            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
         self._send({"is": "ended", **how, "time": time.time()})
 
-    def _drain(self, child: _Child) -> None:
-        os.set_blocking(child.stdout or 0, False)
-        with contextlib.suppress(BlockingIOError):
-            while child.stdout is not None:
-                self._relay(child)()
-        if child.stdout is not None:  # a process that it has left behind holds the other end
-            self._selector.unregister(child.stdout)
-            os.close(child.stdout)
 
-    def _end_strays(self, helpers: Collection[int]) -> None:
-        """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
-        own = {self._zygote and self._zygote.pid, *helpers}
-        with contextlib.suppress(OSError):
-            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                if pid not in own:
-                    os.kill(pid, signal.SIGKILL)
+def _start_program(order: ForkOrder, program: str) -> int:
+    """Start ``program`` with the order's arguments, and return its pid. Raises OSError."""
+
+    def prepare() -> None:
+        if order["cpus"] is not None:
+            os.sched_setaffinity(0, order["cpus"])
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    command = [program, *order["command"][1:]]
+    with opened(order["files"]) as (stdin, stdout, stderr):
+        files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
 
 
 def _make_pipes(child: _Child, files: list[str]) -> list[int]:
@@ -336,6 +323,14 @@ def _make_pipes(child: _Child, files: list[str]) -> list[int]:
     child.stdout, writing = os.pipe()
     files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
     return [reading, writing]
+
+
+def _end_strays(own: Collection[int]) -> None:
+    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            if pid not in own:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:

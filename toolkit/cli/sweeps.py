@@ -21,7 +21,7 @@ from toolkit.sweep import again, folder, request, submission
 from toolkit.sweep.folder import SweepDir
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options
-from toolkit.sweep.states import Standing, standings
+from toolkit.sweep.states import PointStanding, standings
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40
@@ -71,7 +71,7 @@ def look_after(args: Namespace) -> int | None:
     return code
 
 
-def _metric(sweep: SweepDir, found: Sequence[Standing]) -> str:
+def _metric(sweep: SweepDir, found: Sequence[PointStanding]) -> str:
     """Return the metric that runs are compared by, as in ``checkpoint.keep_best``."""
     record = sweep.record()
     if record is not None and record.metric is not None:
@@ -81,12 +81,12 @@ def _metric(sweep: SweepDir, found: Sequence[Standing]) -> str:
     return base or next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
 
 
-def _value(each: Standing, metric: str) -> float | None:
+def _value(each: PointStanding, metric: str) -> float | None:
     value = each.metrics.get(metric.removeprefix("-"))
     return value if isinstance(value, (int, float)) else None
 
 
-def _ranked(found: Sequence[Standing], metric: str) -> list[Standing]:
+def _ranked(found: Sequence[PointStanding], metric: str) -> list[PointStanding]:
     """Return the points that have the metric, the best first."""
     sign = 1 if metric.startswith("-") else -1
     return sorted((e for e in found if _value(e, metric) is not None), key=lambda e: sign * (_value(e, metric) or 0.0))
@@ -95,7 +95,7 @@ def _ranked(found: Sequence[Standing], metric: str) -> list[Standing]:
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
-def _status(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
     if args.json:
         print(show.as_json([_as_data(each) for each in found]))
         return
@@ -116,7 +116,7 @@ def _status(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Names
         print(line)
 
 
-def _retry(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+def _retry(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
     failed = [each for each in found if each.is_to_retry]
     jobs = again.retry(sweep, failed)
     if args.json:
@@ -133,7 +133,7 @@ def _retry(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namesp
     )
 
 
-def _stop(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+def _stop(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
     waiting, working = again.stop(sweep, found)
     if args.json:
         print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working}))
@@ -144,7 +144,7 @@ def _stop(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespa
     )
 
 
-def _best(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> int | None:
+def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> int | None:
     ranked = _ranked(found, metric)[:10]
     if args.json:
         print(show.as_json([_as_data(each) for each in ranked]))
@@ -159,7 +159,7 @@ def _best(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespa
     return None if ranked else EXIT_FAILED
 
 
-def _export(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Namespace) -> None:
+def _export(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
     if args.json:
         print(show.as_json([_as_data(each) for each in found]))
         return
@@ -180,7 +180,7 @@ def _export(sweep: SweepDir, found: Sequence[Standing], metric: str, args: Names
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _as_data(each: Standing) -> dict[str, Any]:
+def _as_data(each: PointStanding) -> dict[str, Any]:
     row: Mapping[str, Any] = each.row
     return {
         "point": each.point.id,
@@ -198,7 +198,7 @@ def _as_data(each: Standing) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[Standing], metric: str) -> str:
+def _table(found: Sequence[PointStanding], metric: str) -> str:
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
     name = metric.removeprefix("-")
     head = ["RUN", *_short_names(keys), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
@@ -219,7 +219,7 @@ def _short_names(keys: Sequence[str]) -> list[str]:
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
-def _causes(found: Sequence[Standing]) -> list[str]:
+def _causes(found: Sequence[PointStanding]) -> list[str]:
     """Return a line for each cause, with the runs that it has ended or keeps waiting."""
     causes: dict[str, list[str]] = {}
     for each in found:

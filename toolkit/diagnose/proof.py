@@ -42,7 +42,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     config.cluster.tasks_per_node = max(1, config.cluster.gpus_per_node)
     run = submit_foreign(config, [sys.executable, "-m", "toolkit.diagnose.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
-    trial = _Trial(run, profile)
+    trial = _ProofRun(run, profile)
     try:
         trial.play()
     finally:
@@ -56,7 +56,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     return proofs, time.monotonic() - began
 
 
-class _Trial:
+class _ProofRun:
     """One run, from its start to the end of the job that follows it."""
 
     def __init__(self, run: Run, profile: SiteProfile) -> None:

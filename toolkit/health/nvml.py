@@ -32,7 +32,7 @@ class _Utilization(Structure):
     _fields_ = (("gpu", c_uint), ("memory", c_uint))
 
 
-class _Memory(Structure):
+class _GpuMemory(Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
 
 
@@ -129,7 +129,7 @@ class Nvml:
     def load(self, gpu: NvidiaGpu) -> Load:
         """Return how much ``gpu`` works."""
         use = self._get("nvmlDeviceGetUtilizationRates", gpu, _Utilization)
-        memory = self._get("nvmlDeviceGetMemoryInfo", gpu, _Memory)
+        memory = self._get("nvmlDeviceGetMemoryInfo", gpu, _GpuMemory)
         milliwatts = self._number("nvmlDeviceGetPowerUsage", gpu, c_uint)
         millijoules = self._number("nvmlDeviceGetTotalEnergyConsumption", gpu, c_ulonglong)
         return Load(

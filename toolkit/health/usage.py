@@ -71,7 +71,7 @@ class NodeUsage:
         return NodeUsage(**{**content, "gpus": gpus})
 
 
-class _Process(NamedTuple):
+class _ProcessUsage(NamedTuple):
     """A line of ``/proc/PID/stat``."""
 
     name: str
@@ -139,7 +139,7 @@ class JobProcesses:
         self._exact_pids, self._exact_look_s = pids, time.process_time() - began
         self._twice_bytes = memory - exact if exact else 0
 
-    def _find(self) -> dict[int, _Process]:
+    def _find(self) -> dict[int, _ProcessUsage]:
         here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}
         self._others &= here
         self._roots = {pid: root for pid, root in self._roots.items() if pid in here}
@@ -149,7 +149,7 @@ class JobProcesses:
             self._sort(pid, stats, uptime_s)
         return {pid: stat for pid, stat in stats.items() if pid in self._roots}
 
-    def _sort(self, pid: int, stats: Mapping[int, _Process], uptime_s: float) -> None:
+    def _sort(self, pid: int, stats: Mapping[int, _ProcessUsage], uptime_s: float) -> None:
         """Note of which root ``pid`` is a descendant, if of any."""
         way: list[int] = []
         while pid in stats and pid not in self._roots and pid not in way:
@@ -165,21 +165,21 @@ class JobProcesses:
             elif uptime_s - stats[each].started_s > YOUNG_S:
                 self._others.add(each)
 
-    def _is_task(self, pid: int, stats: Mapping[int, _Process]) -> bool:
+    def _is_task(self, pid: int, stats: Mapping[int, _ProcessUsage]) -> bool:
         parent = self._stat(stats[pid].parent) if self._marks else None
         if parent is None or not parent.name.startswith("slurmstepd"):
             return False
         variables = self._text(f"{pid}/environ").split("\0")
         return all(mark in variables for mark in self._marks)
 
-    def _stat(self, pid: int) -> _Process | None:
+    def _stat(self, pid: int) -> _ProcessUsage | None:
         start, _, end = self._text(f"{pid}/stat").rpartition(")")
         fields = end.split()
         if not fields:
             return None
         # utime, stime, cutime, cstime and starttime: fields 14 to 17 and 22 of proc_pid_stat(5).
         cpu_s = sum(map(int, fields[11:15])) * _TICK_S
-        return _Process(start.partition("(")[2], int(fields[1]), cpu_s, int(fields[19]) * _TICK_S)
+        return _ProcessUsage(start.partition("(")[2], int(fields[1]), cpu_s, int(fields[19]) * _TICK_S)
 
     def _memory(self, pid: int) -> tuple[int, int]:
         """Return the anonymous and shared bytes together, and the shared ones."""

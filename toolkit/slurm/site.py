@@ -45,10 +45,10 @@ def read_site(slurm: Slurm) -> SiteProfile:
     if {*missing} & {*NEEDED}:
         raise RequestError(f"Slurm is only half installed here: {', '.join(missing)} not on PATH, and others are")
     profile = _of_config(slurm.ask(["scontrol", "show", "config"]))
-    return _Reader(slurm, [f"{name} is not on PATH" for name in missing]).fill(profile)
+    return _SiteReader(slurm, [f"{name} is not on PATH" for name in missing]).fill(profile)
 
 
-class _Reader:
+class _SiteReader:
     """Fills the profile part by part. A part that cannot be read is left out, with a note."""
 
     def __init__(self, slurm: Slurm, notes: list[str]) -> None:

@@ -60,7 +60,7 @@ class Package(FileRecord):
 
 
 @dataclass(frozen=True)
-class Source(JsonRecord):
+class PackageSource(JsonRecord):
     """A path to be packed. ``program``: see :class:`Package`."""
 
     path: str
@@ -72,14 +72,14 @@ class PackRequest(JsonRecord):
     """What to pack. A source with more than ``most_bytes`` is refused."""
 
     cache: str
-    sources: tuple[Source, ...]
+    sources: tuple[PackageSource, ...]
     has_gpus: bool = False
     most_bytes: int | None = None
     nice: int = 0
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _PackageEntry:
     """A file, folder or link of the source."""
 
     name: str  #: relative to it
@@ -90,7 +90,7 @@ class _Entry:
     target: str = ""  #: of a link
 
 
-def pack(source: Source, request: PackRequest) -> Package:
+def pack(source: PackageSource, request: PackRequest) -> Package:
     """Return the package of ``source``. It is made if there is none. Raises StagingError, OSError."""
     cache, path = Path(request.cache), Path(source.path)
     entries = list(_entries(path, None if source.program is None else request.has_gpus))
@@ -131,7 +131,7 @@ def _is_there(package: Package) -> bool:
     return False
 
 
-def _key(source: Source, entries: list[_Entry]) -> str:
+def _key(source: PackageSource, entries: list[_PackageEntry]) -> str:
     text = "\n".join(str(entry) for entry in entries)
     return hashlib.sha256(f"{source.path}\n{text}".encode(errors="surrogateescape")).hexdigest()[:32]
 
@@ -139,33 +139,33 @@ def _key(source: Source, entries: list[_Entry]) -> str:
 # ---------------------------------------------------------------------------------------------------------- the source
 
 
-def _entries(path: Path, has_gpus: bool | None) -> Iterator[_Entry]:
+def _entries(path: Path, has_gpus: bool | None) -> Iterator[_PackageEntry]:
     """Yield what is in ``path``, which may be a file, in a fixed order. ``has_gpus`` is None for data."""
     if not path.is_dir():
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise StagingError(f"{path} is neither a file nor a folder")
-        yield _Entry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
+        yield _PackageEntry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
         return
     for entry in _walk(str(path), ""):
         is_linked = has_gpus is not None and _is_linked(entry, has_gpus)
-        yield _Entry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name)) if is_linked else entry
+        yield _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name)) if is_linked else entry
 
 
-def _walk(folder: str, prefix: str) -> Iterator[_Entry]:
+def _walk(folder: str, prefix: str) -> Iterator[_PackageEntry]:
     for found in sorted(os.scandir(folder), key=lambda found: found.name):
         name, status = prefix + found.name, found.stat(follow_symlinks=False)
         if found.is_symlink():
-            yield _Entry(name, tarfile.SYMTYPE, target=str(Path(found.path).readlink()))
+            yield _PackageEntry(name, tarfile.SYMTYPE, target=str(Path(found.path).readlink()))
         elif found.is_dir():
-            yield _Entry(name, tarfile.DIRTYPE)
+            yield _PackageEntry(name, tarfile.DIRTYPE)
             if name not in LINKED_FOLDERS:
                 yield from _walk(found.path, f"{name}/")
         elif found.is_file():
-            yield _Entry(name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
+            yield _PackageEntry(name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
 
 
-def _is_linked(entry: _Entry, has_gpus: bool) -> bool:
+def _is_linked(entry: _PackageEntry, has_gpus: bool) -> bool:
     if entry.kind == tarfile.DIRTYPE:
         return entry.name in LINKED_FOLDERS
     if entry.size < LARGE_BYTES:
@@ -202,7 +202,7 @@ class SummedFile:
         self.size_bytes += len(data)
 
 
-def _make(source: Source, entries: list[_Entry], key: str, cache: Path) -> Package:
+def _make(source: PackageSource, entries: list[_PackageEntry], key: str, cache: Path) -> Package:
     began, path, is_archive = time.monotonic(), Path(source.path), Path(source.path).is_dir()
     file = cache / f"{key}.tar" if is_archive else path
     if is_archive:
@@ -227,7 +227,7 @@ def _make(source: Source, entries: list[_Entry], key: str, cache: Path) -> Packa
     )
 
 
-def _write_archive(path: Path, entries: list[_Entry], file: Path) -> SummedFile:
+def _write_archive(path: Path, entries: list[_PackageEntry], file: Path) -> SummedFile:
     needed, room = sum(entry.size for entry in entries), disks.room_bytes(file.parent)
     if needed > room:
         raise StagingError(
@@ -243,7 +243,7 @@ def _write_archive(path: Path, entries: list[_Entry], file: Path) -> SummedFile:
     return summed
 
 
-def _add(tar: tarfile.TarFile, path: Path, entry: _Entry) -> None:
+def _add(tar: tarfile.TarFile, path: Path, entry: _PackageEntry) -> None:
     info = tarfile.TarInfo(entry.name)
     info.type, info.mode, info.linkname = entry.kind, stat.S_IMODE(entry.mode), entry.target
     info.mtime = entry.mtime_ns // 10**9  # by whole seconds and the size Python knows whether a .pyc is valid

@@ -15,10 +15,10 @@ from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import base_id
 from toolkit.sweep import local, submission
 from toolkit.sweep.folder import SweepDir
-from toolkit.sweep.states import Standing
+from toolkit.sweep.states import PointStanding
 
 
-def retry(sweep: SweepDir, again: Sequence[Standing], slurm: SlurmCommands | None = None) -> list[str]:
+def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> list[str]:
     """Submit these points again, each to go on from its run's last checkpoint; return the ids of the arrays."""
     record = sweep.record()
     if record is None:
@@ -42,7 +42,7 @@ def retry(sweep: SweepDir, again: Sequence[Standing], slurm: SlurmCommands | Non
     return jobs
 
 
-def stop(sweep: SweepDir, standings: Sequence[Standing], slurm: SlurmCommands | None = None) -> tuple[int, int]:
+def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> tuple[int, int]:
     """Cancel the points that wait, and have the others commit a checkpoint and end; return how many of each.
 
     Slurm is called at most twice, for all of them.

@@ -21,7 +21,7 @@ from toolkit.config import JobConfig, JobFiles
 from toolkit.errors import ConfigError, RequestError
 from toolkit.launch.submission import prepare
 from toolkit.sweep.axes import Axis, Discrete, Values
-from toolkit.sweep.request import Request
+from toolkit.sweep.request import SweepRequest
 
 #: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
 #: The same point with more time or memory is the same point.
@@ -81,7 +81,7 @@ def _is_beside(key: str) -> bool:
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
 
 
-def checked(request: Request, project: Path, executor: str) -> Iterator[CheckedPoint]:
+def checked(request: SweepRequest, project: Path, executor: str) -> Iterator[CheckedPoint]:
     """Yield every point of the request, each once. Raises ConfigError or RequestError for the first that is refused."""
     for key in request.axes:
         if _is_beside(key):
@@ -89,7 +89,7 @@ def checked(request: Request, project: Path, executor: str) -> Iterator[CheckedP
                 f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
             )
     points = request.points()
-    reader = _Reader(request, project, executor)
+    reader = _PointReader(request, project, executor)
     seen = set[str]()
     for values in points:
         point = reader.read(values)
@@ -98,10 +98,10 @@ def checked(request: Request, project: Path, executor: str) -> Iterator[CheckedP
             yield point
 
 
-class _Reader:
+class _PointReader:
     """Reads and checks the config of one point after the other."""
 
-    def __init__(self, request: Request, project: Path, executor: str) -> None:
+    def __init__(self, request: SweepRequest, project: Path, executor: str) -> None:
         self._request, self._project, self._executor = request, project, executor
         self._files = JobFiles(project)
         self._parts = {key: configs.parts_of(key) for key in request.axes}
@@ -181,7 +181,7 @@ def _whole_key(parts: Sequence[str]) -> str:
     return next(name for name in names if name in _DEFAULTS)
 
 
-def _has_references(request: Request, project: Path) -> bool:
+def _has_references(request: SweepRequest, project: Path) -> bool:
     """True if a value of the config refers to another, so that one key may change several."""
     texts = json.dumps(
         configs.merged_layers(request.config, request.fixed, project=project, sweep=True)[0], default=str

@@ -30,7 +30,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class SweepRequest:
     """A sweep as asked for. ``fixed`` are overrides of all points."""
 
     config: Path
@@ -54,7 +54,7 @@ class Request:
         return axes.grid(self.axes)
 
 
-def read(config: str | Path, overrides: Sequence[str], options: Options) -> Request:
+def read(config: str | Path, overrides: Sequence[str], options: Options) -> SweepRequest:
     """Return the request of a file and of arguments; arguments win. Raises RequestError and ConfigError."""
     path = Path(config)
     found: dict[str, Axis] = {}
@@ -75,7 +75,7 @@ def read(config: str | Path, overrides: Sequence[str], options: Options) -> Requ
         raise RequestError(f"--max-running: {options.max_running} runs would never end; use 1 or more")
     if options.halving is not None and options.halving < 2:
         raise RequestError(f"--halving: {options.halving} would end no run; use 2 or more, 3 is usual")
-    return Request(path, fixed, found, options)
+    return SweepRequest(path, fixed, found, options)
 
 
 def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axis], Options]:

@@ -27,7 +27,7 @@ NOT_SUBMITTED, LOST = "not submitted", "lost"
 
 
 @dataclass(frozen=True)
-class Standing:
+class PointStanding:
     """A point and how it stands. ``row`` is that of `toolkit status`, None where it has no run."""
 
     point: Point
@@ -50,7 +50,7 @@ class Standing:
         return self.row.get("metrics") or {}
 
 
-def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[Standing]:
+def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[PointStanding]:
     """Return every point, in the order of its submission. ``damage`` gets what cannot be read."""
     newest = folder.newest(sweep.arrays(), damage)
     records = {array: array.record(damage) for _, array, _ in newest.values()}
@@ -73,7 +73,7 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         state, why = _waiting_state(record, job_id, status, is_answered and job_id in answers, works_here)
         if row and not (id_ in is_queued and state.startswith("queued")):
             state, why, job_id = row["state"], row["why"], row["job_id"] or job_id
-        found.append(Standing(point, run, state, job_id, why, row))
+        found.append(PointStanding(point, run, state, job_id, why, row))
     return found
 
 
@@ -121,7 +121,8 @@ def _waiting_state(
     if status is None:
         return LOST, f"job {job_id} is gone and has not started its run"
     if status.is_over:
-        cancelled = status.state == "CANCELLED"
-        return (RunState.CANCELLED.value if cancelled else LOST), f"job {job_id} ended ({status.state}) before its run"
+        # The same text for all such points: they are named together.
+        why = f"the job ended ({status.state}) before its run began, as on a full disk: `toolkit sweep retry` is next"
+        return (RunState.CANCELLED.value, None) if status.state == "CANCELLED" else (LOST, why)
     is_waiting = slurm_states.phase(status.state) is Phase.PENDING
     return ("queued", status.reason) if is_waiting else (RunState.STARTING.value, None)

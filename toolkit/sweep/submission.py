@@ -29,7 +29,7 @@ from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.sweep import folder, points
 from toolkit.sweep.folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.sweep.points import CheckedPoint
-from toolkit.sweep.request import Options, Request
+from toolkit.sweep.request import Options, SweepRequest
 
 #: The most jobs, one a point, where a site has no job arrays. More would storm its controller.
 MOST_SINGLE_JOBS = 200
@@ -52,7 +52,7 @@ class Submitted:
         return len(self.points) - self.new
 
 
-def check(request: Request, project: Path, executor: str) -> list[CheckedPoint]:
+def check(request: SweepRequest, project: Path, executor: str) -> list[CheckedPoint]:
     """Return all points of the request. Raises ConfigError or RequestError before anything is written."""
     refuse_unfit(folder.of_name("x").runs)
     if executor == "debug":
@@ -65,11 +65,13 @@ def check(request: Request, project: Path, executor: str) -> list[CheckedPoint]:
     return found
 
 
-def _metric(request: Request, config: JobConfig) -> str | None:
+def _metric(request: SweepRequest, config: JobConfig) -> str | None:
     return request.options.metric or config.checkpoint.keep_best
 
 
-def submit(request: Request, project: Path, executor: str = "auto", slurm: SlurmCommands | None = None) -> Submitted:
+def submit(
+    request: SweepRequest, project: Path, executor: str = "auto", slurm: SlurmCommands | None = None
+) -> Submitted:
     """Submit the points of the request that its sweep does not have yet. Raises ToolkitError.
 
     An interrupted submission of the sweep is completed first.
@@ -93,7 +95,7 @@ def submit(request: Request, project: Path, executor: str = "auto", slurm: Slurm
     return Submitted(sweep, chosen, found, len(new), jobs)
 
 
-def _submit_locally(request: Request, project: Path, sweep: SweepDir, found: Sequence[CheckedPoint]) -> Submitted:
+def _submit_locally(request: SweepRequest, project: Path, sweep: SweepDir, found: Sequence[CheckedPoint]) -> Submitted:
     from toolkit.sweep import local
 
     with sweep.locked():
@@ -123,7 +125,7 @@ def _array_size(slurm: SlurmCommands, options: Options, count: int) -> int:
     return 0
 
 
-def _prepare(sweep: SweepDir, request: Request, project: Path, config: JobConfig) -> SweepRecord:
+def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobConfig) -> SweepRecord:
     """Write what all points share, unless it is there: the sources and the first config. Return the record."""
     before = sweep.record()
     options = request.options

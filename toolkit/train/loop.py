@@ -125,7 +125,7 @@ class Trainer:
         if loaded is not None:
             self._restore(loaded.meta)
         log.info("training from step %d to %d", self._step, self._total)
-        self._strategy.begin(self._step, self._again)
+        self._strategy.begin(self._step, partial(_batch_again, self._loader, self._config.seed, self._bad_samples))
         with self._life.open(self._strategy.expendable):
             if loaded is None:
                 describe(self._life.sink)
@@ -191,13 +191,6 @@ class Trainer:
         self._loss.add(output)
         self._life.step_done(self._loader.global_batch_size, self._loader.data_wait_s)
 
-    def _again(self, step: int, share: Share) -> Batch:
-        """Return the batch of ``step`` for the rank that holds ``share``. Seed the generators as that rank does."""
-        reseed(self._config.seed, step, share.index)
-        batch = self._loader.part(step, share)
-        self._bad_samples.note(batch)
-        return batch
-
     # ------------------------------------------------------------------------------------- what is due, by the step
 
     def _due(self, every: int) -> bool:
@@ -221,7 +214,7 @@ class Trainer:
         """Write the metrics since the last logging step. Here, and before saves, the host waits for the device."""
         self._activity.phase = activity.LOGGING
         # First the verdicts: steps that were left out must not count in the means below.
-        self._read_skipped()
+        self._loss.leave_out(self._skipped.read())
         if self._skipped.rollback_due:
             self._roll_back()
         losses, own_s = self._loss.take(self._strategy.own_time.take())
@@ -249,9 +242,6 @@ class Trainer:
             metrics[NOT_FINITE] = values[NOT_FINITE] = self._not_finite.count
         metrics |= self._skipped.figures()
         self._life.write(values)
-
-    def _read_skipped(self) -> None:
-        self._loss.leave_out(self._skipped.read())
 
     def _roll_back(self) -> None:
         """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate go on."""
@@ -285,7 +275,7 @@ class Trainer:
 
     def may_save(self, *, must: bool) -> bool:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        self._read_skipped()
+        self._loss.leave_out(self._skipped.read())
         if self._skipped.saves_wait and not must:
             log.info("step %d is not saved: the steps before it were left out", self._step)
             return False
@@ -323,3 +313,11 @@ class Trainer:
             "epochs": self._config.epochs,
             "stragglers": self._pace.stragglers,
         }
+
+
+def _batch_again(loader: Batches, seed: int, bad_samples: BadSamples, step: int, share: Share) -> Batch:
+    """Return the batch of ``step`` for the rank that holds ``share``. Seed the generators as that rank does."""
+    reseed(seed, step, share.index)
+    batch = loader.part(step, share)
+    bad_samples.note(batch)
+    return batch

@@ -67,7 +67,7 @@ class Trial:
 
     def proofs(self) -> dict[str, Proof]:
         profile = SiteProfile(made=0.0, cluster="alps", requeue_delay_s=0.0)
-        trial = proof._Trial(Run(self.dir, "slurm", self.job), profile)
+        trial = proof._ProofRun(Run(self.dir, "slurm", self.job), profile)
         trial.play()
         return {each.name: each for each in trial.proofs}
 

@@ -200,9 +200,10 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
 #: Stands for the agent's program: one whose node is found sick at once.
 SICK_AGENT = """
 import sys
-from toolkit.agent import node
+from toolkit.agent import node, node_monitor
 SICK = '''echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
-node.MONITOR_COMMAND, node.MONITOR_AFTER_S = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600"), 0.0
+node_monitor.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
+node_monitor.MONITOR_AFTER_S = 0.0
 node.main(sys.argv[1:])
 """
 

@@ -19,10 +19,10 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.start import staging
 from toolkit.launch.start.agent_launcher import AgentLauncher
-from toolkit.launch.start.staging import ImportFigures, Staging
+from toolkit.launch.start.staging import ImportFigures, NodeStaging
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.staging import disks
-from toolkit.staging.package import Source
+from toolkit.staging.package import PackageSource
 
 HOSTS = ("node1", "node2")
 
@@ -52,7 +52,7 @@ class Start:
         nodes = Nodes(run, allocation, spare=0, allow_fewer=False)
         self.launcher = launcher or NoLauncher()
         self.journal = Journal(run, allocation, nodes)
-        self.staging = Staging(run, config, allocation, self.launcher, self.journal)
+        self.staging = NodeStaging(run, config, allocation, self.launcher, self.journal)
         self.staging.decide()
         self.staging.begin()
 
@@ -84,7 +84,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small one, on a disk that is taken for a shared one."""
     prefix = tmp_path / "venv"
     venv.create(prefix, symlinks=True, with_pip=False)
-    monkeypatch.setattr(staging, "environment_source", lambda: Source(str(prefix), "bin/python"))
+    monkeypatch.setattr(staging, "environment_source", lambda: PackageSource(str(prefix), "bin/python"))
     monkeypatch.setattr(disks, "is_shared", lambda path: True)
     return prefix
 

@@ -19,7 +19,7 @@ import pytest
 from toolkit import chaos, staging
 from toolkit.staging import copying, disks, package
 from toolkit.staging.copying import CopyRequest, DamagedPackageError
-from toolkit.staging.package import Package, PackRequest, Source, StagingError
+from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def packed(source: Path, cache: Path) -> Package:
-    return package.pack(Source(str(source)), PackRequest(str(cache), ()))
+    return package.pack(PackageSource(str(source)), PackRequest(str(cache), ()))
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -263,7 +263,7 @@ def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -
     script = prefix / "bin/tool"
     script.write_text(f"#!{prefix}/bin/python\nimport marker, sys; print(marker.__file__, *sys.path)\n")
     script.chmod(0o755)
-    made = package.pack(Source(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
     copy = copied(made, node)
     told = subprocess.run([copy / "bin/tool"], capture_output=True, text=True, check=True).stdout.split()
     assert told[0] == str(copy / site.relative_to(prefix) / "marker.py")
@@ -278,7 +278,7 @@ def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin/python").write_text("#!/bin/sh\necho /somewhere\n")
     (prefix / "bin/python").chmod(0o755)
-    made = package.pack(Source(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
     with pytest.raises(StagingError, match="does not work from"):
         copying.copy(made, [node])
 
@@ -308,7 +308,7 @@ def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> 
 def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
     request = PackRequest(
         str(tmp_path / "cache"),
-        (Source(str(tmp_path / "none")), Source("/dev/null"), Source(str(source))),
+        (PackageSource(str(tmp_path / "none")), PackageSource("/dev/null"), PackageSource(str(source))),
         most_bytes=9,
     )
     done = subprocess.run(

@@ -20,7 +20,7 @@ Point: TypeAlias = tuple[int, float]
 PIECES = 128
 
 
-class Piece:
+class CurvePiece:
     """The four points that are kept of some neighbouring ones."""
 
     __slots__ = ("first", "greatest", "is_broken", "last", "least")
@@ -36,7 +36,7 @@ class Piece:
         elif point[1] > self.greatest[1]:
             self.greatest = point
 
-    def join(self, later: Piece) -> None:
+    def join(self, later: CurvePiece) -> None:
         """Take in the next piece."""
         self.last, self.is_broken = later.last, self.is_broken or later.is_broken
         self.least = min(self.least, later.least, key=lambda point: point[1])
@@ -54,7 +54,7 @@ class Curve:
     count: int = 0  #: of all values
     not_finite: int = 0
     first_bad: int | None = None  #: the step of the first value that was not finite
-    pieces: dict[int, Piece] = field(default_factory=dict)
+    pieces: dict[int, CurvePiece] = field(default_factory=dict)
     width: int = 1  #: the steps of a piece, a power of two
 
     def add(self, step: int, value: float) -> None:
@@ -70,7 +70,7 @@ class Curve:
         if piece is not None:
             piece.add((step, value))
             return
-        self.pieces[step // self.width] = Piece((step, value))
+        self.pieces[step // self.width] = CurvePiece((step, value))
         if len(self.pieces) > 2 * PIECES:
             self.halve()
 
@@ -78,7 +78,7 @@ class Curve:
         """Join the pieces in pairs, until there are few enough."""
         while len(self.pieces) > PIECES:
             self.width *= 2
-            joined: dict[int, Piece] = {}
+            joined: dict[int, CurvePiece] = {}
             for number, piece in self.pieces.items():
                 if number // 2 in joined:
                     joined[number // 2].join(piece)

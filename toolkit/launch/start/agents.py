@@ -281,26 +281,24 @@ class Agents:
 
     def ensure(self, hosts: Collection[str]) -> None:
         """Start agents where none runs and none is being started. At first do so on the job's other nodes, too."""
-        is_first = not self._start_of
-        self._start_on(hosts)
-        if is_first:  # the spares in a step of their own: one of them may be why a step is refused
-            self._start_on(self._allocation.hosts)
+        # The spares come in a step of their own: one of them may be why a step is refused.
+        for some in [hosts] if self._start_of else [hosts, self._allocation.hosts]:
+            wanted = {*some} - self.links.hosts - self._starting.keys()
+            missing = [host for host in self._allocation.hosts if host in wanted]
+            if missing:
+                self._start_on(missing)
 
-    def _start_on(self, hosts: Collection[str]) -> None:
-        wanted = {*hosts} - self.links.hosts - self._starting.keys()
-        missing = [host for host in self._allocation.hosts if host in wanted]
-        if missing:
-            self._starting |= dict.fromkeys(missing, time.monotonic())
-            for host in missing:
-                self._requests.missing.pop(host, None)
-            # The number tells a late failure of an earlier start from one of this start.
-            number = max(self._start_of.values(), default=0) + 1
-            self._start_of |= dict.fromkeys(missing, number)
-            on_failure = partial(self._note_failure, number)
-            try:
-                self._starter.start(missing, self._at, self.environ, on_failure)
-            except OSError as error:
-                self._give_up(missing, f"agents cannot be started: {error}")
+    def _start_on(self, hosts: Sequence[str]) -> None:
+        self._starting |= dict.fromkeys(hosts, time.monotonic())
+        for host in hosts:
+            self._requests.missing.pop(host, None)
+        # The number tells a late failure of an earlier start from one of this start.
+        number = max(self._start_of.values(), default=0) + 1
+        self._start_of |= dict.fromkeys(hosts, number)
+        try:
+            self._starter.start(hosts, self._at, self.environ, partial(self._note_failure, number))
+        except OSError as error:
+            self._give_up(hosts, f"agents cannot be started: {error}")
 
     def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
         """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
@@ -339,7 +337,6 @@ class Agents:
     def take_message(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         match message["is"]:
-            # For the supervisor: progress and reports.
             case "alive":
                 if message["progress"] is not None:
                     self._events.put(Progress(host, Digest(**message["progress"])))
@@ -352,7 +349,6 @@ class Agents:
                 report = progress.parse(message["text"].encode())
                 if report is not None:
                     self._events.put(MainReport(report))
-            # For the sender of the request; and the node's health.
             case "answer":
                 self._requests.take_answer(host, message)
             case "sick":

@@ -34,7 +34,7 @@ from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.rundir import RunDir
 from toolkit.staging import disks, package
 from toolkit.staging.copying import CopyRequest
-from toolkit.staging.package import Package, PackRequest, Source
+from toolkit.staging.package import Package, PackageSource, PackRequest
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
@@ -64,16 +64,16 @@ class ImportFigures(FileRecord):
         return waited_s >= LEAST_GAIN_S and (self.copied_s is None or self.copied_s < waited_s)
 
 
-def environment_source() -> Source | None:
+def environment_source() -> PackageSource | None:
     """Return this environment; None for one that would not work from another place."""
     prefix, program = Path(sys.prefix), Path(sys.executable)
     is_movable = (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
     if not is_movable or not program.is_relative_to(prefix):
         return None
-    return Source(str(prefix), str(program.relative_to(prefix)))
+    return PackageSource(str(prefix), str(program.relative_to(prefix)))
 
 
-class Staging:
+class NodeStaging:
     """Decides what is copied, and follows the copying. See the module."""
 
     def __init__(
@@ -84,8 +84,8 @@ class Staging:
         self._has_gpus = allocation.gpus_per_node > 0
         self._cache = run.path.parent.parent / ".stage"
         self._environment = environment_source()
-        self._data = [Source(str(fsio.expand(path).absolute())) for path in config.data.stage]
-        self._first: list[Source] = []  #: what ranks wait for
+        self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
+        self._first: list[PackageSource] = []  #: what ranks wait for
         self._deadline = math.inf  #: until when
         self._measures = False
         self._figures = ImportFigures()
@@ -159,7 +159,7 @@ class Staging:
 
     # ------------------------------------------------------------------------------------------------------ packing
 
-    def _in_thread(self, sources: Sequence[Source], *, is_awaited: bool, most_bytes: int | None = None) -> None:
+    def _in_thread(self, sources: Sequence[PackageSource], *, is_awaited: bool, most_bytes: int | None = None) -> None:
         def carry_out() -> None:
             nice = 0 if is_awaited else BACKGROUND_NICE
             request = PackRequest(str(self._cache), tuple(sources), self._has_gpus, most_bytes, nice)

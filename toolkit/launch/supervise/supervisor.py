@@ -35,7 +35,7 @@ from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.gpu_speeds import slow_gpus
 from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
-from toolkit.launch.start.staging import Staging
+from toolkit.launch.start.staging import NodeStaging
 from toolkit.launch.start.store import refuse_too_many_ranks
 from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
@@ -94,7 +94,7 @@ class Supervisor:
         ``earlier_death`` says how the supervisor before this one died, if it is known. Raises Overtaken when the run
         belongs to another job.
         """
-        self._install_handlers()
+        _install_handlers(self._events)
         # Look for ranks of a dead supervisor first: they may still train, and can be taken over.
         left = None if earlier_death is None else left_over.find_running(self._run, self._allocation)
         claim = None if left is None else Claim.of_dead(self._run, self._allocation)
@@ -131,14 +131,6 @@ class Supervisor:
         notify(self._run)
         return _exit_code(verdict)
 
-    def _install_handlers(self) -> None:
-        """Replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt
-        itself safely."""
-        for number in SIGNALS:
-            signal.signal(number, lambda n, _: self._events.put(Signalled(signal.Signals(n))))
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
     def _has_ended(self, earlier_death: str | None) -> bool:
         """True if the run was over already, and Slurm has restarted its job by mistake.
 
@@ -166,7 +158,7 @@ class Supervisor:
             return None
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
-        staging = Staging(self._run, self._config, self._allocation, self._launcher, self._journal)
+        staging = NodeStaging(self._run, self._config, self._allocation, self._launcher, self._journal)
         staging.decide()
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
         staging.begin()
@@ -315,6 +307,14 @@ class Supervisor:
                 state = RunState.STOPPED
             self._journal.set_status(state, attempt, why=why, ended=time.time())
         outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
+
+
+def _install_handlers(events: Events) -> None:
+    """Replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt itself safely."""
+    for number in SIGNALS:
+        signal.signal(number, lambda n, _: events.put(Signalled(signal.Signals(n))))
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _state(verdict: Ending) -> RunState:

@@ -17,10 +17,10 @@ from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.sweep import again, element
 from toolkit.sweep.folder import SweepDir
-from toolkit.sweep.states import Standing, standings
+from toolkit.sweep.states import PointStanding, standings
 
 
-def look(sweep: SweepDir, slurm: FakeSlurm, damage: list[str] | None = None) -> dict[int, Standing]:
+def look(sweep: SweepDir, slurm: FakeSlurm, damage: list[str] | None = None) -> dict[int, PointStanding]:
     queue = SharedQueue(slurm, None)
     found = standings(sweep, queue.show_jobs, show.status_rows, [] if damage is None else damage)
     return {each.point.values["train.seed"]: each for each in found}
