@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def nothing_lost(run: RunDir) -> None:
     """Every attempt began at the step at which the one before it ended."""
     attempts = [a for a in run.attempts() if a.step_end is not None]
     for before, after in itertools.pairwise(attempts):
-        assert after.step_start == before.step_end, json.dumps([before, after], indent=2)
+        assert after.step_start == before.step_end, (before, after)
 
 
 def pid_of_supervisor(site: Site, run: RunDir) -> int:

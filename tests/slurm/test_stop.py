@@ -128,7 +128,7 @@ def came_back(run: RunDir) -> None:
     """Preempted once (or again by the same job, if Slurm was quicker to restart the victim), with nothing lost."""
     *before, last = run.attempts()
     assert before
-    assert {(a.cause, a.decision) for a in before} == {("preempted", "requeue")}, json.dumps(before, indent=2)
+    assert {(a.cause, a.decision) for a in before} == {("preempted", "requeue")}, before
     assert last.cause == "completed"
     nothing_lost(run)
 

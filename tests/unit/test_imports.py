@@ -212,3 +212,15 @@ def test_only_three_modules_of_slurm_name_its_programs() -> None:
 def test_names_of_tests_are_short_enough_to_read() -> None:
     names = re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")))
     assert [name for name in names if len(name) > 80] == []
+
+
+def test_a_class_has_a_name_of_its_own_and_fits_on_five_screens() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path}: split it by subject"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+                assert (node.end_lineno or 0) - node.lineno < 250, f"{path}: {node.name}: split it by subject"
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
