@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -126,39 +127,58 @@ def environ() -> dict[str, str]:
 
 def test_without_a_terminal_it_prints_once_for_each_change_and_ends_with_the_runs(live: rundir.RunDir) -> None:
     argv = [sys.executable, "-m", "toolkit", "watch", live.id]
-    with subprocess.Popen(argv, env=environ(), stdout=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen(argv, env=environ(), stdout=subprocess.PIPE, text=True)
+    stop = threading.Timer(120, process.kill)
+    stop.start()
+    try:
         assert process.stdout is not None
         assert process.stdout.readline().endswith("1 runs: 1 running\n")
         live.write_result(RunResult(RunState.COMPLETED))
         rest = process.stdout.read()
-        assert process.wait(30) == 0
+        assert process.wait() == 0
+    finally:
+        stop.cancel()
+        process.kill()
+        process.wait()
     assert rest.count("1 runs: ") == 1
     assert "1 runs: 1 completed" in rest
 
 
+class Terminal:
+    """A terminal whose screen is read all the time, as real ones are: a full one would stop the program."""
+
+    def __init__(self) -> None:
+        self.main, self.program_side = pty.openpty()
+        self.seen = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while data := os.read(self.main, 4096):
+                self.seen += data
+
+    def close(self) -> None:
+        os.close(self.program_side)  # the reader then gets an error
+        self._reader.join(30)
+        os.close(self.main)
+
+
 @pytest.mark.parametrize("how", ["q", "ctrl-c"])
 def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(live: rundir.RunDir, how: str) -> None:
-    main, terminal = pty.openpty()
-    argv = [sys.executable, "-m", "toolkit", "watch"]
-    with subprocess.Popen(
-        argv, env=environ(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
-    ) as process:
-        seen = b""
-
-        def shows_the_run() -> bool:
-            nonlocal seen
-            while select.select([main], [], [], 0)[0]:
-                seen += os.read(main, 4096)
-            return live.id.encode() in seen
-
-        wait_for(shows_the_run, 60, "the table shows the run")
+    terminal = Terminal()
+    argv, side = [sys.executable, "-m", "toolkit", "watch"], terminal.program_side
+    process = subprocess.Popen(argv, env=environ(), stdin=side, stdout=side, stderr=side, start_new_session=True)
+    try:
+        wait_for(lambda: live.id.encode() in terminal.seen, 60, "the table shows the run")
         if how == "q":
-            os.write(main, b"q")
+            os.write(terminal.main, b"q")
         else:
             os.kill(process.pid, signal.SIGINT)
-        assert process.wait(30) == (0 if how == "q" else 130)
-        shows_the_run()
-    os.close(terminal)
-    os.close(main)
-    assert b"Traceback" not in seen
-    assert seen.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l"))
+        assert process.wait(60) == (0 if how == "q" else 130)
+    finally:
+        process.kill()
+        process.wait()
+        terminal.close()
+    assert b"Traceback" not in terminal.seen
+    assert terminal.seen.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l"))
