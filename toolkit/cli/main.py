@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return completion.main(words[1:])
     # Of one command only its own module is loaded: all would take longer than most commands.
-    args = parse(build_parser(words[:1] if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
+    args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
     try:
         code: int | None = args.run_command(args)
         return code or EXIT_DONE
