@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit import fsio, records
+from toolkit import fsio, records, trust
+from toolkit.errors import RequestError
 from toolkit.json_record import JsonRecord
 from toolkit.records import COUNT, TEXT, Record
 from toolkit.staging import disks
@@ -127,6 +128,10 @@ def _own_folder(folder: Path) -> Path:
     # Programs run from there: somebody else's folder, or a link, is not to be trusted.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StagingError(f"{own} is not a folder that only this user can write to; remove it")
+    try:
+        trust.refuse_of_others(own, "copies")  # through a folder above they could replace it as well
+    except RequestError as error:
+        raise StagingError(str(error)) from error
     if os.statvfs(own).f_flag & os.ST_NOEXEC:
         raise StagingError(f"{folder} is mounted noexec: no library can be loaded from there")
     return own

@@ -202,6 +202,15 @@ def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_pat
         copying.copy(made, [node])
 
 
+def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path, tmp_path: Path) -> None:
+    made = packed(source, tmp_path / "cache")
+    node.chmod(0o777)
+    with pytest.raises(StagingError, match=r"copies: others may write into .*node \(mode 0777\)"):
+        copying.copy(made, [node])
+    node.chmod(0o1777)  # as /tmp is
+    assert content(copied(made, node)) == content(source)
+
+
 def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
     source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
