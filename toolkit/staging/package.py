@@ -18,7 +18,7 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -147,22 +147,33 @@ def _entries(path: Path, has_gpus: bool | None) -> Iterator[_PackageEntry]:
             raise StagingError(f"{path} is neither a file nor a folder")
         yield _PackageEntry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
         return
-    for entry in _walk(str(path), ""):
+    for entry in _walk(str(path), "", () if has_gpus is None else LINKED_FOLDERS):
         is_linked = has_gpus is not None and _is_linked(entry, has_gpus)
         yield _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name)) if is_linked else entry
 
 
-def _walk(folder: str, prefix: str) -> Iterator[_PackageEntry]:
+def _walk(folder: str, prefix: str, left_out: Collection[str]) -> Iterator[_PackageEntry]:
+    """Yield what is in ``folder``. Of the folders whose names are in ``left_out`` only themselves."""
     for found in sorted(os.scandir(folder), key=lambda found: found.name):
         name, status = prefix + found.name, found.stat(follow_symlinks=False)
         if found.is_symlink():
-            yield _PackageEntry(name, tarfile.SYMTYPE, target=str(Path(found.path).readlink()))
+            yield _PackageEntry(name, tarfile.SYMTYPE, target=_link_target(Path(found.path), name))
         elif found.is_dir():
             yield _PackageEntry(name, tarfile.DIRTYPE)
-            if name not in LINKED_FOLDERS:
-                yield from _walk(found.path, f"{name}/")
+            if name not in left_out:
+                yield from _walk(found.path, f"{name}/", left_out)
         elif found.is_file():
             yield _PackageEntry(name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
+
+
+def _link_target(link: Path, name: str) -> str:
+    """Return the target of a link. A relative one outside the source becomes absolute: the copy lies elsewhere."""
+    target, depth = link.readlink(), name.count("/")
+    for part in target.parts:
+        depth += -1 if part == ".." else 1
+        if depth < 0:
+            return str(link.absolute().parent / target)
+    return str(target)
 
 
 def _is_linked(entry: _PackageEntry, has_gpus: bool) -> bool:
