@@ -214,19 +214,21 @@ def rename_dir(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_path(path: Path) -> Iterator[Path]:
+def new_path(path: Path, *, replaces_file: bool = False) -> Iterator[Path]:
     """Yield a free name beside ``path``. The file or folder written there becomes ``path``, durably, at the end.
 
-    Raises FileExistsError if ``path`` exists. If the block fails nothing stays. Even what is written for others to read
-    is private: its owner opens it to them.
+    Raises FileExistsError if ``path`` exists, unless ``replaces_file``. If the block fails nothing new stays. Even what
+    is written for others to read is private: its owner opens it to them.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        _refuse_existing(path)
+        if not replaces_file:
+            _refuse_existing(path)
         yield temporary
         make_private_and_sync(temporary)
         # Again: the block may have taken long.
-        _refuse_existing(path)
+        if not replaces_file:
+            _refuse_existing(path)
         temporary.rename(path)
     except BaseException:
         remove_tree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)

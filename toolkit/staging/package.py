@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit import fsio
+from toolkit import fsio, trust
+from toolkit.errors import RequestError
 from toolkit.json_record import FileRecord, JsonRecord
 from toolkit.staging import disks
 
@@ -93,7 +94,7 @@ class _PackageEntry:
 def pack(source: PackageSource, request: PackRequest) -> Package:
     """Return the package of ``source``. It is made if there is none. Raises StagingError, OSError."""
     cache, path = Path(request.cache), Path(source.path)
-    entries = list(_entries(path, None if source.program is None else request.has_gpus))
+    entries = _entries_of(source, request)
     total = sum(entry.size for entry in entries)
     if request.most_bytes is not None and total > request.most_bytes:
         raise StagingError(
@@ -102,19 +103,25 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
         )
     key = _key(source, entries)
     fsio.make_dir(cache, parents=1)
+    refuse_cache_of_others(cache)
     record = cache / f"{key}.json"
+    file = cache / f"{key}.tar" if path.is_dir() else path
     known = Package.read_or_none(record, [])
-    if known is None or not _is_there(known):
-        known = _make(source, entries, key, cache)
-        # What has changed meanwhile is in the package partly: its name would be wrong.
-        if _key(source, list(_entries(path, None if source.program is None else request.has_gpus))) != key:
-            if known.is_archive:
-                Path(known.file).unlink(missing_ok=True)
-            raise StagingError(f"{path} was changed while it was packed")
+    # A record that names another file would have that read on the nodes, and removed by discard().
+    if known is None or known.file != str(file) or not _is_there(known):
+        known = _make(source, request, entries, key, file)
         fsio.write_json(record, known.to_file())
     os.utime(record)  # its last use
     _remove_unused(cache, known)
     return known
+
+
+def refuse_cache_of_others(cache: Path) -> None:
+    """Raise StagingError if another user may change what is in ``cache``: nodes run programs from there."""
+    try:
+        trust.refuse_of_others(cache, "copies for the nodes")
+    except RequestError as error:
+        raise StagingError(str(error)) from error
 
 
 def discard(package: Package) -> None:
@@ -137,6 +144,10 @@ def _key(source: PackageSource, entries: list[_PackageEntry]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- the source
+
+
+def _entries_of(source: PackageSource, request: PackRequest) -> list[_PackageEntry]:
+    return list(_entries(Path(source.path), None if source.program is None else request.has_gpus))
 
 
 def _entries(path: Path, has_gpus: bool | None) -> Iterator[_PackageEntry]:
@@ -213,16 +224,20 @@ class SummedFile:
         self.size_bytes += len(data)
 
 
-def _make(source: PackageSource, entries: list[_PackageEntry], key: str, cache: Path) -> Package:
-    began, path, is_archive = time.monotonic(), Path(source.path), Path(source.path).is_dir()
-    file = cache / f"{key}.tar" if is_archive else path
+def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEntry], key: str, file: Path) -> Package:
+    began, path = time.monotonic(), Path(source.path)
+    is_archive = file != path
     if is_archive:
-        summed = _write_archive(path, entries, file)
+        # Another job may make the same package at this moment. The name tells the content: the later one replaces it.
+        with fsio.new_path(file, replaces_file=True) as temporary:
+            summed = _write_archive(path, entries, temporary)
+            _refuse_changed(source, request, key)
     else:
         with path.open("rb", buffering=0) as whole:
             summed = SummedFile(whole)
             while summed.read(BLOCK_BYTES):
                 pass
+        _refuse_changed(source, request, key)
     files = [entry for entry in entries if entry.kind != tarfile.DIRTYPE]
     return Package(
         source=source.path,
@@ -238,15 +253,19 @@ def _make(source: PackageSource, entries: list[_PackageEntry], key: str, cache: 
     )
 
 
+def _refuse_changed(source: PackageSource, request: PackRequest, key: str) -> None:
+    """Raise StagingError if the source has another key by now. The package would have only a part of the change."""
+    if _key(source, _entries_of(source, request)) != key:
+        raise StagingError(f"{source.path} was changed while it was packed")
+
+
 def _write_archive(path: Path, entries: list[_PackageEntry], file: Path) -> SummedFile:
     needed, room = sum(entry.size for entry in entries), disks.room_bytes(file.parent)
     if needed > room:
         raise StagingError(
             f"a package of {path} needs {fsio.size_text(needed)}, and {file.parent} has {fsio.size_text(room)}"
         )
-    file.unlink(missing_ok=True)  # without its record it may be anything
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with fsio.new_path(file) as temporary, os.fdopen(fsio.open_private(temporary, new), "wb") as opened:
+    with os.fdopen(fsio.open_private(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as opened:
         summed = SummedFile(opened)
         with tarfile.open(fileobj=summed, mode="w|", bufsize=BLOCK_BYTES) as tar:  # type: ignore[call-overload]
             for entry in entries:
@@ -278,7 +297,7 @@ def _remove_unused(cache: Path, used: Package) -> None:
             other = Package.read_or_none(record, []) if age_s > REPLACED_S and record.stem != used.key else None
             if other is not None and (age_s > UNUSED_S or other.source == used.source):
                 record.unlink()
-                (cache / f"{other.key}.tar").unlink(missing_ok=True)
+                record.with_suffix(".tar").unlink(missing_ok=True)
     for partial in cache.glob(".*.tmp-*"):
         with contextlib.suppress(OSError):
             if now - partial.stat().st_mtime > REPLACED_S:

@@ -176,6 +176,20 @@ def test_what_cannot_be_copied_is_named_and_the_run_goes_on(environment: Path, t
     assert nothing.launcher.orders == [(None, pytest.approx(1e9))]
 
 
+def test_figures_and_packages_in_a_folder_that_others_may_write_to_are_refused(
+    environment: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / ".stage"
+    cache.mkdir()
+    cache.chmod(0o777)
+    start = Start(tmp_path, "always", data=(__file__,))
+    start.says("the environment is not copied to the nodes: copies for the nodes: ")
+    start.says(f"{__file__} is not copied to the nodes: copies for the nodes: ")
+    assert start.request() is None  # nothing to copy
+    start.staging._keep_figures(import_s=1.0)
+    assert list(cache.iterdir()) == []
+
+
 def test_a_damaged_package_is_thrown_away(environment: Path, tmp_path: Path) -> None:
     start = Start(tmp_path, "always")
     [made] = start.request()["packages"]

@@ -34,7 +34,7 @@ from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.rundir import RunDir
 from toolkit.staging import disks, package
 from toolkit.staging.copying import CopyRequest
-from toolkit.staging.package import Package, PackageSource, PackRequest
+from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
@@ -115,6 +115,11 @@ class NodeStaging:
     def _decide_environment(self) -> None:
         stage, source = self._config.cluster.stage, self._environment
         if stage == "never":
+            return
+        try:
+            package.refuse_cache_of_others(self._cache)
+        except (StagingError, OSError) as error:
+            self._note(f"the environment is not copied to the nodes: {error}", is_problem=True)
             return
         if source is None:
             if stage == "always":
@@ -235,8 +240,9 @@ class NodeStaging:
         self._figures = self._figures.replace(**figures)
         try:
             fsio.make_dir(self._cache, parents=0)
+            package.refuse_cache_of_others(self._cache)
             fsio.write_json(self._figures_file, self._figures.to_file())
-        except OSError as error:
+        except (StagingError, OSError) as error:
             log.warning("%s: cannot be written: %s", self._figures_file, error)
 
     def _judge_imports(self) -> None:
