@@ -60,7 +60,7 @@ class _SiteReader:
         no_shapes: Shapes = {}
         no_plugins: tuple[str, ...] = ()
         shapes = self._try("the nodes' sizes", lambda: _shapes(self._ask("sinfo", *_SINFO)), no_shapes)
-        parts = self._try("the partitions", lambda: _partitions(self._ask("scontrol", "show", "partition")), none)
+        parts = self._try("the partitions", lambda: _partitions(self._ask(*_SCONTROL)), none)
         plugins = self._try("srun's MPI plugins", lambda: _mpi_plugins(self._ask("srun", "--mpi=list")), no_plugins)
         expedites = profile.expedites and self._try("sbatch's options", self._slurm.expedites, False)
         profile = profile.replace(
@@ -194,7 +194,9 @@ def _names(text: str | None) -> tuple[str, ...]:
     return () if text in (None, "", "ALL", "N/A", "(null)") else tuple(str(text).split(","))
 
 
-_SINFO = ("--noheader", "--format=%R|%D|%c|%m|%G")
+#: With hidden partitions: jobs may be submitted to them, too.
+_SCONTROL = ("scontrol", "--all", "show", "partition")
+_SINFO = ("--all", "--noheader", "--format=%R|%D|%c|%m|%G")
 _GPU = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
 
 
@@ -228,7 +230,7 @@ def _mpi_plugins(text: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------- sacctmgr
 
 _ASSOCIATION = ("Account", "Partition", "QOS", "DefaultQOS", "MaxJobs", "MaxSubmitJobs", "MaxWall")
-_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser")
+_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser", "Flags")
 
 
 def _association(row: Sequence[str]) -> AssociationRecord:
@@ -245,7 +247,7 @@ def _association(row: Sequence[str]) -> AssociationRecord:
 
 
 def _qos(row: Sequence[str]) -> QosRecord:
-    name, wall, mode, grace, resources, submit = row
+    name, wall, mode, grace, resources, submit, flags = row
     return QosRecord(
         name=name,
         time_limit_s=parse_slurms(wall),
@@ -253,4 +255,5 @@ def _qos(row: Sequence[str]) -> QosRecord:
         grace_s=parse_slurms(grace) or 0.0,
         max_resources=resources or None,
         max_submit=_number(submit),
+        flags=tuple(filter(None, flags.split(","))),
     )

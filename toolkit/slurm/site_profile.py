@@ -69,6 +69,7 @@ class QosRecord(JsonRecord):
     grace_s: float = 0.0
     max_resources: str | None = None  #: such as ``gres/gpu=8``
     max_submit: int | None = None
+    flags: tuple[str, ...] = ()  #: such as ``PartitionTimeLimit``: the partition's time limit does not hold
 
 
 @dataclass(frozen=True)

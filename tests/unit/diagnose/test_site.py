@@ -66,7 +66,7 @@ PartitionName=debug
 """
 SINFO = "normal|1|128|512000|(null)\nnormal|3|64|256000|gpu:a100:4(S:0-1),nvme:1\ndebug|1|64|256000|(null)\n"
 ASSOCIATIONS = "lab1||normal,low|normal||200|\nlab2|debug|normal||4||02:00:00\n"
-QOS = "normal||cluster|00:00:00||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20\n"
+QOS = "normal||cluster|00:00:00|||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20|DenyOnLimit,PartitionTimeLimit\n"
 
 
 class Programs:
@@ -120,7 +120,15 @@ def test_a_site_is_read_with_its_limits_accounts_and_preemption(programs: Progra
     assert (lab2.partition, lab2.max_jobs, lab2.time_limit_s) == ("debug", 4, 7_200.0)
     low = profile.qos[1]
     assert (low.preempt_mode, low.grace_s, low.max_resources, low.max_submit) == ("cancel", 300.0, "gres/gpu=8", 20)
+    assert low.flags == ("DenyOnLimit", "PartitionTimeLimit")
     assert SiteProfile.from_json(json.loads(json.dumps(profile.to_file()))) == profile
+
+
+def test_hidden_partitions_are_known_too(programs: Programs) -> None:
+    hidden = PARTITIONS.replace("PartitionName=debug", "PartitionName=secret")
+    programs.add("scontrol", {"--all show partition": hidden, "show partition": PARTITIONS, "show config": CONFIG})
+    programs.add("sinfo", {"--all": SINFO.replace("debug", "secret"), "": SINFO})
+    assert [(part.name, part.cpus) for part in read_site(Slurm()).partitions] == [("normal", 64), ("secret", 64)]
 
 
 def test_what_cannot_be_read_is_a_note_and_no_error(programs: Programs) -> None:
@@ -193,10 +201,13 @@ def profiled(age_s: float = 0.0, **changes: str) -> Path:
     [
         ("cluster.partition=norml", "cluster.partition: there is no 'norml'; did you mean 'normal'? there are: normal"),
         (
-            "cluster.time_min=1441",
+            "cluster.partition=normal cluster.time_min=1441",
             "cluster.time_min: 1441 is over the limit of partition normal, 1 d; use 1440 or less",
         ),
-        ("cluster.nodes=3", "cluster.nodes: 3 with spare ones, and a job on partition normal may have 2"),
+        (
+            "cluster.partition=normal cluster.nodes=3",
+            "cluster.nodes: 3 with spare ones, and a job on partition normal",
+        ),
         ("cluster.account=labl", "you have no account 'labl'; did you mean 'lab2'? yours: lab1, lab2"),
         ("cluster.qos=lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
     ],
@@ -204,7 +215,7 @@ def profiled(age_s: float = 0.0, **changes: str) -> Path:
 def test_submit_refuses_what_would_wait_for_ever(
     programs: Programs, override: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_config(None, [override])
+    config = load_config(None, override.split())
     site_checks.check_site(config)  # there is no profile yet
     profiled()
     with pytest.raises(ConfigError) as caught:
@@ -214,7 +225,45 @@ def test_submit_refuses_what_would_wait_for_ever(
     profiled(age_s=40 * 86_400)
     site_checks.check_site(config)
     assert words in caplog.text
-    site_checks.check_site(load_config(None, [override, "cluster.extra.clusters=other"]))
+    site_checks.check_site(load_config(None, [*override.split(), "cluster.extra.clusters=other"]))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "override"), [("PartitionTimeLimit", "cluster.time_min=1441"), ("PartitionMaxNodes", "cluster.nodes=3")]
+)
+def test_a_qos_may_lift_a_limit_of_its_partition(
+    programs: Programs, caplog: pytest.LogCaptureFixture, flag: str, override: str, named: bool
+) -> None:
+    qos = f"normal||cluster|00:00:00|||\nlong|||00:00:00|||DenyOnLimit,{flag}\n"
+    rows = "lab1||normal,long|long|||\n"
+    programs.add("sacctmgr", {"associations": rows, "show user": "lab1\n", "show qos": qos})
+    profiled()
+    partition = "cluster.partition=normal"
+    site_checks.check_site(load_config(None, [partition, override, *["cluster.qos=long"] * named]))
+    assert caplog.text == ""
+    for refused in ([override, "cluster.qos=normal"], ["cluster.nodes=5"]):  # the partition has four nodes in all
+        with pytest.raises(ConfigError):
+            site_checks.check_site(load_config(None, [partition, *refused]))
+
+
+def test_without_a_partition_the_default_ones_limits_only_warn(
+    programs: Programs, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiled()
+    site_checks.check_site(load_config(None, ["cluster.time_min=1441"]))
+    assert "cluster.time_min: 1441 is over the limit of partition normal" in caplog.text
+    with pytest.raises(ConfigError, match="no account 'labl'"):
+        site_checks.check_site(load_config(None, ["cluster.time_min=1441", "cluster.account=labl"]))
+
+
+def test_accounts_are_the_same_in_upper_and_lower_case(programs: Programs) -> None:
+    ping = "Slurmctld(primary) at login is UP\n"
+    mixed = PARTITIONS.replace("AllowAccounts=lab2", "AllowAccounts=Lab2")
+    programs.add("scontrol", {"ping": ping, "show config": CONFIG, "show partition": mixed})
+    profiled()
+    for account in ("LAB2", "lab2"):
+        site_checks.check_site(load_config(None, ["cluster.partition=debug", f"cluster.account={account}"]))
 
 
 def test_a_job_that_may_run_on_one_of_its_partitions_is_not_refused(programs: Programs) -> None:

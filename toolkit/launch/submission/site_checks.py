@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from toolkit import logs
@@ -20,17 +20,22 @@ log = logs.get(__name__)
 def check_site(config: JobConfig) -> None:
     """Refuse what the site profile says cannot run. Without one, nothing is checked.
 
-    Raises ConfigError with the key. An old profile only warns: the site may have changed since.
+    Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
+    default partition.
     """
     profile = profile_here()
     if profile is None or _is_for_another_cluster(config, profile):
         return
-    for problem in _problems(config, profile):
-        date = site_profile.date(profile.made)
-        text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
-        if not profile.is_old:
-            raise ConfigError(text)
-        log.warning("%s", text)
+    # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
+    has_partition = bool(config.cluster.partition)
+    checks = [(_partition_problems(config, profile), has_partition), (_account_problems(config, profile), True)]
+    for problems, is_certain in checks:
+        for problem in problems:
+            date = site_profile.date(profile.made)
+            text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
+            if is_certain and not profile.is_old:
+                raise ConfigError(text)
+            log.warning("%s", text)
 
 
 def profile_here() -> SiteProfile | None:
@@ -56,7 +61,7 @@ def _is_for_another_cluster(config: JobConfig, profile: SiteProfile) -> bool:
     return named is not None and str(named) != profile.cluster
 
 
-def _problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
+def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
     cluster = config.cluster
     # A job may name several partitions: it must fit one of them.
     names = cluster.partition.split(",") if cluster.partition else [None]
@@ -66,33 +71,51 @@ def _problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
         if part is None and name is not None and known:
             yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
     present = [part for part in parts if part is not None]
-    reasons = [list(_misfits(config, part)) for part in present]
+    flags = _qos_flags(config, profile)
+    reasons = [list(_misfits(config, part, flags)) for part in present]
     if reasons and all(reasons):
         yield reasons[0][0]
-    yield from _account_problems(config, profile)
 
 
-def _misfits(config: JobConfig, part: PartitionRecord) -> Iterator[str]:
-    """Yield why the job could never run on this partition."""
+def _qos_flags(config: JobConfig, profile: SiteProfile) -> set[str]:
+    """Return the flags of the job's QOS, of which some lift limits of the partition.
+
+    Without a QOS in the config the flags of all those that Slurm may give the job.
+    """
+    names = {config.cluster.qos}
+    if not config.cluster.qos:
+        defaults = [(record.default_qos,) if record.default_qos else record.qos for record in profile.associations]
+        names = {name for each in defaults for name in each}
+    return {flag for record in profile.qos if record.name in names for flag in record.flags}
+
+
+def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Iterator[str]:
+    """Yield why the job could never run on this partition. ``flags`` are of its QOS (sacctmgr(1))."""
     cluster, on = config.cluster, f"partition {part.name}"
     nodes = cluster.nodes + cluster.spare_nodes
-    most = min(part.nodes, part.max_nodes or part.nodes)
-    if part.time_limit_s is not None and cluster.time_min * 60 > part.time_limit_s:
+    has_most, has_limit = "PartitionMaxNodes" not in flags, "PartitionTimeLimit" not in flags
+    most = min(part.nodes, part.max_nodes or part.nodes) if has_most else part.nodes
+    if has_limit and part.time_limit_s is not None and cluster.time_min * 60 > part.time_limit_s:
         allowed = math.floor(part.time_limit_s / 60)
         limit = in_units(part.time_limit_s)
         yield f"cluster.time_min: {cluster.time_min} is over the limit of {on}, {limit}; use {allowed} or less"
     if nodes > most > 0:
         yield f"cluster.nodes: {nodes} with spare ones, and a job on {on} may have {most}"
-    if part.accounts and cluster.account and cluster.account not in part.accounts:
+    if part.accounts and cluster.account and _is_missing(cluster.account, part.accounts):
         yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
     if part.qos and cluster.qos and cluster.qos not in part.qos:
         yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
 
 
+def _is_missing(account: str, accounts: Sequence[str]) -> bool:
+    """True if the account is not listed. Slurm keeps their names in lower case, and slurm.conf may have others."""
+    return account.lower() not in [name.lower() for name in accounts]
+
+
 def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
     cluster = config.cluster
     accounts = list(dict.fromkeys(record.account for record in profile.associations))
-    if cluster.account and accounts and cluster.account not in accounts:
+    if cluster.account and accounts and _is_missing(cluster.account, accounts):
         hint = nearest(cluster.account, accounts)
         yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
     names = [record.name for record in profile.qos]
