@@ -1,4 +1,6 @@
-"""Measures the GPUs of this node: ``python -m toolkit.ranks.gpu_speed``, started by the agent before the first ranks.
+"""Measures the GPUs of this node: ``python -m toolkit.ranks.gpu_speed LIMIT_S``.
+
+The agent starts it before the first ranks. It is killed after ``LIMIT_S`` seconds.
 
 All GPUs work at once, as they will for the ranks: matrix products for some seconds, then copies from the host. It
 prints a line of JSON, ``{"gemm": [...], "copy": [...]}``, with each GPU's operations and bytes a second.
@@ -7,10 +9,18 @@ prints a line of JSON, ``{"gemm": [...], "copy": [...]}``, with each GPU's opera
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+if __name__ == "__main__":
+    # Before torch: also its import may take too long. The ranks start after the limit, and a CUDA context beside them
+    # would take their memory or, in exclusive mode, the device. Python does not handle the signal, so the kernel ends
+    # the process whatever it does.
+    signal.alarm(int(sys.argv[1]))
 
 import torch
 

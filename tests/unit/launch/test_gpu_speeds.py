@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,8 +50,17 @@ def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
 
     found = gpu_speeds.slow_gpus(cast(Any, SimpleNamespace(ask=ask)), ["n1", "n2"])
     assert {*asked} == {"n1", "n2"}
-    assert asked["n1"]["command"][-1] == "toolkit.ranks.gpu_speed"
+    assert asked["n1"]["command"][-2] == "toolkit.ranks.gpu_speed"
     assert {*found} == {"n2"}
+
+
+def test_the_measurement_is_over_before_the_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")  # as torch on a slow disk
+    *command, limit_s = gpu_speeds.COMMAND
+    assert 0 < int(limit_s) < gpu_speeds.WAIT_S
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([*command, "1"], env=environ, timeout=30, check=False)
+    assert done.returncode == -signal.SIGALRM
 
 
 def test_the_measurement_counts_products_and_copies_on_each_device() -> None:
