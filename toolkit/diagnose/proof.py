@@ -15,7 +15,9 @@ from toolkit import fsio, logs
 from toolkit.config import JobConfig
 from toolkit.diagnose.proof_follower import FOLLOWED, Followed
 from toolkit.diagnose.proof_rank import MEASURED, Measured, submit_follower
+from toolkit.durations import in_units
 from toolkit.errors import SlurmError, ToolkitError
+from toolkit.launch.record import ownership
 from toolkit.launch.submission.handle import ASK_SLURM_EVERY_S, Run
 from toolkit.launch.submission.submit import submit_foreign
 from toolkit.slurm.commands import Slurm
@@ -23,8 +25,10 @@ from toolkit.slurm.site_profile import Proof, SiteProfile
 
 NAME = "doctor"
 #: For the start of the ranks and their figures, for the stop after the signal, and for what comes after the requeue's
-#: own delay. The time in the queue is not counted, nor limited: Ctrl-C ends it.
+#: own delay. The time in the queue is not counted: Ctrl-C ends it.
 MEASURE_S, STOP_S, RETURN_S = 300.0, 120.0, 300.0
+#: A job that shall come back, or follow, may wait in the queue so long. The first start has no limit.
+QUEUE_S = 12 * 3600.0
 POLL_S = 0.3
 #: A rename or a time that is seen later than this is worth a word.
 LATE_S = 1.0
@@ -42,6 +46,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     config.cluster.tasks_per_node = max(1, config.cluster.gpus_per_node)
     run = submit_foreign(config, [sys.executable, "-m", "toolkit.diagnose.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
+    log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))
     trial = _ProofRun(run, profile)
     try:
         trial.play()
@@ -83,6 +88,9 @@ class _ProofRun:
         with suppress(ToolkitError):
             if self._dir.result() is None:
                 self._run.cancel()
+        if self._follower is None:  # the command may end before it has read what rank 0 has submitted
+            measured = Measured.read_or_none(self._dir.path / MEASURED)
+            self._follower = measured and measured.follow_up
         if self._follower is not None and not (self._dir.path / FOLLOWED).exists():
             with suppress(SlurmError):
                 self._slurm.cancel(self._follower)
@@ -140,7 +148,7 @@ class _ProofRun:
     def _come_back(self) -> None:
         """Wait until the run has come back, by a requeue or a follow-up job, and has ended well."""
         ended, name = time.monotonic(), "coming back"
-        self._await(self._is_over, self._profile.requeue_delay_s + RETURN_S)
+        self._await(self._is_over, self._profile.requeue_delay_s + RETURN_S, lambda: self._run.job_now)
         attempts, took_s = self._dir.attempts(), time.monotonic() - ended
         if len(attempts) < 2 or not attempts[1].step_start:
             self._add(name, False, self._why())
@@ -157,7 +165,7 @@ class _ProofRun:
         if self._follower is None:
             self._follower, _ = submit_follower(self._dir.path, self._run.job_id, len({*measured.hosts}))
         path = self._dir.path / FOLLOWED
-        self._await(path.exists, RETURN_S if self._follower else 0.0)
+        self._await(path.exists, RETURN_S if self._follower else 0.0, lambda: self._follower)
         followed = Followed.read_or_none(path)
         if followed is None:
             self._add("follow-up job", False, f"job {self._follower} was not seen")
@@ -187,14 +195,33 @@ class _ProofRun:
             return self._run.is_over()
         return self._dir.result() is not None
 
+    def _is_queued(self, job: str | None) -> bool:
+        """True if Slurm says that the job waits in the queue. One that is held would wait for ever."""
+        with suppress(SlurmError):
+            status = self._slurm.show_jobs([job])[job] if job else None
+            return status is not None and ownership.waits(status) and not (status.reason or "").startswith("JobHeld")
+        return False
+
     def _why(self) -> str:
         result = self._dir.result()
         return "not within the time" if result is None else f"the run {result.state}: {result.why}"
 
-    def _await(self, is_true: Callable[[], bool], limit_s: float | None) -> None:
-        """Wait until it is true, for ``limit_s`` at most. Reading the folder makes NFS look for new files."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        while not is_true() and (deadline is None or time.monotonic() < deadline):
+    def _await(
+        self, is_true: Callable[[], bool], limit_s: float | None, job: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Wait until it is true, for ``limit_s`` at most, beyond the time that ``job`` waits in the queue.
+
+        Reading the folder makes NFS look for new files.
+        """
+        began = ask_at = time.monotonic()
+        deadline = None if limit_s is None else began + limit_s
+        while not is_true():
+            now = time.monotonic()
+            if limit_s is not None and ask_at <= now < began + QUEUE_S:
+                ask_at = now + ASK_SLURM_EVERY_S
+                deadline = now + limit_s if self._is_queued(job()) else deadline
+            if deadline is not None and now >= deadline:
+                return
             with suppress(OSError):
                 list(self._dir.path.iterdir())
             time.sleep(POLL_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from toolkit.launch.supervise.facts import Cause, Decision
 from toolkit.run_files import AttemptRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.site_profile import Proof, SiteProfile
 
 FOLDER = {"visible_s": 0.002, "torn": 0.0, "lock_held": 1.0, "mtime_ahead_s": 0.01}
@@ -40,8 +41,8 @@ class Trial:
         self.slurm.start(self.job)
         self.dir.write_status(RunStatus(attempt=1))
 
-    def measure(self, *hosts: str, folder: Mapping[str, float] = FOLDER) -> None:
-        record = Measured("gloo", hosts or ("a", "b"), ("eth0", "eth0"), "77", "", FIGURES, folder)
+    def measure(self, *hosts: str, folder: Mapping[str, float] = FOLDER, follower: str = "77") -> None:
+        record = Measured("gloo", hosts or ("a", "b"), ("eth0", "eth0"), follower, "", FIGURES, folder)
         fsio.write_json(self.dir.path / MEASURED, record.to_file())
 
     def attempt(self, number: int, job: str, start: int, end: int, began: float) -> None:
@@ -65,9 +66,12 @@ class Trial:
     def follow(self, shrunk_s: float | None = 0.1, why: str = "", nodes: int = 2) -> None:
         fsio.write_json(self.dir.path / FOLLOWED, Followed(time.time(), nodes, shrunk_s, why).to_file())
 
-    def proofs(self) -> dict[str, Proof]:
+    def start(self) -> proof._ProofRun:
         profile = SiteProfile(made=0.0, cluster="alps", requeue_delay_s=0.0)
-        trial = proof._ProofRun(Run(self.dir, "slurm", self.job), profile)
+        return proof._ProofRun(Run(self.dir, "slurm", self.job), profile)
+
+    def proofs(self) -> dict[str, Proof]:
+        trial = self.start()
         trial.play()
         return {each.name: each for each in trial.proofs}
 
@@ -148,6 +152,58 @@ def test_a_site_that_gives_no_nodes_back_is_told_why(trial: Trial) -> None:
     trial.follow(None, "Slurm gives no nodes back: Job shrink is disabled\nand more")
     failed = trial.proofs()["srun after a loss"]
     assert (failed.is_proven, failed.text) == (False, "Slurm gives no nodes back: Job shrink is disabled")
+
+
+def test_a_command_that_ends_early_leaves_no_follow_up_job(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = trial.slurm.sbatch(["--time=10", "follower.sh"])
+    started = trial.start()
+    # Rank 0 writes its record while the run is canceled.
+    monkeypatch.setattr(Run, "cancel", lambda _: trial.measure(follower=follower))
+    started.end()
+    status = trial.slurm.show_jobs([follower])[follower]
+    assert status is not None
+    assert status.state == "CANCELLED"
+
+
+def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run comes back, and the follow-up job starts, long after RETURN_S, because they waited in the queue."""
+    follower = trial.slurm.sbatch(["--time=10", "follower.sh"])
+    trial.measure(follower=follower)
+    trial.attempt(1, trial.job, 0, 12, 100.0)
+    trial.slurm.finish(trial.job)
+    trial.slurm.requeue(trial.job)
+    monkeypatch.setattr(proof, "ASK_SLURM_EVERY_S", 0.0)
+    monkeypatch.setattr(proof, "RETURN_S", 0.05)
+    looks = 0
+    show_jobs = trial.slurm.show_jobs
+
+    def slow_queue(jobs: Iterable[str]) -> dict[str, JobStatus | None]:
+        nonlocal looks
+        looks += 1
+        if looks == 100:
+            trial.attempt(2, trial.job, 12, 13, 112.0)
+            trial.end()
+        if looks == 200:
+            trial.follow()
+        return show_jobs(jobs)
+
+    monkeypatch.setattr(trial.slurm, "show_jobs", slow_queue)
+    began = time.monotonic()
+    proofs = trial.proofs()
+    assert time.monotonic() - began > 2 * proof.RETURN_S
+    assert (proofs["coming back"].is_proven, proofs["follow-up job"].is_proven) == (True, True)
+
+
+@pytest.mark.parametrize(("reason", "queue_s"), [("Priority", 0.05), ("JobHeldUser", 3600.0)])
+def test_a_job_that_stays_in_the_queue_or_is_held_is_given_up(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, reason: str, queue_s: float
+) -> None:
+    play_well(trial)
+    (trial.dir.path / FOLLOWED).unlink()
+    monkeypatch.setattr(proof, "ASK_SLURM_EVERY_S", 0.0)
+    monkeypatch.setattr(proof, "QUEUE_S", queue_s)
+    monkeypatch.setattr(trial.slurm, "show_jobs", lambda jobs: {job: JobStatus(job, "PENDING", reason) for job in jobs})
+    assert trial.proofs()["follow-up job"].text == "job 77 was not seen"
 
 
 def test_without_slurm_nothing_can_be_proven(
