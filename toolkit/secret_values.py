@@ -26,6 +26,9 @@ NAMES_VARIABLE = "TOOLKIT_SECRETS"
 MOST_BYTES = 128 * 1024 - 1024
 #: Shorter values are not masked: they are parts of ordinary words and numbers.
 MASKED_LENGTH = 8
+#: The secrets of this process, a rank, by name; only `give_to_rank` changes it. The values are kept because a program
+#: may take a secret out of its environment, and print it later.
+_GIVEN: dict[str, str] = {}
 #: Variables that the toolkit, Slurm or Python sets for a rank.
 _TAKEN = re.compile(
     r"(SLURMD?|SBATCH|SRUN|TOOLKIT|TORCHELASTIC|LD|PMIX?|OMPI)_.*|PYTHON.*|MASTER_(ADDR|PORT)|(\w+_)?RANK"
@@ -63,16 +66,22 @@ def give_to_rank(secrets: Mapping[str, str]) -> None:
     """
     if not secrets:
         return
-    os.environ.update({name: _read(name, source) for name, source in secrets.items()})
+    _GIVEN.update({name: _read(name, source) for name, source in secrets.items()})
+    os.environ.update({name: _GIVEN[name] for name in secrets})
     os.environ[NAMES_VARIABLE] = ",".join(secrets)
     for stream in (sys.stdout, sys.stderr):
         _mask_stream(stream)
 
 
 def masked(text: str) -> str:
-    """Return ``text`` without the values of this rank's secrets."""
-    for name in filter(None, os.environ.get(NAMES_VARIABLE, "").split(",")):
-        value = os.environ.get(name, "")
+    """Return ``text`` without the values of this rank's secrets.
+
+    Those in the environment count, too: a process that a rank has started was given none itself.
+    """
+    names = filter(None, os.environ.get(NAMES_VARIABLE, "").split(","))
+    pairs = {*_GIVEN.items(), *((name, os.environ.get(name, "")) for name in names)}
+    # The longest first: one secret may be a part of another.
+    for name, value in sorted(pairs, key=lambda pair: (-len(pair[1]), pair)):
         if len(value) >= MASKED_LENGTH:
             text = text.replace(value, f"[secret {name}]")
     return text

@@ -25,6 +25,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("API_TOKEN", secret_values.NAMES_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(secret_values, "_GIVEN", {})
     path = tmp_path / "token"
     path.write_text(f"{VALUE}\n")
     path.chmod(0o600)
@@ -49,6 +50,18 @@ def test_a_rank_gets_the_secrets_of_its_files_and_of_its_environment(
     secret_values.give_to_rank(secrets)
     assert os.environ["API_TOKEN"] == VALUE
     assert secret_values.masked(f"{VALUE} from-the-shell") == "[secret API_TOKEN] [secret WANDB_API_KEY]"
+
+
+def test_a_secret_that_left_the_environment_is_masked_as_before(token: Path) -> None:
+    secret_values.give_to_rank({"API_TOKEN": str(token)})
+    del os.environ["API_TOKEN"], os.environ[secret_values.NAMES_VARIABLE]
+    assert secret_values.masked(f"the token is {VALUE}") == "the token is [secret API_TOKEN]"
+
+
+def test_a_secret_that_is_part_of_another_leaves_nothing_of_it(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_PART", VALUE[:10])
+    secret_values.give_to_rank({"A_PART": "env", "API_TOKEN": str(token)})
+    assert secret_values.masked(f"{VALUE} {VALUE[:10]}") == "[secret API_TOKEN] [secret A_PART]"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
