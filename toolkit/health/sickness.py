@@ -21,13 +21,13 @@ HOT_LOOKS, SLOW_GPU_LOOKS, FULL_LOOKS = 10, 5, 2
 #: A disk with less room than this is full.
 LEAST_FREE_BYTES = 16 << 20
 #: What a GPU needs before it works again, nvmlDeviceGpuRecoveryAction_t. After an action that is not listed it is told
-#: by its number.
+#: by its number. The headers disagree on 5: in nvidia-ml-py 13.580 it is a reset of the bus, in 13.615 that is 6.
 RECOVERY_ACTIONS = {
     1: "needs a reset",
     2: "needs a reboot of the node",
     3: "must be drained of peer traffic",
     4: "must be drained and reset",
-    5: "needs its IMEX domain recovered",
+    5: "needs its IMEX domain recovered, or a reset of its bus, by the driver's version",
     6: "needs a reset of its bus",
     7: "needs a reboot of the system",
 }

@@ -114,6 +114,7 @@ def test_gpus_that_are_well_or_tell_nothing_are_not_sick(gpu_node: Node, driver:
         ({"failed": (1, 0)}, "GPU 0 has memory rows that could not be remapped"),
         ({"recovery": (1, 0)}, "GPU 0 needs a reset"),
         ({"recovery": (0, 2)}, "GPU 1 needs a reboot of the node"),
+        ({"recovery": (5, 0)}, "GPU 0 needs its IMEX domain recovered, or a reset of its bus, by the driver's version"),
         ({"recovery": (0, 99)}, "GPU 1 needs recovery action 99"),
         ({"lost": (1, 0)}, "GPU 0 is lost: the driver cannot reach it"),
     ],
