@@ -90,7 +90,7 @@ class _ProofRun:
                 self._run.cancel()
         if self._follower is None:  # the command may end before it has read what rank 0 has submitted
             measured = Measured.read_or_none(self._dir.path / MEASURED)
-            self._follower = measured and measured.follow_up
+            self._follower = None if measured is None else measured.follow_up
         if self._follower is not None and not (self._dir.path / FOLLOWED).exists():
             with suppress(SlurmError):
                 self._slurm.cancel(self._follower)
