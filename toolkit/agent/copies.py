@@ -37,7 +37,7 @@ class NodeCopies:
 def start(helpers: Helpers, request: Message, take: Callable[[Message], None], tries: int = 2) -> None:
     """Copy packages in a separate process, which holds the copies until this one ends; ``take`` gets its answer.
 
-    The process may be killed: then it is started once more. Raises OSError.
+    The process may be killed: then it is started once more. One that cannot be started is a problem in the answer.
     """
 
     def hear(text: bytes) -> None:
@@ -50,4 +50,7 @@ def start(helpers: Helpers, request: Message, take: Callable[[Message], None], t
             answer = json.loads(text)
         take(answer)
 
-    helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode())
+    try:
+        helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode())
+    except OSError as error:
+        take({"copies": {}, "problems": [str(error)]})

@@ -106,7 +106,10 @@ class Agent:
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
-            self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
+            try:
+                self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
+            except OSError as error:
+                log.warning("which CPUs are near the GPUs cannot be found: %s", error)
         next_heartbeat = 0.0
         try:
             while not self._is_over:
@@ -243,7 +246,11 @@ class Agent:
             self._watcher = None
         elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
-            self._watcher = self._helpers.start(order["command"])
+            try:
+                self._watcher = self._helpers.start(order["command"])
+            except OSError as error:
+                log.warning("the watch of the batch host cannot be started: %s", error)
+                self._heard = time.monotonic()  # as a failed watch, it is started again
 
     def _answer(self, order: Message, **fields: object) -> None:
         self._send({"is": "answer", "request": order["request"], **fields})
@@ -304,7 +311,10 @@ class Agent:
                 self._answer(order, groups=json.loads(text))
 
         command = [sys.executable, "-P", "-m", "toolkit.hang.stack_digest"]
-        self._helpers.ask(command, take, json.dumps(asked).encode())
+        try:
+            self._helpers.ask(command, take, json.dumps(asked).encode())
+        except OSError as error:
+            log.warning("the stacks of the ranks cannot be read: %s", error)
 
     def _reap(self) -> None:
         """Reap ended processes, also those that a rank has left behind: the agent is their new parent."""

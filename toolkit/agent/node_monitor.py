@@ -45,20 +45,32 @@ class NodeMonitor:
             self._send({"is": "sick", "what": "its monitor hangs: a disk or the GPUs' driver does not answer"})
         if time.monotonic() >= self._start_at:
             self._start_at = math.inf
-            self._helpers.start(MONITOR_COMMAND, self._take)
+            try:
+                self._helpers.start(MONITOR_COMMAND, self._take)
+            except OSError as error:  # no memory or no processes are left: the ranks may go on
+                self._note_end(str(error))
+
+    def _note_end(self, why: str) -> None:
+        log.warning("the node's monitor has ended: what the job uses here is no longer known: %s", why)
+        self._silence = -sys.maxsize
 
     def _take(self, data: bytes) -> bool:
         if not data:
-            log.warning("the node's monitor has ended: what the job uses here is no longer known")
-            self._silence = -sys.maxsize
+            self._note_end("it has closed its output")
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._silence = 0
-            match json.loads(line):
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            match message:
                 case {"usage": usage}:
                     self._usage = usage
                 case {"sick": what}:
                     self._send({"is": "sick", "what": what})
                 case {"log": text}:
                     log.warning("%s", text)
+                case _:  # a library of the driver may print, too
+                    log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
         return True

@@ -201,7 +201,7 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
 SICK_AGENT = """
 import sys
 from toolkit.agent import node, node_monitor
-SICK = '''echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
+SICK = '''echo a driver says something; echo 3; echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
 node_monitor.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
 node_monitor.MONITOR_AFTER_S = 0.0
 node.main(sys.argv[1:])
@@ -226,6 +226,55 @@ def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_age
     assert not gone(watch)
     site.agents.close()
     await_true(lambda: gone(watch))
+
+
+#: Stands for the agent's program, on a node where no process can be forked for a helper.
+FORKLESS_AGENT = """
+import errno, pathlib, sys
+from toolkit.agent import gpus, helpers, node, node_monitor
+def fail(*_, **__):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+helpers.start_child = fail
+gpus.DRIVER = pathlib.Path("/")
+node_monitor.MONITOR_AFTER_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+class Copying:
+    """Keeps what the agents say of their copies."""
+
+    def __init__(self) -> None:
+        self.staged: list[Any] = []
+
+    def note_imported(self, host: str, message: Any) -> None: ...
+
+    def note_lost(self, host: str) -> None: ...
+
+    def note_staged(self, host: str, message: Any) -> None:
+        self.staged.append(message)
+
+
+def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site = Site(tmp_path)
+    site.launcher.copying = copying = Copying()
+    opened(site)
+    site.launcher.stage({"packages": []}, wait_s=60.0)
+    stacks_order = {"do": "stacks", "attempt": 1, "standings": [], "folder": str(tmp_path)}
+    site.agents.request({"here": stacks_order}, site.events)
+    log = site.run.path / "logs"
+    await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
+    await_true(lambda: copying.staged)
+    assert "Resource temporarily unavailable" in copying.staged[0]["problems"][0]
+    check(site, ["true"])
+    assert "cannot be started" in site.next().message["text"]
+    (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
+    for text in ("near the GPUs cannot be found", "stacks of the ranks cannot be read"):
+        assert text in said
+    site.agents.close()
 
 
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
