@@ -114,8 +114,14 @@ def main() -> None:
 
 
 def _waited_s() -> float:
-    """Return for how long this process has waited for files: not at work, and not ready to work."""
-    ready_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
+    """Return for how long this process has waited for files: not at work, and not ready to work.
+
+    Return 0 where the kernel does not tell: it may be built without CONFIG_SCHED_INFO.
+    """
+    try:
+        ready_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
     return time.monotonic() - time.process_time() - ready_ns / 1e9
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from toolkit.agent import zygote
 
 PACKAGES = {
     "calm": "import wave",
@@ -93,3 +98,16 @@ def test_installed_modules_are_noted_and_those_of_the_user_are_not(tmp_path: Pat
     again = json.loads(path.read_text())
     assert {"earlier", "wave", "cmd"} <= {*again["modules"]}
     assert again["left_out"] is None, "the new ones are to be tried"
+
+
+def test_a_kernel_without_figures_of_waiting_costs_the_figure_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zygote._waited_s() > 0.0
+    for text in ("", "x y z"):
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
+        assert zygote._waited_s() == 0.0
+
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert zygote._waited_s() == 0.0
