@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
+from queue import SimpleQueue
+from threading import Timer
 from typing import Any, cast
 
 import pytest
 import torch
 
 from toolkit.launch.start import gpu_speeds
+from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.ranks import gpu_speed
 
 
@@ -41,17 +44,43 @@ def test_a_node_without_figures_is_left_out(answer: str, caplog: pytest.LogCaptu
     assert "is not known" in caplog.text
 
 
+class PlayedAgents:
+    """The GPUs of all are equal, but for one of n2."""
+
+    silent_hosts = frozenset({"silent"})
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def request(self, orders: dict[str, Any], heard: SimpleQueue[Any]) -> int:
+        self.asked |= orders
+        for host in orders:
+            if host == "dead":
+                heard.put(NodeSilent(host, "it was lost", is_certain=False))
+            elif host != "hangs":
+                message = {"text": text([1.0, 1.0 if host == "n1" else 0.5], [1.0, 1.0])}
+                heard.put(NodeAnswered(host, message, 0.0, 0.0))
+        return 3
+
+    def withdraw(self, number: int) -> None:
+        assert number == 3
+
+
 def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
-    asked: dict[str, Any] = {}
-
-    def ask(orders: dict[str, Any], wait_s: float) -> dict[str, Any]:
-        asked.update(orders)
-        return {host: {"text": text([1.0, 1.0 if host == "n1" else 0.5], [1.0, 1.0])} for host in orders}
-
-    found = gpu_speeds.slow_gpus(cast(Any, SimpleNamespace(ask=ask)), ["n1", "n2"])
-    assert {*asked} == {"n1", "n2"}
-    assert asked["n1"]["command"][-2] == "toolkit.ranks.gpu_speed"
+    agents, events = PlayedAgents(), SimpleQueue[Any]()
+    found = gpu_speeds.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
+    assert {*agents.asked} == {"n1", "n2", "dead"}
+    assert agents.asked["n1"]["command"][-2] == "toolkit.ranks.gpu_speed"
     assert {*found} == {"n2"}
+
+
+def test_an_event_such_as_a_signal_ends_the_wait_for_the_speeds() -> None:
+    events = SimpleQueue[Any]()
+    Timer(0.1, events.put, ["a signal"]).start()
+    began = time.monotonic()
+    assert gpu_speeds.slow_gpus(cast(Any, PlayedAgents()), ["n1", "hangs"], events) == {}
+    assert time.monotonic() - began < gpu_speeds.WAIT_S / 4
+    assert events.get() == "a signal"
 
 
 def test_the_measurement_is_over_before_the_ranks_start(tmp_path: Path) -> None:

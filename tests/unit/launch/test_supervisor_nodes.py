@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -910,3 +910,21 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
         entry.supervise(str(run.path), "slurm")
     slurm.finish(job, exit_code=EXIT_STOPPED)
     assert slurm.show_job(job).state == state
+
+
+@pytest.mark.parametrize(("spare", "gpus", "is_asked"), [(0, 4, False), (1, 1, False), (1, 2, True)])
+def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one_of_several(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, spare: int, gpus: int, *, is_asked: bool
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def slow_gpus(agents: object, hosts: Sequence[str], events: object) -> dict[str, str]:
+        asked.append(hosts)
+        return {}
+
+    monkeypatch.setattr(supervisor, "slow_gpus", slow_gpus)
+    config = JobConfig()
+    config.cluster.spare_nodes = spare
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus_per_node=gpus, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert asked == ([HOSTS] if is_asked else [])

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 
 from toolkit import logs
+from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.launcher import Events
 
 #: An answer takes the import of torch and five seconds of work.
 WAIT_S = 60.0
+LOOK_EVERY_S = 0.2
 #: A GPU is slow below this share of the median of the job's GPUs. Healthy ones of a kind differ by some percent.
 SLOW_SHARE = 0.9
 #: Of fewer GPUs none is the odd one.
@@ -24,14 +29,27 @@ _WORDS = {"gemm": "multiplies matrices at", "copy": "copies from the host at"}
 log = logs.get(__name__)
 
 
-def slow_gpus(agents: Agents, hosts: Sequence[str]) -> dict[str, str]:
+def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:
     """Return the nodes with a GPU that is slower than the job's others, each with what is slow.
 
-    A node that does not answer in time, or has no torch outside its container, is left out.
+    A node that does not answer in time, or has no torch outside its container, is left out. Anything in ``events``,
+    such as a signal, ends the wait, and stays there.
     """
     order = {"do": "check", "command": COMMAND}
-    answers = agents.ask(dict.fromkeys(hosts, order), WAIT_S)
-    return compare({host: str(answer["text"]) for host, answer in answers.items()})
+    heard: Events = SimpleQueue()
+    awaited, texts = {*hosts} - agents.silent_hosts, dict[str, str]()
+    number = agents.request(dict.fromkeys(awaited, order), heard)
+    deadline = time.monotonic() + WAIT_S
+    while awaited and events.empty() and time.monotonic() < deadline:
+        try:
+            event = heard.get(timeout=LOOK_EVERY_S)
+        except Empty:
+            continue
+        if isinstance(event, NodeAnswered):
+            texts[event.host] = str(event.message["text"])
+        awaited.discard(event.host)
+    agents.withdraw(number)
+    return compare(texts)
 
 
 def compare(texts: Mapping[str, str]) -> dict[str, str]:

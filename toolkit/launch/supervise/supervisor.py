@@ -32,7 +32,7 @@ from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.gpu_speeds import slow_gpus
+from toolkit.launch.start.gpu_speeds import LEAST_GPUS, slow_gpus
 from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.staging import NodeStaging
@@ -214,8 +214,9 @@ class Supervisor:
         if budgets.fruitless_requeues(self._journal.history()) >= budgets.MAX_FRUITLESS_REQUEUES:
             return
         self._nodes.doubt(report.slow)
-        if job.gpus_per_node:
-            self._nodes.doubt(slow_gpus(self._agents, job.hosts))
+        # Slow GPUs only matter where a spare can take their place.
+        if spare and job.gpus_per_node * len(job.hosts) >= LEAST_GPUS:
+            self._nodes.doubt(slow_gpus(self._agents, job.hosts, self._events))
         # A node that did not answer is bad only if its slurmd does not answer either.
         dead = self._job.unreachable(report.unknown) if report.unknown else set()
         bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
