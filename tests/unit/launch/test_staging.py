@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import venv
 from pathlib import Path
@@ -34,6 +36,11 @@ class NoLauncher(AgentLauncher):
         self.orders: list[tuple[Any, float]] = []
         self.holds_zygotes = False
         self.copying = None
+        self.silent: frozenset[str] = frozenset()
+
+    @property
+    def silent_hosts(self) -> frozenset[str]:
+        return self.silent
 
     def await_copies(self) -> None:
         self.holds_zygotes = True
@@ -152,7 +159,7 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     start, events = Start(tmp_path, "always"), SimpleQueue[Any]()
     assert start.launcher.holds_zygotes
     start.request()
-    assert start.launcher.orders[0][1] > 1e6
+    assert 1700 < start.launcher.orders[0][1] <= staging.MOST_WAIT_S
     events.put(Signalled(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
     assert events.get() == Signalled(signal.SIGTERM)
@@ -173,7 +180,7 @@ def test_what_cannot_be_copied_is_named_and_the_run_goes_on(environment: Path, t
     assert f"{closed} is not copied to the nodes: {closed}: No such file or directory" in start.told
     nothing = Start(tmp_path, "never", (str(closed),))
     nothing.staging.wait(HOSTS, SimpleQueue())
-    assert nothing.launcher.orders == [(None, pytest.approx(1e9))]
+    assert nothing.launcher.orders == [(None, pytest.approx(staging.MOST_WAIT_S, abs=60))]
 
 
 def test_figures_and_packages_in_a_folder_that_others_may_write_to_are_refused(
@@ -202,3 +209,39 @@ def test_where_nothing_can_be_copied_the_reason_is_told(environment: Path, tmp_p
     start.staging.wait(HOSTS, SimpleQueue())
     assert "the ranks are started by srun" in start.told
     assert start.staging._deadline == math.inf
+
+
+@pytest.mark.parametrize("is_data", [False, True])
+def test_copies_are_not_waited_for_without_limit(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_data: bool
+) -> None:
+    monkeypatch.setattr(staging, "MOST_WAIT_S", 1.0)
+    data = tmp_path / "file"
+    data.write_text("x")
+    start = Start(tmp_path, "never", (str(data),)) if is_data else Start(tmp_path, "always")
+    start.request()
+    assert start.launcher.orders[0][1] <= 1.0
+    start.staging.wait(HOSTS, SimpleQueue())
+    assert "the copies are not there in time, within 1 s: this start does without" in start.told
+
+
+def test_a_silent_node_is_not_waited_for(environment: Path, tmp_path: Path) -> None:
+    start = Start(tmp_path, "always")
+    start.request()
+    start.staging.note_staged("node1", {"copies": {}, "problems": [], "damaged": [], "took_s": 1.0})
+    start.launcher.silent = frozenset({"node2"})
+    start.staging.wait(HOSTS, SimpleQueue())
+    assert "nodes with a copy: 1 of 1" in start.told
+
+
+def test_figures_that_cannot_be_read_now_are_measured_again(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(path: Path) -> ImportFigures:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(ImportFigures, "read_or_none", fails)
+    start = Start(tmp_path)
+    start.import_all(9.0, 0.5)
+    start.says("the environment is not copied to the nodes: imports took 9.0 s")
+    assert "cannot be read" in caplog.text

@@ -151,6 +151,11 @@ class AgentLauncher(AgentUser):
         links.call(lambda: self._begin(step, store))
         return step
 
+    @property
+    def silent_hosts(self) -> frozenset[str]:
+        """Return the hosts whose agents are connected and have sent nothing for a while."""
+        return self._agents.silent_hosts
+
     def await_copies(self) -> None:
         """Have no zygote made until :meth:`stage` has been called: it would import from the shared disk."""
         self._has_to_copy_first = True

@@ -43,7 +43,8 @@ COPY_BYTES_A_SECOND = 200e6
 #: In the background everything else comes first.
 BACKGROUND_NICE = 19
 LOOK_EVERY_S = 0.2
-_NO_LIMIT_S = 1e9
+#: Ranks wait no longer for data, and with ``always`` for the environment: a disk of a node may hang.
+MOST_WAIT_S = 1800.0
 
 log = logs.get(__name__)
 
@@ -86,6 +87,7 @@ class NodeStaging:
         self._environment = environment_source()
         self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
         self._first: list[PackageSource] = []  #: what ranks wait for
+        self._limit_s = MOST_WAIT_S  #: how long
         self._deadline = math.inf  #: until when
         self._measures = False
         self._figures = ImportFigures()
@@ -108,8 +110,9 @@ class NodeStaging:
             self._decide_environment()
             self._first += self._data
             if self._data:
-                self._deadline = math.inf
+                self._limit_s = MOST_WAIT_S
             if self._first:
+                self._deadline = time.monotonic() + self._limit_s
                 self._launcher.await_copies()
 
     def _decide_environment(self) -> None:
@@ -125,14 +128,17 @@ class NodeStaging:
             if stage == "always":
                 log.warning("the environment is not copied: %s is neither a venv nor one of conda's", sys.prefix)
             return
-        self._figures = ImportFigures.read_or_none(self._figures_file) or self._figures
+        try:
+            self._figures = ImportFigures.read_or_none(self._figures_file) or self._figures
+        except OSError as error:
+            log.warning("%s: cannot be read: %s", self._figures_file, error)
         if stage == "always":
             self._first.append(source)
         elif not disks.is_shared(Path(source.path)):
             log.info("the environment is not copied: %s is on a disk of this node", source.path)
         elif self._figures.copied_s is not None and self._figures.pays:
             self._first.append(source)
-            self._deadline = time.monotonic() + (self._figures.waited_s or 0.0)
+            self._limit_s = self._figures.waited_s or 0.0
         else:
             self._measures = True
 
@@ -156,11 +162,14 @@ class NodeStaging:
         if self._is_done(hosts):
             self._summarize(hosts)
         elif isinstance(self._launcher, AgentLauncher):
-            self._note("the copies are not there in time: this start does without", is_problem=True)
+            limit = f", within {self._limit_s:.0f} s" if time.monotonic() >= self._deadline else ""
+            self._note(f"the copies are not there in time{limit}: this start does without", is_problem=True)
             self._launcher.stage(None, wait_s=0.0)
 
     def _is_done(self, hosts: Collection[str]) -> bool:
-        return self._is_packed.is_set() and (not self._packages or {*hosts} <= self._copied.keys() | self._lost)
+        silent = self._launcher.silent_hosts if isinstance(self._launcher, AgentLauncher) else frozenset[str]()
+        done = self._copied.keys() | self._lost | silent
+        return self._is_packed.is_set() and (not self._packages or {*hosts} <= done)
 
     # ------------------------------------------------------------------------------------------------------ packing
 
@@ -172,8 +181,8 @@ class NodeStaging:
             self._packages |= {each.key: each for each in packages}
             assert isinstance(self._launcher, AgentLauncher)
             copying = CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice).to_json()
-            left_s = min(self._deadline - time.monotonic(), _NO_LIMIT_S)
-            self._launcher.stage(copying if packages else None, wait_s=max(0.0, left_s) if is_awaited else 0.0)
+            left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
+            self._launcher.stage(copying if packages else None, wait_s=left_s)
             self._is_packed.set()
 
         threading.Thread(target=carry_out, daemon=True).start()
