@@ -73,6 +73,7 @@ class NvidiaGpu:
     index: int
     uuid: str
     handle: c_void_p
+    model: str = ""  #: such as NVIDIA H100 80GB HBM3; empty where the driver does not tell
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class Nvml:
             if self._call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle)) != SUCCESS:
                 continue
             self._call("nvmlDeviceGetUUID", handle, uuid, c_uint(len(uuid)))
-            yield NvidiaGpu(index, uuid.value.decode(), handle)
+            name = ctypes.create_string_buffer(96)
+            self._call("nvmlDeviceGetName", handle, name, c_uint(len(name)))
+            yield NvidiaGpu(index, uuid.value.decode(), handle, name.value.decode(errors="replace"))
 
     def load(self, gpu: NvidiaGpu) -> Load:
         """Return how much ``gpu`` works."""

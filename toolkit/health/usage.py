@@ -44,6 +44,7 @@ class GpuUsage:
     energy_j: float = 0.0
     idle_s: float = 0.0  #: since a sample last found it busy, or since the first one
     link: tuple[int, int] = (0, 0)  #: generation and lanes of PCIe, at best: an idle GPU slows its link down
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -309,4 +310,5 @@ class NodeSampler:
             # A driver that does not tell leaves it open whether the GPU is idle.
             0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
             max(known.link, self._nvml.link(gpu)),
+            gpu.model,
         )

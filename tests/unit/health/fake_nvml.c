@@ -37,6 +37,10 @@ int nvmlDeviceGetUUID(void *device, char *uuid, uint length) {
     snprintf(uuid, length, "GPU-%d0000000-aaaa", *(int *)device);
     return 0;
 }
+int nvmlDeviceGetName(void *device, char *name, uint length) {
+    snprintf(name, length, "Fake %d", *(int *)device);
+    return 0;
+}
 int nvmlDeviceGetUtilizationRates(void *device, uint *rates) { rates[1] = 0; return number("busy", device, rates); }
 int nvmlDeviceGetMemoryInfo(void *device, ull *memory) {
     memory[0] = 80ULL << 30;

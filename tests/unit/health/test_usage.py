@@ -167,8 +167,8 @@ def test_gpus_are_summed_up_from_sample_to_sample(tmp_path: Path, driver: FakeDr
         driver.tell({**values, "millijoules": (millijoules, 7)})
         usage = sampler.sample()
     first, second = usage.gpus
-    assert first == GpuUsage(0, 0.5, 15.0, 2 << 30, 3 << 30, 90.0, 1800.0, 0.0, (5, 16))
-    assert second == GpuUsage(1, 0.0, 0.0, 1 << 20, 1 << 20, 60.0, 0.0, 20.0, (0, 16))
+    assert first == GpuUsage(0, 0.5, 15.0, 2 << 30, 3 << 30, 90.0, 1800.0, 0.0, (5, 16), "Fake 0")
+    assert second == GpuUsage(1, 0.0, 0.0, 1 << 20, 1 << 20, 60.0, 0.0, 20.0, (0, 16), "Fake 1")
 
 
 def test_a_gpu_that_counts_no_energy_is_reckoned_by_its_power(tmp_path: Path, driver: FakeDriver) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,6 +88,39 @@ def test_a_damaged_or_unwritable_file_costs_no_more_than_itself(
     assert "usage.json cannot be written" in caplog.text
 
 
+def test_a_file_server_that_is_away_costs_one_writing(
+    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = recorder(run)
+    with monkeypatch.context() as away:
+        away.setattr(Path, "read_bytes", lambda self: fails(self))
+        assert recording.update({("n1", 100.0): NODE}, attempt(), None, is_last=True) is not None
+    assert "usage.json cannot be written" in caplog.text
+    recording.update({("n1", 100.0): NODE}, attempt(), None, is_last=True)
+    assert len(run.usage().jobs) == 1
+
+
+def fails(path: Path) -> bytes:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+@pytest.mark.parametrize(
+    "heard", [[("n1", 120.0), ("n2", 100.0)], [("n2", 100.0), ("n1", 120.0)], [("n1", 120.0)]], ids=str
+)
+def test_a_job_counts_once_whichever_agents_a_next_supervisor_hears(
+    run: RunDir, heard: list[tuple[str, float]]
+) -> None:
+    """The one of n2 may have ended with the supervisor that knew it."""
+    agents = {("n1", 120.0): replace(NODE, since=120.0), ("n2", 100.0): NODE}
+    recorder(run).update(agents, attempt(), None, is_last=True)
+    recording = recorder(run)
+    samples: dict[tuple[str, float], NodeUsage] = {}
+    for agent in heard:
+        samples[agent] = agents[agent]
+        recording.update(dict(samples), attempt(), None, is_last=True)
+    assert len(run.usage().jobs) == 1
+
+
 def with_gpus(*idle_s: float) -> Mapping[tuple[str, float], NodeUsage]:
     gpus = tuple(replace(GPU, index=index, idle_s=idle) for index, idle in enumerate(idle_s))
     return {("n2", 100.0): replace(NODE, gpus=gpus), ("spare", 100.0): replace(NODE, gpus=gpus)}
@@ -147,3 +182,15 @@ def test_a_gpu_with_a_slower_link_than_the_others_makes_its_node_sick() -> None:
     }
     assert slow_links({"n1": even, "n2": linked((1, 16), (0, 0), busy_s=10.0)}) == {}, "it has not worked yet"
     assert slow_links({"n1": linked((5, 16), (5, 8))}) == {}, "either of two may be the odd one"
+
+
+def test_a_link_is_compared_with_those_of_gpus_of_the_same_model() -> None:
+    """Every A100 has PCIe 4, every H100 has 5: none is slow, though most are H100s."""
+
+    def of(model: str, usage: NodeUsage) -> NodeUsage:
+        return replace(usage, gpus=tuple(replace(gpu, model=model) for gpu in usage.gpus))
+
+    new, old = of("H100", linked(*[(5, 16)] * 6)), of("A100", linked(*[(4, 16)] * 4))
+    assert slow_links({"n1": new, "n2": old}) == {}
+    found = slow_links({"n1": new, "n2": old, "n3": of("A100", linked((4, 8), (4, 16)))})
+    assert found == {"n3": "GPU 0 is linked by PCIe 4 x8, and most GPUs of the job by 4 x16"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 
 from toolkit import hostlist, logs
@@ -68,12 +69,15 @@ class UsageRecorder:
 
     def _write(self, usage: JobUsage) -> None:
         """Put ``usage`` in the place of what was written of this job before."""
-        known = self._run.usage()
-        # A supervisor that takes over has the same agents, so its job began at the same time.
-        others = [job for job in known.jobs if (job.job_id, job.since) != (usage.job_id, usage.since)]
         try:
+            known = self._run.usage()
+            # A supervisor that takes over has the same agents, but may not have heard of the earliest of them yet. The
+            # agents of a job that was requeued begin after the last sample of its earlier start.
+            others = [
+                job for job in known.jobs if job.job_id != usage.job_id or max(job.since, job.until) < usage.since
+            ]
             self._run.write_usage(known.replace(jobs=(*others, usage), price=self._price))
-        except OSError as error:  # a full disk; the next one is a minute away
+        except OSError as error:  # a full disk or a file server that is away; the next try is a minute away
             log.warning("usage.json cannot be written: %s", error)
 
     def _asked(self, row: JobRow | None) -> JobUsage:
@@ -107,6 +111,7 @@ def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
     host, biggest = max(((host, usage) for (host, _), usage in samples.items()), key=lambda it: it[1].most_memory_bytes)
     return asked.replace(
         since=min(usage.since for usage in every),
+        until=max(usage.until for usage in every),
         cpu_s=round(sum(usage.cpu_s for usage in every), 2),
         cpu_held_s=round(held_s * asked.cpus / max(1, asked.nodes), 1),
         busy_cpus=round(sum(usage.cpus for usage in now), 2),
@@ -145,21 +150,22 @@ def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
 
 
 def slow_links(newest: Mapping[str, NodeUsage]) -> dict[str, str]:
-    """Return the nodes with a GPU whose PCIe link is slower than that of most GPUs of the job, which have worked."""
-    links = {
-        (host, gpu.index): gpu.link
-        for host, usage in newest.items()
-        for gpu in usage.gpus
-        if gpu.busy_s >= LINK_BUSY_S and all(gpu.link)
-    }
-    if len(links) < LEAST_LINKS:
-        return {}
-    usual = statistics.mode(links.values())
-    return {
-        host: f"GPU {index} is linked by PCIe {link[0]} x{link[1]}, and most GPUs of the job by {usual[0]} x{usual[1]}"
-        for (host, index), link in links.items()
-        if link[0] * link[1] < usual[0] * usual[1]
-    }
+    """Return the nodes with a GPU whose PCIe link is slower than most others' of the same model, which have worked."""
+    by_model = defaultdict[str, dict[tuple[str, int], tuple[int, int]]](dict)
+    for host, usage in newest.items():
+        for gpu in usage.gpus:
+            if gpu.busy_s >= LINK_BUSY_S and all(gpu.link):
+                by_model[gpu.model][host, gpu.index] = gpu.link
+    slow = dict[str, str]()
+    for links in by_model.values():
+        if len(links) < LEAST_LINKS:
+            continue
+        usual = statistics.mode(links.values())
+        others = f"most GPUs of the job by {usual[0]} x{usual[1]}"
+        for (host, index), link in links.items():
+            if link[0] * link[1] < usual[0] * usual[1]:
+                slow[host] = f"GPU {index} is linked by PCIe {link[0]} x{link[1]}, and {others}"
+    return slow
 
 
 def _newest(samples: Samples) -> dict[str, NodeUsage]:
