@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,3 +83,14 @@ def test_a_run_is_stopped_at_the_first_rung_where_others_are_better(run: RunDir)
 def test_a_run_of_no_sweep_is_compared_with_nothing(tmp_path: Path) -> None:
     halving = Halving(cast(Any, SimpleNamespace(run=rundir.create("name", tmp_path))))
     assert look(halving, 50, 9.0)[0] == []
+
+
+def test_a_point_that_cannot_be_read_now_lets_the_run_go_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    assert look(Halving(cast(Any, SimpleNamespace(run=run))), 25, 2.0)[0] == []
+    assert "without being compared" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -110,3 +112,29 @@ def test_the_speeds_are_those_of_a_copy_and_of_hashing() -> None:
     assert all(finding.value is not None and finding.value > 1e7 for finding in found.values()), found
     spins = 100_000
     assert best_s(lambda: sum(range(spins)), 0.05) < best_s(lambda: sum(range(4 * spins)), 0.05)
+
+
+def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(run: RunDir) -> dict[str, str]:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), FILE)
+
+    run = run_in(tmp_path)
+    monkeypatch.setattr(node_history, "doubtful_for", fails)
+    plan = Nodes(run, JOB, spare=1, allow_fewer=False).plan()
+    assert plan is not None
+    assert plan.hosts == ("n1", "n2", "n3")
+    assert "is not known" in caplog.text
+
+
+def test_after_a_take_over_the_nodes_in_use_stay_though_no_slow_one_is_known(tmp_path: Path) -> None:
+    nodes = Nodes(run_in(tmp_path), JOB, spare=1, allow_fewer=False)
+    nodes.note_used(JOB.on(["n2", "n3", "n4"]))  # the supervisor before this one had found n1 slow
+    plan = nodes.plan()
+    assert plan is not None
+    assert plan.hosts == ("n2", "n3", "n4")
+    nodes.condemn("n3", "it was lost")
+    plan = nodes.plan()
+    assert plan is not None
+    assert {*plan.hosts} == {"n1", "n2", "n4"}

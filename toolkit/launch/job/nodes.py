@@ -57,7 +57,11 @@ class Nodes:
         self._ailing: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
         #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
-        self._doubtful = {h: why for h, why in node_history.doubtful_for(run).items() if h in allocation.hosts}
+        self._doubtful = dict[str, str]()
+        try:
+            self._doubtful |= {h: why for h, why in node_history.doubtful_for(run).items() if h in allocation.hosts}
+        except OSError as error:
+            log.warning("which nodes have ended attempts of other runs is not known: %s", error)
         for host, why in self._doubtful.items():
             log.warning("node %s %s", host, why)
 
@@ -86,7 +90,9 @@ class Nodes:
 
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
-        usable = sorted(self._usable(), key=self._is_suspicious)  # suspicious ones last, but better than none
+        # Suspicious ones come last, but are better than none. Of the others, those that are in use stay: after a
+        # take-over, what the checks had found slow is forgotten.
+        usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in self._placed))
         if not self._is_enough(len(usable)):
             return None
         chosen = usable[: self._wanted]

@@ -27,7 +27,11 @@ class Halving:
 
     def __init__(self, context: Context) -> None:
         self._folder = context.run.path.parent.parent / ".sweeps"
-        self._point = context.run.point()
+        try:
+            self._point = context.run.point()
+        except OSError as error:
+            log.warning("the run goes on without being compared with its sweep's others: %s", error)
+            self._point = None
         self._done = set[int]()  #: rungs that this run has passed
 
     def look(self, attempt: Attempt, stops: StopPath) -> None:
