@@ -13,7 +13,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from toolkit import logs
 from toolkit.agent.die_with_parent import die_with
+
+log = logs.get(__name__)
 
 
 def start_child(
@@ -76,3 +79,10 @@ class Helpers:
             return True
 
         self.start(command, hear, given)
+
+    def ask_if_possible(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
+        """Do the same, but log an OSError: no memory or no processes may be left, and the ranks go on."""
+        try:
+            self.ask(command, take, given)
+        except OSError as error:
+            log.warning("%s cannot be started: %s", " ".join(command), error)

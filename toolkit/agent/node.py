@@ -68,6 +68,7 @@ INBOX_WAIT_S = 10.0
 TURN_S = 10.0
 #: Finds the CPUs near the GPUs, see toolkit.agent.gpus.
 GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
+STACKS_COMMAND = (sys.executable, "-P", "-m", "toolkit.hang.stack_digest")
 
 log = logs.get(__name__)
 
@@ -106,10 +107,7 @@ class Agent:
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
-            try:
-                self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
-            except OSError as error:
-                log.warning("which CPUs are near the GPUs cannot be found: %s", error)
+            self._helpers.ask_if_possible(GPUS_COMMAND, self._processes.take_gpus)
         next_heartbeat = 0.0
         try:
             while not self._is_over:
@@ -246,11 +244,8 @@ class Agent:
             self._watcher = None
         elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
-            try:
+            with contextlib.suppress(OSError):  # no memory or no processes are left: tried again within a second
                 self._watcher = self._helpers.start(order["command"])
-            except OSError as error:
-                log.warning("the watch of the batch host cannot be started: %s", error)
-                self._heard = time.monotonic()  # as a failed watch, it is started again
 
     def _answer(self, order: Message, **fields: object) -> None:
         self._send({"is": "answer", "request": order["request"], **fields})
@@ -310,11 +305,7 @@ class Agent:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
                 self._answer(order, groups=json.loads(text))
 
-        command = [sys.executable, "-P", "-m", "toolkit.hang.stack_digest"]
-        try:
-            self._helpers.ask(command, take, json.dumps(asked).encode())
-        except OSError as error:
-            log.warning("the stacks of the ranks cannot be read: %s", error)
+        self._helpers.ask_if_possible(STACKS_COMMAND, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
         """Reap ended processes, also those that a rank has left behind: the agent is their new parent."""

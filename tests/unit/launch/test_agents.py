@@ -272,7 +272,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     check(site, ["true"])
     assert "cannot be started" in site.next().message["text"]
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
-    for text in ("near the GPUs cannot be found", "stacks of the ranks cannot be read"):
+    for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
         assert text in said
     site.agents.close()
 
