@@ -69,11 +69,14 @@ class SlurmCommands(Protocol):
         ...
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
-        """Cancel those of the jobs, and of the arrays' elements, that wait in the queue. One call."""
+        """Cancel those of the jobs, and of the arrays' elements, that wait in the queue. One call.
+
+        Jobs that Slurm has forgotten are no error.
+        """
         ...
 
     def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        """Send a signal to the batch shells of running jobs. One call."""
+        """Send a signal to the batch shells of running jobs. One call. Jobs that are gone are no error."""
         ...
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
@@ -202,10 +205,18 @@ class Slurm:
         return next((job_id.strip() for job_id, _, command in lines if command.strip() == path), None)
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
-        self._run(["scancel", "--state=PENDING", *job_ids])
+        self._scancel("--state=PENDING", *job_ids)
 
     def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        self._run(["scancel", f"--signal={signal}", "--batch", *job_ids])
+        self._scancel(f"--signal={signal}", "--batch", *job_ids)
+
+    def _scancel(self, *arguments: str) -> None:
+        """Call scancel for several jobs. It names those that are gone, and fails, when it has done the others."""
+        try:
+            self._run(["scancel", *arguments])
+        except ProgramRefusedError as error:
+            if not error.says("Invalid job id"):
+                raise
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         options = [f"--signal={signal}"] if signal else []

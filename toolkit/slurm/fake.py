@@ -152,7 +152,8 @@ class FakeSlurm(_FakeJobs):
                 self._cancel(row)
 
     def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        for job_id in job_ids:
+        self._contact()
+        for job_id in filter(self._find, job_ids):
             self.cancel(job_id, signal=signal, batch=True)
 
     def find_step(self, job_id: str, name: str) -> str | None:
