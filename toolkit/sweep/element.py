@@ -43,12 +43,13 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
             "the points of %s were submitted again, by another job: nothing is left to do here", array.points_path
         )
         return None
-    listed = array.points()
-    if index >= len(listed):
+    damage: list[str] = []
+    point = array.by_index(damage).get(index)
+    if point is None:
         raise DamagedFileError(
-            f"{array.points_path} has {len(listed)} points that can be read, and this is number {index}"
+            f"{array.points_path}, line {index + 1}: the point cannot be read; {'; '.join(damage) or 'it is missing'}"
         )
-    run = array.sweep.make_run(listed[index], time.time())
+    run = array.sweep.make_run(point, time.time())
     owner = ownership.read(run)
     if owner is None or owner.token == token:
         return run

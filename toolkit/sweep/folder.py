@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, records, rundir
 from toolkit.errors import DamagedFileError, RequestError, nearest
 from toolkit.json_record import FileRecord
 from toolkit.run_files import Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
@@ -45,6 +45,7 @@ class Point(FileRecord):
     run: str  #: name and id of its run
     values: Mapping[str, Anything] = field(default_factory=dict)
     changes: Mapping[str, Anything] = field(default_factory=dict)
+    index: int | None = None  #: its element of the array; None in a list that an earlier version has written
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,22 @@ class Array:
         fsio.write_json(self.points_path.with_suffix(".json"), record.to_file())
 
     def points(self, damage: list[str] | None = None) -> list[Point]:
-        return Point.read_lines(self.points_path, damage)
+        return list(self.by_index(damage).values())
+
+    def by_index(self, damage: list[str] | None = None) -> dict[int, Point]:
+        """Return the points by their index in the array.
+
+        Where a line does not say it, its place counts, as long as no line is damaged.
+        """
+        found: list[str] = []
+        points = Point.read_lines(self.points_path, found)
+        for text in found:
+            records.note(text, damage)
+        return {
+            place if point.index is None else point.index: point
+            for place, point in enumerate(points)
+            if point.index is not None or not found
+        }
 
     def job_of(self, index: int, record: ArrayRecord | None) -> str | None:
         """Return the id of the job for the point at ``index``."""
@@ -200,6 +216,6 @@ def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point,
     """Return each point by its id, with the last array that it is in and its index there."""
     found: dict[str, tuple[Point, Array, int]] = {}
     for array in arrays:
-        for index, point in enumerate(array.points(damage)):
+        for index, point in array.by_index(damage).items():
             found[point.id] = (point, array, index)
     return found

@@ -8,6 +8,7 @@ of its array find that their token is no longer the list's, and end.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import shlex
@@ -88,7 +89,7 @@ def submit(
         record = _prepare(sweep, request, project, config)
         jobs = [submit_array(array, record, slurm) for array in unsent(sweep)]
         new = _new_points(sweep, found)
-        for group in _alike(new):
+        for group in alike(new):
             for batch in batches(group, size):
                 array = add_list(sweep, record, batch, "slurm", is_array=size > 0)
                 jobs.append(submit_array(array, record, slurm))
@@ -165,16 +166,18 @@ def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint]) -> list[Point]:
     for point in found:
         if point.id in known:
             continue
-        # A run's id ends with eight digits of the point's. Two points of a sweep may share them.
+        # A run's id ends with eight digits, of which two points may share some. Another sweep of the same second has
+        # others for an equal point.
         config_name = point.settings.get("name", JobConfig().name)
-        names = (f"{config_name}/{record.stamp}-{point.id[at : at + 8]}" for at in range(9))
+        digits = hashlib.sha256(f"{sweep.name} {point.id}".encode()).hexdigest()
+        names = (f"{config_name}/{record.stamp}-{digits[at : at + 8]}" for at in range(9))
         run = next(name for name in names if name not in taken)
         taken.add(run)
         new.append(Point(point.id, run, point.values, point.changes(base)))
     return new
 
 
-def _alike(new: Sequence[Point]) -> Iterator[list[Point]]:
+def alike(new: Sequence[Point]) -> Iterator[list[Point]]:
     """Yield the points in groups that ask Slurm for the same nodes: an array has one size."""
 
     def asked(point: Point) -> str:
@@ -194,7 +197,8 @@ def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], execu
     """Write the next list of points, which no job runs yet."""
     array = sweep.next_array()
     array.write_record(ArrayRecord(secrets.token_hex(8), executor, is_array=is_array, job_id=None))
-    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(point.to_file()) for point in batch))
+    lines = (point.replace(index=index) for index, point in enumerate(batch))
+    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(line.to_file()) for line in lines))
     return array
 
 
@@ -243,15 +247,17 @@ def _script(array: Array, sweep_record: SweepRecord, record: ArrayRecord) -> tup
     """Return the batch script of an array, made by submitit as that of a run, and sbatch's options for the array."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    sweep, listed = array.sweep, array.points()
+    sweep, listed = array.sweep, array.by_index()
+    if not listed:
+        raise DamagedFileError(f"{array.points_path} has no point that can be read; use another --name")
     config = configs.load_config(sweep.base, site=False)
-    for key, value in listed[0].changes.items():
+    for key, value in listed[min(listed)].changes.items():
         configs.put(config, key.split("."), value)
     values = sbatch.slurm_parameters(config, sweep.as_run, record.token)
     options = []
     if record.is_array:
         limit = sweep_record.max_running
-        options.append(f"--array=0-{len(listed) - 1}" + (f"%{limit}" if limit else ""))
+        options.append(f"--array=0-{max(listed)}" + (f"%{limit}" if limit else ""))
         # The limit is for all arrays together: they run one after the other.
         before = [each.record() for each in sweep.arrays() if each.number < array.number]
         jobs = [each.job_id for each in before if each is not None and each.job_id is not None and each.is_array]

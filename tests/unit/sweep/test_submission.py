@@ -15,7 +15,7 @@ import pytest
 
 from toolkit import config as configs
 from toolkit import testing
-from toolkit.errors import ConfigError, RequestError
+from toolkit.errors import ConfigError, DamagedFileError, RequestError
 from toolkit.launch.record import ownership
 from toolkit.launch.record.journal import write_ended
 from toolkit.run_files import RunState
@@ -295,6 +295,43 @@ def test_a_damaged_list_is_named_and_nothing_is_submitted_over_it() -> None:
     with pytest.raises(RequestError, match=r"0001\.jsonl, line 2, is damaged"):
         submit(slurm, "train.seed=0..5")
     assert len(slurm.submitted) == 1
+
+
+def test_a_damaged_line_moves_no_other_point() -> None:
+    sent = submit(FakeSlurm(), "train.seed=0..2")
+    (array,) = sent.sweep.arrays()
+    record, whole = array.record(), array.points()
+    assert record is not None
+    lines = array.points_path.read_text().splitlines()
+    array.points_path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
+    assert element.claim(array, 2, record.token) == sent.sweep.run_of(whole[2])
+    newest = folder.newest([array], [])
+    assert [(newest[point.id][2], array.job_of(newest[point.id][2], record)) for point in (whole[0], whole[2])] == [
+        (0, f"{sent.jobs[0]}_0"),
+        (2, f"{sent.jobs[0]}_2"),
+    ]
+    with pytest.raises(DamagedFileError, match=r"0001\.jsonl, line 2"):
+        element.claim(array, 1, record.token)
+    # Where the lines do not say their place, as those of the first version, no point is run for another.
+    plain = [json.dumps({k: v for k, v in json.loads(line).items() if k != "index"}) for line in lines]
+    array.points_path.write_text("\n".join([plain[0], "{", plain[2]]) + "\n")
+    with pytest.raises(DamagedFileError, match=r"0001\.jsonl, line 2, is damaged"):
+        element.claim(array, 2, record.token)
+    array.points_path.write_text("\n".join(plain) + "\n")
+    assert element.claim(array, 1, record.token) == sent.sweep.run_of(whole[1])
+    # A list that nothing is left of gives no job.
+    array.points_path.write_text("")
+    array.write_record(record.replace(job_id=None))
+    with pytest.raises(DamagedFileError, match=r"0001\.jsonl has no point that can be read"):
+        submission.submit_array(array, sent.sweep.record() or pytest.fail("no record"), FakeSlurm())
+
+
+def test_equal_points_of_two_sweeps_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission.time, "strftime", lambda form: "20260101-000000")
+    first, second = (submit(FakeSlurm(), "train.seed=0..3", name=name) for name in ("first", "second"))
+    listed = [sent.sweep.arrays()[0].points() for sent in (first, second)]
+    assert [point.id for point in listed[0]] == [point.id for point in listed[1]]
+    assert len({point.run for points in listed for point in points}) == 8
 
 
 def test_a_second_submitter_is_refused_while_one_works() -> None:
