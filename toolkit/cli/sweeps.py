@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,9 @@ def look_after(args: Namespace) -> int | None:
     metric = args.metric or _metric(sweep, found)
     verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
     code = verbs[args.config](sweep, found, metric, args)
-    for what in dict.fromkeys(damage) if not args.json else ():
-        print(f"damaged: {what}")
+    is_data = args.json or args.config == "export"
+    for what in dict.fromkeys(damage):
+        print(f"damaged: {what}", file=sys.stderr if is_data else sys.stdout)
     return code
 
 
