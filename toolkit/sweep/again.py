@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from toolkit.errors import RequestError
 from toolkit.launch.record import ownership, stop_request
@@ -11,8 +12,10 @@ from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission.handle import attach
 from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
-from toolkit.slurm.jobs import base_id
+from toolkit.slurm.jobs import JobStatus, base_id
+from toolkit.slurm.states import Phase, phase
 from toolkit.sweep import local, submission
 from toolkit.sweep.folder import SweepDir
 from toolkit.sweep.states import PointStanding
@@ -36,40 +39,70 @@ def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands 
     jobs = []
     with sweep.locked():
         jobs += [submission.submit_array(array, record, slurm) for array in submission.unsent(sweep)]
-        for batch in submission.batches(points, size):
-            array = submission.add_list(sweep, record, batch, "slurm", is_array=size > 1)
-            jobs.append(submission.submit_array(array, record, slurm))
+        for group in submission.alike(points):
+            for batch in submission.batches(group, size):
+                array = submission.add_list(sweep, record, batch, "slurm", is_array=size > 1)
+                jobs.append(submission.submit_array(array, record, slurm))
     return jobs
 
 
 def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> tuple[int, int]:
     """Cancel the points that wait, and have the others commit a checkpoint and end; return how many of each.
 
-    Slurm is called at most twice, for all of them.
+    Slurm is called at most three times, for all of them.
     """
     waiting = [each for each in standings if each.state.split()[0] in (RunState.QUEUED, RunState.REQUEUED)]
-    working = [each for each in standings if each.row and each.state.split()[0] in _AT_WORK]
+    working = [each for each in standings if each.state.split()[0] in _AT_WORK]
     # The requests come first: a job that starts at this moment finds its own.
     for each in (*waiting, *working):
         if each.row:
             stop_request.ask(each.run, Intent.STOP)
-    signalled = [each for each in working if each.row["executor"] == "slurm"]
     for each in working:
-        if each not in signalled:
+        if each.executor != "slurm":
             attach(each.run).stop()
-    cancelled = {base_id(job) for each in waiting for job in [each.job_id, *ownership.jobs_of(each.run)] if job}
-    if cancelled or signalled:
+    jobs = {each.point.id: _jobs_of(each) for each in waiting if each.executor == "slurm"}
+    all_jobs = sorted({job for of_point in jobs.values() for job in of_point})
+    signalled = [of_point[0] for each in working if each.executor == "slurm" and (of_point := _jobs_of(each))]
+    answers: Mapping[str, JobStatus | None] = {}
+    if all_jobs or signalled:
         slurm = slurm or Slurm()
-        if cancelled:
-            slurm.cancel_waiting(sorted(cancelled))
+        if all_jobs:
+            slurm.cancel_waiting(sorted({base_id(job) for job in all_jobs}))
+            # How the points stand is known from some seconds ago: a job may have started before it could be cancelled.
+            answers = slurm.show_jobs(all_jobs)
+        for each in waiting:
+            running = [job for job in jobs.get(each.point.id, ()) if _is_running(answers[job])]
+            if running and each.run.config.exists():
+                stop_request.ask(each.run, Intent.STOP)
+            signalled += running
         if signalled:
-            slurm.signal_batch([ownership.jobs_of(each.run)[0] for each in signalled], "USR1")
-    # Nothing else would write these results. A point of this machine needs one to be left alone.
+            slurm.signal_batch(signalled, "USR1")
     for each in waiting:
-        run = each.run if each.job_id else sweep.make_run(each.point, time.time())
-        if run.config.exists() and run.result() is None:
-            write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+        of_point = jobs.get(each.point.id, ())
+        if all((status := answers[job]) is None or status.is_over for job in of_point):
+            _end_without_job(each.run if of_point else sweep.make_run(each.point, time.time()), each.executor)
     return len(waiting), len(working)
 
 
+def _end_without_job(run: RunDir, executor: str) -> None:
+    """Write the result of a run that nothing else would write one for.
+
+    A point of this machine needs one to be left alone.
+    """
+    if executor != "slurm" and ownership.read(run) is not None:  # its process is being started
+        with contextlib.suppress(RequestError):  # it finds the request
+            attach(run).stop()
+    elif run.config.exists() and run.result() is None:
+        write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+
+
 _AT_WORK = (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING)
+
+
+def _jobs_of(each: PointStanding) -> list[str]:
+    """Return the job that the point waits for or has, then the others that its run's files name."""
+    return list(dict.fromkeys(job for job in (each.job_id, *ownership.jobs_of(each.run)) if job is not None))
+
+
+def _is_running(status: JobStatus | None) -> bool:
+    return status is not None and phase(status.state) is Phase.RUNNING and status.state != "COMPLETING"

@@ -16,9 +16,12 @@ from toolkit.errors import DamagedFileError
 from toolkit.launch.job import nodes
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.submission.handle import attach
-from toolkit.run_files import RunState
+from toolkit.run_files import RunResult, RunState
 from toolkit.rundir import RunDir
 from toolkit.sweep.folder import Array, SweepDir
+
+#: A stopped run's job may take this long to end after its result is written; it is asked for this often.
+ENDING_S, ASK_EVERY_S = 30.0, 5.0
 
 log = logs.get(__name__)
 
@@ -51,7 +54,8 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
         )
     run = array.sweep.make_run(point, time.time())
     owner = ownership.read(run)
-    if owner is None or owner.token == token:
+    # `toolkit sweep stop` writes a result, and its request, also for a run that no job has had.
+    if owner.token == token if owner is not None else run.result() is None:
         return run
     return run if token is not None and _take_over(run, token) else None
 
@@ -62,7 +66,7 @@ def _take_over(run: RunDir, token: str) -> bool:
     if result is not None and result.state is RunState.COMPLETED:
         log.info("run %s is completed: nothing is left to do here", run.id)
         return False
-    if result is None and not attach(run).is_over():
+    if not _has_ended(run, result):
         log.info("run %s belongs to another job, which has not ended: nothing is left to do here", run.id)
         return False
     ownership.submit_as(run, "slurm", ownership.take(run, before), token)
@@ -70,6 +74,18 @@ def _take_over(run: RunDir, token: str) -> bool:
     nodes.forget(run)
     run.clear_result()
     return True
+
+
+def _has_ended(run: RunDir, result: RunResult | None) -> bool:
+    """True if no job of the run is left. One that has just written its result is given some time to end."""
+    # `toolkit sweep stop` may have written the result for a job that was starting.
+    is_certain = result is not None and (result.state is not RunState.STOPPED or not ownership.jobs_of(run))
+    if is_certain:
+        return True
+    handle, deadline = attach(run), time.monotonic() + (0.0 if result is None else ENDING_S)
+    while not (is_over := handle.is_over()) and time.monotonic() < deadline:
+        time.sleep(ASK_EVERY_S)
+    return is_over
 
 
 if __name__ == "__main__":

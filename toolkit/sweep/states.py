@@ -24,6 +24,8 @@ RowsOfRuns = Callable[[Sequence[RunDir]], list[dict[str, Any]]]
 
 #: States of points that have no run.
 NOT_SUBMITTED, LOST = "not submitted", "lost"
+#: States of runs that have a result.
+_ENDED = tuple(state for state in RunState if state.is_over)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PointStanding:
     job_id: str | None = None
     why: str | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
+    executor: str = "slurm"  #: of ``job_id``
 
     @property
     def is_to_retry(self) -> bool:
@@ -71,9 +74,14 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         row = rows.get(str(run.path), {})
         status = None if job_id is None else answers.get(job_id)
         state, why = _waiting_state(record, job_id, status, is_answered and job_id in answers, works_here)
-        if row and not (id_ in is_queued and state.startswith("queued")):
-            state, why, job_id = row["state"], row["why"], row["job_id"] or job_id
-        found.append(PointStanding(point, run, state, job_id, why, row))
+        is_again = id_ in is_queued and state in (RunState.QUEUED, RunState.STARTING)
+        executor = "slurm" if record is None else record.executor
+        # Without Slurm's answer a run that may still work keeps its own state.
+        if row and not (is_again and (is_answered or row["state"] in _ENDED)):
+            state, why = row["state"], row["why"]
+            if row["job_id"]:
+                job_id, executor = row["job_id"], row["executor"]
+        found.append(PointStanding(point, run, state, job_id, why, row, executor))
     return found
 
 
@@ -88,10 +96,15 @@ def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
 
 
 def _is_again(sweep: SweepDir, point: Point, record: ArrayRecord | None) -> bool:
-    """True if the run has ended, and was submitted again by a job that has not started."""
+    """True if the run was submitted again by a job that does not have it yet.
+
+    A run that was lost has no result.
+    """
     run = sweep.run_of(point)
     result = run.result([])
-    if record is None or record.executor != "slurm" or result is None or result.state is RunState.COMPLETED:
+    if record is None or record.executor != "slurm":
+        return False
+    if result is not None and result.state is RunState.COMPLETED:
         return False
     owner = ownership.read(run, [])
     return owner is not None and owner.token != record.token

@@ -10,10 +10,11 @@ import pytest
 from tests.unit.sweep.test_submission import project, submit  # noqa: F401  # a fixture
 from toolkit.cli import main as cli
 from toolkit.cli import show
-from toolkit.launch.record import ownership
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.submission import handle
 from toolkit.run_files import RunProgress, RunResult, RunState
-from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.sweep import again, element
 from toolkit.sweep.folder import SweepDir
@@ -94,6 +95,154 @@ def test_stop_cancels_what_waits_and_asks_what_works_in_two_calls() -> None:
     assert [status and status.state for status in states] == ["RUNNING", *["CANCELLED"] * 4]
     run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
     assert (run.path / "intent.json").exists()
+
+
+def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..2")
+    earlier = list(look(sent.sweep, slurm).values())
+    start(sent.sweep, slurm, 0)
+    slurm.start(f"{sent.jobs[0]}_1")  # it has no folder yet
+    assert again.stop(sent.sweep, earlier, slurm) == (3, 0)
+    # Neither is done: both are asked to end, and the run's result is its supervisor's to write.
+    assert slurm.sent == [Sent(f"{sent.jobs[0]}_{index}", "USR1", batch=True) for index in (0, 1)]
+    array = sent.sweep.arrays()[0]
+    run = sent.sweep.run_of(array.points()[0])
+    assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
+    # An earlier version has written such results. Its job has the run still.
+    write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
+    monkeypatch.setattr(element, "ENDING_S", 0.0)
+    retry_all(sent.sweep, slurm)
+    retried = sent.sweep.arrays()[-1]
+    record = retried.record()
+    assert record is not None
+    assert element.claim(retried, 0, record.token) is None
+    slurm.finish(f"{sent.jobs[0]}_0")
+    assert element.claim(retried, 0, record.token) == run
+
+
+def test_stop_writes_the_result_of_a_requeued_run_that_it_cancels() -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..1")
+    start(sent.sweep, slurm, 0)
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    run.write_status(run.status().replace(state=RunState.REQUEUED))
+    slurm.requeue(f"{sent.jobs[0]}_0")
+    assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (2, 0)
+    result = run.result()
+    assert (result and result.state, slurm.sent) == (RunState.STOPPED, [])
+
+
+def test_a_point_stopped_before_it_had_an_owner_goes_on_with_a_retry() -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..1")
+    (array,) = sent.sweep.arrays()
+    record = array.record()
+    assert record is not None
+    run = element.claim(array, 0, record.token)  # and the job was requeued at this moment
+    assert run is not None
+    assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (2, 0)
+    result = run.result()
+    assert (result and result.state) == RunState.STOPPED
+    assert [row.state for row in slurm.user_jobs()] == ["CANCELLED", "CANCELLED"]
+    retry_all(sent.sweep, slurm)
+    retried = sent.sweep.arrays()[-1]
+    record = retried.record()
+    assert record is not None
+    assert element.claim(retried, 0, record.token) == run
+    assert (run.result(), stop_request.asked(run)) == (None, None)
+
+
+def retry_all(sweep: SweepDir, slurm: FakeSlurm) -> list[str]:
+    return again.retry(sweep, [each for each in look(sweep, slurm).values() if each.is_to_retry], slurm)
+
+
+def lost_run(slurm: FakeSlurm) -> SweepDir:
+    """Return a sweep of one point whose node died a while ago, so that its run has no result."""
+    sent = submit(slurm, "train.seed=0..0")
+    start(sent.sweep, slurm, 0)
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    run.write_status(run.status().replace(updated=1.0))
+    slurm.forbid_requeue(f"{sent.jobs[0]}_0")
+    slurm.fail_node(f"{sent.jobs[0]}_0")
+    return sent.sweep
+
+
+def test_a_lost_point_is_retried_once_and_its_new_job_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(show, "ask_slurm", lambda ids: {i: job for i, job in slurm.show_jobs(ids).items() if job})
+    sweep = lost_run(slurm)
+    found = look(sweep, slurm)[0]
+    assert (found.state, found.is_to_retry) == ("lost (NODE_FAIL)", True)
+    (job,) = retry_all(sweep, slurm)
+    found = look(sweep, slurm)[0]
+    assert (found.state, found.job_id, found.is_to_retry) == ("queued", f"{job}_0", False)
+    assert retry_all(sweep, slurm) == []
+    assert again.stop(sweep, [found], slurm) == (1, 0)
+    assert [row.state for row in slurm.user_jobs()] == ["NODE_FAIL", "CANCELLED"]
+    (job,) = retry_all(sweep, slurm)
+    slurm.start(f"{job}_0")
+    found = look(sweep, slurm)[0]
+    assert (found.state, found.job_id, found.is_to_retry) == ("starting", f"{job}_0", False)
+    assert again.stop(sweep, [found], slurm) == (0, 1)
+    assert slurm.sent == [Sent(f"{job}_0", "USR1", batch=True)]
+
+
+def test_a_lost_point_keeps_its_own_word_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(show, "ask_slurm", lambda ids: {})
+    sweep = lost_run(slurm)
+    point = PointStanding(sweep.arrays()[0].points()[0], sweep.run_of(sweep.arrays()[0].points()[0]), "lost")
+    again.retry(sweep, [point], slurm)
+    slurm.is_up = False
+    assert look(sweep, slurm)[0].state == "running? (silent)"
+
+
+def test_stop_after_a_retry_asks_slurm_about_jobs_that_are_gone() -> None:
+    slurm = FakeSlurm(accounting=False)
+    sent = submit(slurm, "train.seed=0..1")
+    start(sent.sweep, slurm, 0)
+    write_ended(sent.sweep.run_of(sent.sweep.arrays()[0].points()[0]), RunState.FAILED, "as the test wants")
+    slurm.finish(f"{sent.jobs[0]}_0", exit_code=1)
+    slurm.cancel(f"{sent.jobs[0]}_1")
+    (job,) = retry_all(sent.sweep, slurm)
+    slurm.forget(sent.jobs[0])
+    assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (2, 0)
+    assert [row.state for row in slurm.user_jobs()] == ["CANCELLED", "CANCELLED"]
+    # A run of a status without a job, as a supervisor without Slurm leaves it, has none to signal.
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    working = PointStanding(sent.sweep.arrays()[0].points()[0], run, "running", row={"executor": "slurm"})
+    (run.path / "owner.json").unlink()
+    run.write_status(run.status().replace(job_id=None))
+    assert again.stop(sent.sweep, [working], slurm) == (0, 1)
+    slurm.signal_batch([job, "99"], "USR1")
+
+
+def test_points_of_different_sizes_are_retried_in_arrays_of_their_own() -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "cluster.nodes=1,2", "train.seed=0..1")
+    points = [point for array in sent.sweep.arrays() for point in array.points()]
+    points = [points[0], points[2], points[1], points[3]]
+    jobs = again.retry(sent.sweep, [PointStanding(each, sent.sweep.run_of(each), "lost") for each in points], slurm)
+    retried = sent.sweep.arrays()[2:]
+    assert len(jobs) == len(retried) == 2
+    for array in retried:
+        size = array.script.read_text().split("--nodes=")[1].split("\n")[0]
+        assert [str(point.values["cluster.nodes"]) for point in array.points()] == [size, size]
+
+
+def test_what_is_damaged_is_never_in_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = submit(FakeSlurm(), "train.seed=0..2")
+    with sent.sweep.arrays()[0].points_path.open("a") as file:
+        file.write("{\n")
+    for arguments in (["export"], ["export", "--json"], ["status", "--json"]):
+        assert cli.main(["sweep", arguments[0], "mine", *arguments[1:]]) == 0
+        captured = capsys.readouterr()
+        assert "damaged:" not in captured.out
+        assert "0001.jsonl, line 4, is damaged" in captured.err
+    assert cli.main(["sweep", "status", "mine"]) == 0
+    assert "0001.jsonl, line 4, is damaged" in capsys.readouterr().out
 
 
 def test_best_and_export_tell_what_the_results_say(capsys: pytest.CaptureFixture[str]) -> None:
