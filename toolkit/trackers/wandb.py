@@ -47,7 +47,14 @@ class Wandb:
         with answering(self.place):
             self._api = self._wandb.Api(timeout=_TIMEOUT_S)
             self._id = remote or self._run.id
-            return self._id, self._found() is not None
+            is_found = self._found() is not None
+        if remote is not None and not is_found:
+            self._id = self._new_id()
+        return self._id, is_found
+
+    def _new_id(self) -> str:
+        """Return an id that this run has not had: wandb takes the id of a deleted run no more."""
+        return f"{self._run.id}-{secrets.token_hex(2)}"
 
     def _found(self) -> Any:
         """Return the run as the server has it now; None if it has none."""
@@ -109,7 +116,7 @@ class Wandb:
             found = self._found()
             if found is not None:
                 found.delete()
-        self._id = f"{self._run.id}-{secrets.token_hex(2)}"  # wandb takes the id of a deleted run no more
+        self._id = self._new_id()
         return self._id
 
     def close(self, state: RunState | None) -> None:

@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from toolkit.cli import sync as commands
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
 from toolkit.run_files import RunState
 from toolkit.trackers import protocol
-from toolkit.trackers.sync import RunSync
+from toolkit.trackers.sync import RunSync, identity
+from toolkit.trackers.wandb import Wandb
 
 Server = dict[str, dict[tuple[int, str], float]]
 
@@ -189,6 +192,64 @@ def test_the_record_is_private_and_holds_no_password(story: Story) -> None:
     for path in story.run.trackers.iterdir():
         assert path.stat().st_mode & 0o077 == 0
     assert story.run.trackers.stat().st_mode & 0o077 == 0
+
+
+class WandbInMemory:
+    """The part of the library wandb that is used, with a server that takes the id of a deleted run no more."""
+
+    class errors:
+        class CommError(Exception): ...
+
+    def __init__(self) -> None:
+        self.histories: dict[str, list[int]] = {}
+        self.deleted: set[str] = set()
+
+    def setup(self) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(mode="online", base_url="https://wandb.test"))
+
+    def Api(self, timeout: float) -> Any:
+        return SimpleNamespace(flush=lambda: None, run=self._look)
+
+    def Settings(self, **_: Any) -> None: ...
+
+    def init(self, id: str, **_: Any) -> Any:
+        if id in self.deleted:
+            raise self.errors.CommError(f"run {id} was previously created and deleted")
+        steps = self.histories.setdefault(id, [])
+        return SimpleNamespace(log=lambda _, step: steps.append(step), finish=lambda: None)
+
+    def delete(self, id: str) -> None:
+        del self.histories[id]
+        self.deleted.add(id)
+
+    def _look(self, path: str) -> Any:
+        id = path.rpartition("/")[2]
+        if id not in self.histories:
+            raise ValueError(f"Could not find run <Run {path}>")
+        return SimpleNamespace(lastHistoryStep=max(self.histories[id], default=-1), delete=lambda: self.delete(id))
+
+
+def test_a_copy_that_was_deleted_in_wandb_is_made_again_under_another_id(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = WandbInMemory()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    story.end()
+
+    def send() -> None:
+        RunSync(story.run, "wandb", Wandb(identity(story.run, None))).send()
+
+    send()
+    first = library.histories[story.run.id]
+    assert first
+    for _ in range(2):  # the id of the second copy is taken no more either
+        library.delete(next(iter(library.histories)))
+        send()
+        (copy,) = library.histories
+        assert copy not in library.deleted
+        assert library.histories[copy] == first
+    send()
+    assert library.histories == {copy: first}, "a copy that is there is kept"
 
 
 # ----------------------------------------------------------------------------------------------------------------- csv
