@@ -1,8 +1,8 @@
 """What a run's own files say of it, as a row of `toolkit status`. Slurm is asked elsewhere, by `toolkit.cli.show`.
 
 The rows of many runs are kept in a cache, an SQLite file that may be thrown away at any time. A row counts while the
-files that it was read from have the same times, sizes and inodes. The cache is read as a whole and replaced as a whole,
-without locks: so it works on NFS, and a process that is killed leaves the old one.
+files that it was read from have the same times, sizes and inodes. Rows with damage are not kept. The cache is read as
+a whole and replaced as a whole, without locks: so it works on NFS, and a process that is killed leaves the old one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
 #: Changes with the meaning of the rows: a cache with another one is thrown away.
-_VERSION = 2
+_VERSION = 3
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -204,7 +204,8 @@ class RowCache:
         found = _map(read, list(unknown.values()))
         for path, signature, value in zip(unknown, before, found, strict=True):
             values[path] = value
-            if signature is not None:
+            # An error of the file system may pass, and then no file has changed.
+            if signature is not None and value and not value.get("damage"):
                 self._keep(kind, path, " ".join(signature.split()[: len(files_of(value))]), value)
         return [values[path] for path in paths]
 
@@ -239,7 +240,7 @@ def _map(read: Callable[[RunDir], dict[str, Any]], runs: Sequence[RunDir]) -> It
 
 
 def _row_files(row: Mapping[str, Any]) -> Sequence[str]:
-    is_over = row.get("state") in OVER and row.get("executor") == "slurm" and not row.get("damage")
+    is_over = row.get("state") in OVER and row.get("executor") == "slurm"
     return _ENDED_FILES if is_over else _LIVE_FILES
 
 

@@ -104,7 +104,28 @@ def test_a_full_cache_reads_no_file_of_an_ended_run(
     read: list[RunDir] = []
     monkeypatch.setattr(run_rows, "_quick_row", lambda run: read.append(run) or {})
     assert len(RowCache(tmp_path / "c.sqlite").rows(runs)) == 61
-    assert read == []
+    assert [run.id for run in read] == ["20260101-000000-deadbeef"], "a damaged one is read each time"
+
+
+def test_an_error_of_the_file_system_that_passes_is_not_kept(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [run for run in rundir.all_runs(root) if run.result()]
+    cache = RowCache(tmp_path / "c.sqlite")
+
+    def fail(path: Path, *_: Any) -> Any:
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr(Path, "read_text", fail)
+        assert all(row["damage"] for row in cache.rows(runs))
+        assert not any(cache.configs(runs))
+    cache.rows(rundir.all_runs(root)[:1])  # the cache is written when it has something new
+    cache.save()
+    again = RowCache(tmp_path / "c.sqlite")
+    assert again.rows(runs) == [read_row(run) for run in runs]
+    assert all(again.configs(runs))
 
 
 @pytest.mark.parametrize("change", ["resumed", "edited", "damaged", "removed"])
