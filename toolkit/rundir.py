@@ -16,12 +16,7 @@ from pathlib import Path
 
 from toolkit import fsio, records, trust
 from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
-from toolkit.records import (
-    NUMBER,
-    Leaf,
-    MapOf,
-    OrNull,
-)
+from toolkit.records import NUMBER, Leaf, MapOf, OrNull
 from toolkit.run_files import (
     AttemptRecord,
     AttemptStatus,
@@ -322,10 +317,15 @@ def _folders(path: str) -> list[tuple[str, str]]:
         return []
 
 
+def is_run_id(name: str) -> bool:
+    """True if a folder of this name may be a run."""
+    return _RUN_ID.fullmatch(name) is not None
+
+
 def _is_run(run_id: str, path: str) -> bool:
     if os.path.exists(f"{path}/config.yaml"):  # noqa: PTH110
         return True
-    return _RUN_ID.fullmatch(run_id) is not None and any(os.path.exists(f"{path}/{name}") for name in _OF_STARTED)  # noqa: PTH110
+    return is_run_id(run_id) and any(os.path.exists(f"{path}/{name}") for name in _OF_STARTED)  # noqa: PTH110
 
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
-from toolkit.cli import columns, show
+from toolkit import fsio, origin, rundir
+from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.launch.submission.handle import attach
 from toolkit.rundir import RunDir
+from toolkit.slurm import shared_queue
+from toolkit.sweep import states
+
+#: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
+_RECENT_S = 300.0
 
 
 def usage(run: RunDir) -> dict[str, Any]:
@@ -59,27 +66,60 @@ def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, A
     # First: whoever reads a file of a run, as the next lines do, changes the time by which a purge goes.
     used = [usage(run) for run in runs]
     purged = [0 if older_than_s is None else purged_files(run, now - older_than_s) for run in runs]
+    origins = {} if older_than_s is None else used_origins()
     found = []
     for run, row, size, count in zip(runs, status_rows(runs), used, purged, strict=True):
         is_old = older_than_s is not None and size["written"] < now - older_than_s
-        removed = is_old and is_over(row) and not _lives(run)
+        removed = is_old and is_over(row) and _why_kept(run, origins) is None
         known = {"run": run.id, "name": run.name, "state": row["state"], **size}
         found.append({**known, "removed": removed, "purged_files": count, "path": str(run.path)})
     return sorted(found, key=lambda each: -each["bytes"])
 
 
-def refuse_alive(run: RunDir) -> None:
-    """Raise RequestError for a run that lives, or may."""
+def used_origins() -> dict[Path, str]:
+    """Return the paths that runs which are not over name in `model.init_from`, each with the id of such a run."""
+    cache, runs = run_rows.cache_of(rundir.runs_root()), rundir.all_runs()
+    going = [run for run, row in zip(runs, status_rows(runs, cache), strict=True) if not is_over(row)]
+    named = {config.get("model.init_from"): run.id for run, config in zip(going, cache.configs(going), strict=True)}
+    found = {}
+    for text, user in named.items():
+        with contextlib.suppress(ToolkitError):  # it is gone already
+            found.update({origin.find(str(text)).path.resolve(): user} if text else {})
+    return found
+
+
+def refuse(run: RunDir, used: Mapping[Path, str] | None = None) -> None:
+    """Raise RequestError for what is no run, and for a run that lives or is needed.
+
+    ``used`` is :func:`used_origins`.
+    """
+    why = _why_kept(run, used or {})
+    if why is not None:
+        raise RequestError(f"{why}; it is not removed")
+
+
+def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
+    """Return why the folder must not be removed; None if it may be."""
+    if run.path.is_symlink():
+        return f"{run.path} is a symbolic link, and not the run's own folder"
+    if not rundir.is_run_id(run.id):
+        return f"{run.path} is not named as the folder of a run is, such as 20260131-120000-1a2b3c4d"
     if _lives(run):
         state = status_rows([run])[0]["state"]
-        raise RequestError(
-            f"run {run.id} is {state}; when it has ended it can be removed: `toolkit cancel {run.id}` ends it"
+        return (
+            f"run {run.id} is {state}; when it has ended it can be removed: `toolkit cancel {run.id}` ends it "
+            f"(if its job was killed, wait until its status is {_RECENT_S:.0f} s old)"
         )
+    if states.may_start_again(run, shared_queue.of_user().show_jobs):
+        return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
+    path = run.path.resolve()
+    user = next((user for source, user in used.items() if path in (source, *source.parents)), None)
+    return user and f"run {user}, which has not ended, begins with the weights of run {run.id} (model.init_from)"
 
 
 def remove(run: RunDir) -> None:
     """Remove a run that is over, with its checkpoints. Raises RequestError for one that lives, or may."""
-    refuse_alive(run)
+    refuse(run)
     # Its name changes first: a removal that is killed leaves no half of a run in the listings.
     grave = run.path.with_name(f".removed-{run.id}")
     fsio.rename_dir(run.path, grave)
@@ -91,9 +131,17 @@ def _lives(run: RunDir) -> bool:
     if run.result() is not None:
         return False
     try:
-        return not attach(run).is_over()
+        handle = attach(run)
     except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
         return not is_over(status_rows([run])[0])
+    # Slurm does not know the job of a run of another cluster that has the same file system.
+    return (handle.executor == "slurm" and _is_recent(run)) or not handle.is_over()
+
+
+def _is_recent(run: RunDir) -> bool:
+    status = run.status([])
+    is_over = status.state is None or status.state.is_over
+    return not is_over and (status.updated or 0) > time.time() - _RECENT_S
 
 
 def size_text(count: float) -> str:

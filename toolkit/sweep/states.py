@@ -110,6 +110,32 @@ def _is_again(sweep: SweepDir, point: Point, record: ArrayRecord | None) -> bool
     return owner is not None and owner.token != record.token
 
 
+def may_start_again(run: RunDir, ask: Ask) -> bool:
+    """True if a run that is over was submitted again by its sweep, and may still start. Also if Slurm does not answer.
+
+    A point that works on this machine counts as such until all points of its sweep here have ended.
+    """
+    place, owner, result = run.point([]), ownership.read(run, []), run.result([])
+    if place is None or (result is not None and result.state is RunState.COMPLETED):
+        return False
+    sweep = SweepDir(run.path.parent.parent / folder.FOLDER / place.sweep)
+    for array in reversed(sweep.arrays()):
+        record = array.record([])
+        if record is None:
+            continue
+        if owner is not None and owner.token == record.token:  # the last list that has started the run
+            return False
+        names = [point.run for point in array.points([])]
+        if f"{run.name}/{run.id}" in names:
+            if record.executor == "local":
+                return local.is_at_work(sweep)
+            job = array.job_of(names.index(f"{run.name}/{run.id}"), record)
+            answers, _ = _answers(ask, [job] if job else [])
+            status = answers.get(job or "")
+            return job is not None and (job not in answers or (status is not None and not status.is_over))
+    return False
+
+
 def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | None], bool]:
     try:
         return (ask(jobs) if jobs else {}), True

@@ -14,8 +14,11 @@ from tests.bench.listing import make_runs
 from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus
+from toolkit.launch.submission import handle
+from toolkit.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
+from toolkit.slurm import commands
+from toolkit.slurm.fake import FakeSlurm
 
 AT = 1_795_519_584.0
 
@@ -207,6 +210,72 @@ def test_a_live_run_is_not_removed_and_neither_are_those_beside_it(
     assert not run.path.exists()
     assert lives.path.exists()
     assert [each.id for each in rundir.all_runs()] == [lives.id]
+
+
+@pytest.mark.parametrize("kind", ["project", "link"])
+def test_a_folder_that_is_no_runs_own_is_not_removed(
+    run: RunDir, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "project":
+        odd = tmp_path / "runs/digits/project"
+        odd.mkdir()
+        for name in ("config.yaml", "result.json", "status.json"):
+            (odd / name).write_bytes((run.path / name).read_bytes())
+        says = "is not named as the folder of a run is"
+    else:
+        odd = run.path.with_name("20260101-000000-0000aaaa")
+        real = tmp_path / run.id
+        run.path.rename(real)
+        odd.symlink_to(real)
+        run, says = new_run("digits", "0.1"), "is a symbolic link"
+    for path in (odd.resolve(), *odd.resolve().rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    assert cli.main(["rm", run.id, str(odd)]) == EXIT_REQUEST
+    err = capsys.readouterr().err
+    assert says in err
+    assert "it is not removed" in err
+    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
+    assert run.config.exists()
+    assert (odd / "config.yaml").exists()
+
+
+def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its job is another cluster's, on the same file system."""
+    monkeypatch.setattr(handle, "Slurm", FakeSlurm)
+    monkeypatch.setattr(commands, "Slurm", FakeSlurm)
+    run.clear_result()
+    now = time.time()
+    run.write_owner(OwnerRecord(1, "token", "slurm", "node1", 1, now - 900, jobs=("777",), follow_ups=()))
+    run.write_status(RunStatus(RunState.RUNNING, job_id="777", updated=now - 200))
+    assert cli.main(["rm", run.id]) == EXIT_REQUEST
+    assert f"run {run.id} is running? (silent); when it has ended" in capsys.readouterr().err
+    run.write_status(RunStatus(RunState.RUNNING, job_id="777", updated=now - 400))
+    assert cli.main(["rm", run.id]) == EXIT_DONE
+    assert not run.path.exists()
+
+
+def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.checkpoints / "step-1").mkdir()
+    (run.checkpoints / "step-1/manifest.json").write_text("{}")
+    user = new_run("user", "0.1")
+    result = user.result()
+    assert result is not None
+    for source in (run.id, "digits", str(run.checkpoints / "step-1")):
+        user.config.write_text(f"name: user\nmodel: {{init_from: {source}}}\n")
+        user.clear_result()
+        user.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
+        assert cli.main(["rm", run.id]) == EXIT_REQUEST
+        assert f"run {user.id}, which has not ended, begins with the weights of run {run.id}" in capsys.readouterr().err
+    for path in run.path.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
+    assert run.config.exists()
+    user.write_result(result)
+    assert cli.main(["rm", run.id]) == EXIT_DONE
 
 
 def test_gc_sums_the_disk_as_du_does_and_changes_nothing(

@@ -10,13 +10,15 @@ import pytest
 from tests.unit.sweep.test_submission import project, submit  # noqa: F401  # a fixture
 from toolkit.cli import main as cli
 from toolkit.cli import show
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.submission import handle
 from toolkit.run_files import RunProgress, RunResult, RunState
+from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.sweep import again, element
+from toolkit.sweep import again, element, states
 from toolkit.sweep.folder import SweepDir
 from toolkit.sweep.states import PointStanding, standings
 
@@ -63,6 +65,29 @@ def test_all_points_are_looked_at_with_one_question_to_slurm() -> None:
     # A controller that does not answer says nothing about a point that waits.
     slurm.is_up = False
     assert {each.state for seed, each in look(sent.sweep, slurm).items() if seed >= 2} == {"queued"}
+
+
+def test_a_point_that_waits_to_be_retried_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    monkeypatch.setattr(shared_queue, "cache_dir", lambda: None)  # each look asks anew
+    sent = submit(slurm, "train.seed=0..1")
+    start(sent.sweep, slurm, 0)
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    write_ended(run, RunState.FAILED, "as the test wants")
+    slurm.finish(f"{sent.jobs[0]}_0", exit_code=1)
+    assert not states.may_start_again(run, SharedQueue(slurm, None).show_jobs)
+    (job,) = again.retry(sent.sweep, [look(sent.sweep, slurm)[0]], slurm)
+    assert cli.main(["rm", run.id]) == EXIT_REQUEST
+    assert f"run {run.id} was submitted again by its sweep" in capsys.readouterr().err
+    slurm.is_up = False
+    assert cli.main(["rm", run.id]) == EXIT_REQUEST, "nothing is known"
+    slurm.is_up = True
+    slurm.cancel(f"{job}_0")
+    assert cli.main(["rm", run.id]) == EXIT_DONE
+    assert not run.path.exists()
 
 
 def test_retry_submits_only_what_has_failed_and_it_waits_again() -> None:

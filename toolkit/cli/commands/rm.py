@@ -1,7 +1,8 @@
 """remove runs that are over, with their checkpoints
 
 A run that lives, or of which Slurm does not say that its job is over, is
-refused, and then nothing is removed.
+refused, and then nothing is removed. So is one that its sweep has submitted
+again, and one whose weights a run that has not ended begins with.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -17,13 +18,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Remove the runs. A run that lives is refused before any is removed."""
+    """Remove the runs. A run that must stay is refused before any is removed."""
     from toolkit import rundir
     from toolkit.cli import disk
 
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
+    used = disk.used_origins()
     for each in runs:
-        disk.refuse_alive(each)
+        disk.refuse(each, used)
     for each in runs:
         size = disk.size_text(disk.usage(each)["bytes"])
         disk.remove(each)
