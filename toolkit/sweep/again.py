@@ -71,14 +71,14 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
             # How the points stand is known from some seconds ago: a job may have started before it could be cancelled.
             answers = slurm.show_jobs(all_jobs)
         for each in waiting:
-            running = [job for job in jobs.get(each.point.id, ()) if _is_running(answers[job])]
+            running = [job for job in jobs.get(each.point.id, []) if _is_running(answers[job])]
             if running and each.run.config.exists():
                 stop_request.ask(each.run, Intent.STOP)
             signalled += running
         if signalled:
             slurm.signal_batch(signalled, "USR1")
     for each in waiting:
-        of_point = jobs.get(each.point.id, ())
+        of_point = jobs.get(each.point.id, [])
         if all((status := answers[job]) is None or status.is_over for job in of_point):
             _end_without_job(each.run if of_point else sweep.make_run(each.point, time.time()), each.executor)
     return len(waiting), len(working)
