@@ -17,6 +17,7 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.agent import preimports
+from toolkit.config import JobConfig, dump_config
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
@@ -35,6 +36,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         (folder / "probe.py").write_text(PROBE.read_text())
         self.run = rundir.create("fork", folder / "runs")
+        self.run.config.write_text(dump_config(JobConfig()))
         self.folder, self.events, self.attempt = folder, SimpleQueue[Any](), 0
         self.allocation = Allocation(("here",), (2,), 1)
         self.begin_job()
