@@ -24,10 +24,10 @@ STEP = {
     **dict.fromkeys(LOOPS, "            loss = "),
 }
 SLOWER = {
-    "accelerate": "        __import__('time').sleep(0.05)\n",
-    "lightning": "        __import__('time').sleep(0.05)\n",
-    "transformers": "model.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))\n",
-    **dict.fromkeys(LOOPS, "            __import__('time').sleep(0.05)\n"),
+    "accelerate": "        __import__('time').sleep(0.2)\n",
+    "lightning": "        __import__('time').sleep(0.2)\n",
+    "transformers": "model.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.2))\n",
+    **dict.fromkeys(LOOPS, "            __import__('time').sleep(0.2)\n"),
 }
 
 
