@@ -2,8 +2,10 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,3 +65,23 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
         box.revive()  # or the stories after this one fail, too
         raise
     wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")
+
+
+def visit_with_small_disk(
+    make_box: BoxFactory, request: pytest.FixtureRequest, folder: Path, size: str
+) -> Iterator[tuple[Site, Path]]:
+    """A site whose runs lie on a shared disk of this size, and that disk; nothing is ever done to ``traces`` beside."""
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(disk)], check=True)
+    for each in (folder, *folder.parents[:3]):  # pytest's folders are root's alone, and a strict box has users
+        each.chmod(0o755)
+    try:
+        for site in visit(make_box(shared=[disk]), request):
+            (site.folder / "traces").mkdir()
+            (site.folder / "traces").chmod(0o1777)
+            (site.folder / "runs").symlink_to(disk)
+            site.give(disk)  # else it would be shared by users, with a part for each
+            yield site, disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.box import Box, BoxError
-from tests.slurm.conftest import visit
+from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.site import END_S, Site
 from tests.slurm.watched import say
 from tests.waiting import wait_for
@@ -64,20 +64,7 @@ STUCK_S = 420
 @pytest.fixture
 def day(make_box: Callable[..., Box], request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Site, Path]]:
     """A site whose runs lie on a small shared disk, and that disk."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g,mode=1777", "tmpfs", str(disk)], check=True)
-    for folder in (tmp_path, *tmp_path.parents[:3]):  # pytest's folders are root's alone, and a strict box has users
-        folder.chmod(0o755)
-    try:
-        for site in visit(make_box(shared=[disk]), request):
-            (site.folder / "traces").mkdir()
-            (site.folder / "traces").chmod(0o1777)
-            (site.folder / "runs").symlink_to(disk)
-            site.give(disk)
-            yield site, disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    yield from visit_with_small_disk(make_box, request, tmp_path, "1g")
 
 
 def kill_a_node(node: str) -> Callable[[Site, Path], Callable[[], None]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.box import Box
-from tests.slurm.conftest import visit
+from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.schedules import make_project, play_all
 from tests.slurm.watched import Cluster, say
 
@@ -28,22 +27,9 @@ def cluster(
     make_box: Callable[..., Box], request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[Cluster, Path]]:
     """A box with a small shared disk, where the runs are, and a folder that nothing is ever done to."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192m,mode=1777", "tmpfs", str(disk)], check=True)
-    for folder in tmp_path.parents[:3]:  # pytest's folders are root's alone, and a strict box has users
-        folder.chmod(0o755)
-    tmp_path.chmod(0o755)
-    try:
-        for site in visit(make_box(shared=[disk]), request):
-            (site.folder / "traces").mkdir()
-            (site.folder / "traces").chmod(0o1777)
-            (site.folder / "runs").symlink_to(disk)
-            site.give(disk)  # else it would be shared by users, with a part for each
-            with closing(Cluster(site, disk)) as cluster:
-                yield cluster, site.folder / "traces"
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    for site, disk in visit_with_small_disk(make_box, request, tmp_path, "192m"):
+        with closing(Cluster(site, disk)) as cluster:
+            yield cluster, site.folder / "traces"
 
 
 def play(cluster: tuple[Cluster, Path], count: int, abreast: int) -> None:
