@@ -46,12 +46,15 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "kills": (["--kills", "2"], ["job with ddp: 2 kills"]),
     "links": (["--rates", "1000", "--kinds", "ddp", "--steps", "1", "--samples", "0"], ["1000 Mbit/s", "ddp"]),
     "live_recovery": (["--runs", "2"], ["4 ranks, cut: 2 of 2 runs right"]),
+    "listing": (["--runs", "300"], ["300 runs"]),
     "memory": (["--mib", "4", "--step", "0.1", "--copies", "2"], ["4 MiB a rank on 1 node", "4 MiB a rank on 2 nodes"]),
+    "monitor": (["2"], ["monitor of 73 processes"]),
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
     "startup": (["--rounds", "1"], ["seconds to", "ours, no preflight", "ours"]),
     "sweep": (["--points", "300"], ["submit 300 points", "status of all", "calls of sbatch: 1 "]),
     "strategies": ([], ["ddp", "fsdp"]),
+    "why": ([], ["  right where it names a cause"]),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
+from toolkit.metrics.efficiency import LEAST_MEASURED_S
 from toolkit.run_files import JobUsage
 from toolkit.rundir import RunDir
 
@@ -52,7 +53,8 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     shown = site.box.run(["scontrol", "show", "job", site.job_of(run)]).stdout
     # What the ranks had used by their own clocks before the next samples must be in these.
     before_s, age_s = used_by_ranks(site), time.time() - first.since
-    usage = wait_for(lambda: sampled(run, age_s), END_S, "newer samples of both nodes")
+    enough_s = max(age_s, LEAST_MEASURED_S)  # less is no ground for advice
+    usage = wait_for(lambda: sampled(run, enough_s), END_S, "newer samples of both nodes")
     after_s = used_by_ranks(site)
     status = site.run("toolkit", "status", run.id)
     print(status, shown)

@@ -94,11 +94,14 @@ def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> RunResult:
 
 
 def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
-    """The run is preempted ``times`` times, each at a random moment after its (re)start; nothing is lost."""
+    """The run is preempted ``times`` times, all but the first at a random moment after its restart; nothing is lost."""
     print(f"seed {seed}")
     moments = random.Random(seed)
     run = submit(site, slow_project(site, 0.02), "train.max_steps=1500")
-    for number in range(1, times + 1):
+    reached(run, 50)
+    site.preempt()
+    attempts_of(run, 1, 20)  # not only at the end of the grace time of 30 s, when Slurm tells the batch host, too
+    for number in range(2, times + 1):
         # A preemption may strike when all steps are made: then no attempt follows.
         wait_for(lambda n=number: run.status().attempt == n or run.result(), END_S, f"attempt {number}")  # type: ignore[misc]
         time.sleep(moments.uniform(0.0, 12.0))

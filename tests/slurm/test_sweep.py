@@ -35,7 +35,7 @@ with toolkit.start() as run:
         raise ValueError("width 3 is not ready yet")
     weights = torch.nn.Linear(1, 1)
     run.resumable(model=weights)
-    for step in run.steps(range(40), total=40):
+    for step in run.steps(range(120), total=120):
         time.sleep(0.1)
         run.log(loss=abs(params["width"] - 4.0) + 0.125)
 """

@@ -24,6 +24,12 @@ def die_with(parent: int, number: signal.Signals) -> None:
         os._exit(1)  # also in a fork, which must not run what its parent has left for its own end
 
 
+def ignore_signals() -> None:
+    """Have this process ignore ``SIGNALS``: another one decides what ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def main() -> None:
     parent, signal_name, handling, *command = sys.argv[1:]
     die_with(int(parent), signal.Signals[signal_name])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit import logs
-from toolkit.agent.die_with_parent import die_with
+from toolkit.agent.die_with_parent import die_with, ignore_signals
 
 log = logs.get(__name__)
 
@@ -30,6 +30,7 @@ def start_child(
 
     def begin() -> None:  # safe: this process has one thread
         die_with(agent, signal.SIGKILL)
+        ignore_signals()  # Slurm may send them to all processes of a job
         prepare()
 
     process = subprocess.Popen(command, preexec_fn=begin, **options)

@@ -48,7 +48,7 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.agent import connections, copies, gpus, preimports, progress
-from toolkit.agent.die_with_parent import SIGNALS
+from toolkit.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
 from toolkit.agent.node_monitor import NodeMonitor
@@ -102,8 +102,9 @@ class Agent:
         for end in (waker, woken):
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
+        for number in (signal.SIGCHLD, *SIGNALS):
+            signal.signal(number, lambda *_: None)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._take_signals(woken.recv(4096)))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
@@ -269,6 +270,12 @@ class Agent:
 
     # ----------------------------------------------------------------------------------------------------- the ranks
 
+    def _take_signals(self, numbers: bytes) -> None:
+        """Pass on what Slurm sends the tasks of a job. The agent itself ends when the supervisor says so."""
+        for number in numbers:
+            if number in SIGNALS:
+                self._processes.pass_on(signal.Signals(number))
+
     def _take_reports(self) -> None:
         """Take what ranks have reported, and pass on what cannot wait for the next digest."""
         first: dict[int, list[int]] = {}
@@ -350,8 +357,7 @@ def _redirect_output(path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Connect to the supervisor, and serve it."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes; the supervisor decides what ends
+    ignore_signals()  # until there may be ranks to pass them on to
     os.umask(0o077)
     secret_file, logs_dir, host, port = arguments[:4]
     name = arguments[4] if len(arguments) > 4 else os.environ.get("SLURMD_NODENAME", socket.gethostname())

@@ -34,6 +34,7 @@ class _Child:
     attempt: int
     rank: int | None  #: None: the attempt's store
     ooms: int  #: out-of-memory kills that the node's control group had counted at its start
+    gets_signals: bool  #: those that Slurm sends a job; else the agent passes them on
     stdin: int | None = None
     stdout: int | None = None
 
@@ -182,7 +183,7 @@ class Processes:
         # Each process gets its own CPUs, variables, log and, for the store, pipes.
         sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
         for process, own_cpus in zip(order["processes"], sets, strict=True):
-            child = _Child(order["attempt"], process["rank"], _oom_kills())
+            child = _Child(order["attempt"], process["rank"], _oom_kills(), order["gets_signals"])
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
@@ -250,6 +251,16 @@ class Processes:
         return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
 
     # ------------------------------------------------------------------------------------------------------- the end
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Send the ranks a signal that Slurm has sent the agent, where it reaches no other process of a job.
+
+        Where it reaches all, they would get it twice, and some scripts end at once at the second one.
+        """
+        for pid, child in self._children.items():
+            if child.rank is not None and not child.gets_signals:
+                log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
+                _signal_session(pid, number)
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
         """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""

@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
 from toolkit.agent import preimports
-from toolkit.agent.die_with_parent import SIGNALS, die_with
+from toolkit.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
 #: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
 #: fork: each rank runs them itself.
@@ -70,8 +70,7 @@ class ForkOrder(TypedDict):
 def main() -> None:
     """Serve the agent. In each fork, become the rank that was ordered."""
     die_with(os.getppid(), signal.SIGKILL)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
+    ignore_signals()
     agent = socket.socket(fileno=int(sys.argv[1]))
     show([*sys.orig_argv[:-1]], {})
     os.environ.pop(ROOM_VARIABLE, None)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import logs
+from toolkit.agent.die_with_parent import ignore_signals
 from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder
 
 #: Room for what ``ps`` shows of a rank.
@@ -43,6 +44,7 @@ class ZygoteClient:
                 [python, "-P", "-m", "toolkit.agent.zygote", *arguments],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
+                preexec_fn=ignore_signals,  # safe: the agent has one thread
                 env={**environ, **room},
             )
         self.pid = self._process.pid

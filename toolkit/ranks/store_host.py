@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import sys
 from datetime import timedelta
@@ -22,7 +21,7 @@ from typing import IO
 from torch.distributed import TCPStore
 
 from toolkit import open_files
-from toolkit.agent.die_with_parent import SIGNALS
+from toolkit.agent.die_with_parent import ignore_signals
 from toolkit.ranks.stop import propose
 from toolkit.ranks.stop.torch_store import StoreTransport
 from toolkit.slurm.network import listen, reachable_at
@@ -38,8 +37,7 @@ def serve(store: TCPStore, world_size: int, requests: IO[str]) -> None:
 
 def main() -> None:
     """Serve the store on an inherited listening socket, or else on a free port, which the first line names."""
-    for number in SIGNALS:  # the ranks need us to agree where to stop; a container may lose which signals are ignored
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()  # the ranks need us to agree where to stop; a container may lose which signals are ignored
     open_files.claim_all()  # each rank has several connections, and the usual soft limit is 1,024
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)

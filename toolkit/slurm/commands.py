@@ -38,6 +38,7 @@ class Settings:
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that Slurm ends, including its batch script
     max_array_size: int = 1001  #: an array's indices are below it; 0 where the site has switched arrays off
     expedites: bool = False  #: whether jobs may ask for ``--requeue=expedite``
+    signals_all: bool = False  #: a signal for a step reaches also what its tasks have started; else the tasks alone
     cluster: str = ""  #: its name
 
 
@@ -376,6 +377,8 @@ def settings_in(text: str) -> Settings:
         # Older versions hold a job that ends well, see EXPEDITES_SINCE.
         expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
         and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,
+        # proctrack/cgroup spares all but the tasks, except for SIGKILL; proctrack/pgid knows their groups alone.
+        signals_all=found.get("ProctrackType") == "proctrack/linuxproc",
         cluster=found.get("ClusterName", default.cluster),
     )
 

@@ -44,6 +44,7 @@ from toolkit.launch.start.launcher import (
 )
 from toolkit.launch.start.store import StoreHostEnded
 from toolkit.launch.watch import hang_investigation
+from toolkit.slurm.commands import Settings
 
 TIMEOUT_S = 20
 #: A store that says where it is, and notes what it is told.
@@ -63,12 +64,13 @@ class Shell:
 class Site:
     """A run, the launcher of its ranks, and what happens to them."""
 
-    def __init__(self, folder: Path, ranks: int = 1, store: str = STORE) -> None:
+    def __init__(self, folder: Path, ranks: int = 1, store: str = STORE, settings: Settings | None = None) -> None:
         self.run = rundir.create("agents", folder)
         self.allocation = Allocation(("here",), (ranks,), 1)
         self.starter = LocalAgent(self.run)
         self.endpoint = Endpoint.open(self.run, self.allocation.hosts, os.environ)
         self.attempt, self._shell = 0, Shell(store)
+        self._settings = [] if settings is None else [lambda: settings]
         self.begin()
 
     def begin(self) -> None:
@@ -76,7 +78,7 @@ class Site:
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.agents = Agents(self.run, self.allocation, self.starter, self.endpoint)
         shell: Any = self._shell
-        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell)
+        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell, *self._settings)
 
     def die(self) -> None:
         """Without a word to anybody, as by SIGKILL."""
@@ -123,6 +125,22 @@ def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path
     assert site.events.get(timeout=TIMEOUT_S) == RankFinished((1,))
     step.kill()
     assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
+    site.agents.close()
+
+
+@pytest.mark.parametrize("signals_all", [False, True])
+def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: Path, signals_all: bool) -> None:
+    """As proctrack/cgroup does. Where Slurm sends it to all processes itself, the ranks do not get it twice."""
+    site = Site(tmp_path, ranks=2, settings=Settings(signals_all=signals_all))
+    step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
+    await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
+    os.kill(site.agent, signal.SIGTERM)
+    if signals_all:
+        step.kill(signal.SIGUSR2)  # by the supervisor
+    assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
+    site.store.close()
+    site.start("true")
+    assert [type(site.next()), site.next()] == [RanksEnded, RanksEnded(0)]  # the agent has stayed
     site.agents.close()
 
 

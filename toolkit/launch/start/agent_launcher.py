@@ -18,6 +18,7 @@ from toolkit.launch.start.agents import Agents, AgentUser, Awaited
 from toolkit.launch.start.launcher import Events, RunningRanks, Store
 from toolkit.launch.start.rank_places import places_by_host, srun_environment, srun_rank_environment
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings
 from toolkit.slurm.container import Container
 from toolkit.slurm.placement import rank_environment
 
@@ -47,7 +48,8 @@ class CopyingListener(Protocol):
 class AgentLauncher(AgentUser):
     """Starts ranks through the agents of the job's nodes.
 
-    ``is_bound`` tells whether each rank gets CPUs of its own.
+    ``settings`` tells what the ranks get from the agents because Slurm does not give it to them: CPUs of their own, and
+    the signals for the job. Without Slurm it is neither: who signals a process here has chosen it.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class AgentLauncher(AgentUser):
         allocation: Allocation,
         agents: Agents,
         container: Container | None = None,
-        is_bound: Callable[[], bool] = lambda: False,
+        settings: Callable[[], Settings] = lambda: Settings(signals_all=True),
     ) -> None:
         self._run, self._allocation, self._container = run, allocation, container
-        self._agents, self._is_bound = agents, is_bound
+        self._agents, self._settings = agents, settings
         self._step: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
@@ -136,7 +138,7 @@ class AgentLauncher(AgentUser):
         links = self._agents.links
         step = AgentRanks(attempt, allocation, events, links)
         # The order of each node holds all its ranks, so one message starts them.
-        cpus = allocation.cpus_per_task if self._is_bound() else None
+        cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
         common = srun_environment(allocation)
         for host, places in places_by_host(allocation).items():
@@ -193,6 +195,7 @@ class AgentLauncher(AgentUser):
             "unset": [name for name in self._agents.environ if name not in environ],
             "processes": processes,
             "cpus_per_task": cpus,
+            "gets_signals": self._settings().signals_all,
         }
 
     def _is_forked(self, command: Sequence[str]) -> bool:

@@ -32,7 +32,7 @@ from toolkit.launch.supervise.guard import guarded
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import Slurm, SlurmCommands
+from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import Container, outermost
 from toolkit.slurm.container import parse as parse_image
 
@@ -149,13 +149,8 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
         launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
     else:
-        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(_is_bound, slurm)))
+        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
     return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
-
-
-def _is_bound(slurm: SlurmCommands) -> bool:
-    """True if the site binds each task of an srun step to CPUs."""
-    return "affinity" in settings_of(slurm).task_plugins
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
