@@ -16,13 +16,17 @@ from toolkit import ConfigError
 Shape = tuple[int, int, int]
 
 
-def build_model(name: str, classes: int, shape: Shape) -> nn.Module:
+def build_model(name: str, classes: int, shape: Shape, evaluated: Shape | None = None) -> nn.Module:
     """A fresh model for images of ``shape`` (channels, height, width) that returns logits (n, classes).
 
-    Raises ConfigError when there is no such model, or when it cannot take images of that size.
+    ``evaluated`` is the shape of images in evaluation, by default the same. Raises ConfigError when there is no such
+    model, or when it cannot take images of that size.
     """
-    builder = _OWN.get(name)
-    return builder(classes, shape) if builder else _torchvision(name, classes, shape)
+    if name not in _OWN:
+        return _torchvision(name, classes, shape, evaluated or shape)
+    if evaluated not in (None, shape):
+        raise ConfigError(f"data.images.val_size: {name} takes images of one size only; leave it at null")
+    return _OWN[name](classes, shape)
 
 
 def mlp(classes: int, shape: Shape) -> nn.Module:
@@ -51,7 +55,7 @@ _OWN: dict[str, Callable[[int, Shape], nn.Module]] = {"mlp": mlp, "lenet": lenet
 # --------------------------------------------------------------------------------------------------- torchvision
 
 
-def _torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
+def _torchvision(name: str, classes: int, shape: Shape, evaluated: Shape) -> nn.Module:
     """A classification model of torchvision, from random weights; its first convolution is fitted to the channels."""
     catalogue: Any = import_module("torchvision.models")  # 4 s, which a job with a model of its own need not pay
 
@@ -59,7 +63,8 @@ def _torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
     if name not in names:
         raise ConfigError(f"model.name: there is no {name!r}; valid: {', '.join([*_OWN, *names])}")
     make = partial(catalogue.get_model, name, weights=None, num_classes=classes, **_options(name, shape))
-    _probe(make, name, classes, shape)
+    for each in dict.fromkeys((shape, evaluated)):
+        _probe(make, name, classes, each)
     return _fitted(make(), name, shape[0])
 
 
@@ -93,7 +98,7 @@ def _probe(make: Callable[[], nn.Module], name: str, classes: int, shape: Shape)
         reason = str(error).split("\n")[0]
         raise ConfigError(
             f"model.name: {name} cannot take {'x'.join(map(str, shape))} images ({reason}); "
-            "set data.image_size to a larger value (224 fits most), or use lenet or mlp"
+            "set data.image_size (data.images.val_size) to a larger value (224 fits most), or use lenet or mlp"
         ) from error
     if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
         raise ConfigError(f"model.name: {name} does not return one row of logits for each image; use a classifier")

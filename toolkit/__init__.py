@@ -19,6 +19,7 @@ __all__ = [
     "Job",
     "JobConfig",
     "Loss",
+    "PairMixing",
     "Rows",
     "Run",
     "Share",
@@ -36,6 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
+    from toolkit.data.mixing import PairMixing
     from toolkit.data.stream import Streams
     from toolkit.data.text import TextWindows, pack_text
     from toolkit.errors import ConfigError
@@ -57,6 +59,7 @@ _HOMES = {
     "Job": "toolkit.train.job",
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
+    "PairMixing": "toolkit.data.mixing",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.launch.submission.handle",
     "Share": "toolkit.ranks.batch",

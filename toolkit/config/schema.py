@@ -30,6 +30,9 @@ BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
 STAGES = ("auto", "always", "never")
 SPLITS = ("global", "blocks", "hash")
+#: Random changes of a photograph, each a class of torchvision; see data/pictures.py.
+POLICIES = ("none", "auto_augment", "rand_augment", "trivial_augment", "augmix")
+INTERPOLATIONS = ("bilinear", "bicubic")
 #: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
 OWN_TIME = ("ddp",)
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
@@ -43,6 +46,7 @@ FIXED_ON_RESUME = (
     "strategy.compression_average",
     "data.name",
     "data.global_batch_size",
+    "data.repeats",
     "data.split",
     "model.name",
     "optim.name",
@@ -180,6 +184,18 @@ class StrategyConfig:
 
 
 @dataclass
+class ImageConfig:
+    """How the photographs of ``data.name: image_folder`` are changed and cut, see docs/images.md."""
+
+    policy: str = "none"  #: with augment: more random changes of training images
+    magnitude: int = 9  #: of rand_augment, 0 to 30
+    erase: float = 0.0  #: with augment: the probability that a rectangle of a training image is erased
+    interpolation: str = "bilinear"  #: bicubic: sharper, and slower
+    val_size: int | None = None  #: edge of an evaluated image; null: data.image_size
+    val_resize: int | None = None  #: shorter side to which it is resized before; null: 256/224 of its edge
+
+
+@dataclass
 class DataConfig:
     """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
 
@@ -193,6 +209,8 @@ class DataConfig:
     bad_samples: str = "fail"  #: skip: a training sample that cannot be loaded is replaced by another one, and listed
     max_bad_samples: int = 100  #: with skip; more of them in the whole run end it
     share: str = "even"  #: auto: slower ranks get fewer samples of each global batch
+    repeats: int = 1  #: a global batch holds each of its images so many times, each time augmented differently
+    images: ImageConfig = field(default_factory=ImageConfig)  #: of image_folder
     split: str = "global"  #: blocks or hash: each rank reads the same part of the data set for the whole run
 
 

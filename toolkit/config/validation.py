@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit import fsio, origin, rundir, secret_values
 from toolkit.config.cluster_checks import check_cluster
+from toolkit.config.data_checks import check_data
 from toolkit.config.job_module import JobFiles
 from toolkit.config.optim_checks import check_optim
 from toolkit.config.params import leaves
@@ -23,10 +24,11 @@ from toolkit.config.schema import (
     FIXED_ON_RESUME,
     FOREIGN_JOB,
     INIT_WEIGHTS,
+    INTERPOLATIONS,
     ON_NAN,
     OUTER_STEPS,
-    OWN_TIME,
     PIPELINE_SCHEDULES,
+    POLICIES,
     PRECISIONS,
     SAME_STATE,
     SCHEDULES,
@@ -183,7 +185,7 @@ def _check_values(config: JobConfig) -> None:
     stage_dir = config.cluster.stage_dir
     if stage_dir is not None and not fsio.expand(stage_dir).is_absolute():
         raise ConfigError(f"cluster.stage_dir: {stage_dir!r} is relative: give an absolute path on each node")
-    _check_parts(config)
+    check_data(config)
     check_step(config.train, config.strategy)
     check_optim(config)
     _check_every("train.eval_every", config.train.eval_every, "epoch")
@@ -287,6 +289,8 @@ WORDS: Mapping[str, Collection[str]] = {
     "data.bad_samples": BAD_SAMPLES,
     "data.share": SHARES,
     "data.split": SPLITS,
+    "data.images.policy": POLICIES,
+    "data.images.interpolation": INTERPOLATIONS,
     "cluster.stage": STAGES,
     "model.init_weights": INIT_WEIGHTS,
     "train.on_nan": ON_NAN,
@@ -331,6 +335,11 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "data.workers": (0, 1024),
     "data.image_size": (1, 65_536),
     "data.max_bad_samples": (0, _STEPS),
+    "data.repeats": (1, 1024),
+    "data.images.magnitude": (0, 30),
+    "data.images.erase": (0, 1),
+    "data.images.val_size": (1, 65_536),
+    "data.images.val_resize": (1, 65_536),
     "optim.lr": (0, 10_000),
     "optim.min_lr": (0, 10_000),
     "optim.momentum": (0, 1),
@@ -353,26 +362,6 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "checkpoint.keep": (0, _MANY),
     "checkpoint.keep_every": (1, _STEPS),
 }
-
-
-def _check_parts(config: JobConfig) -> None:
-    """Refuse keys that do not go with shares that change, or with parts that never do."""
-    data, name = config.data, config.strategy.name
-    if data.share == "auto" and name not in OWN_TIME:
-        raise ConfigError(
-            f"data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name {name} "
-            f"ranks wait for each other all through a step, or shapes are fixed: use {', '.join(OWN_TIME)}, or even"
-        )
-    if data.split == "global":
-        return
-    # With a split, refuse keys that would change which samples a rank reads.
-    for key, value, why in (
-        ("data.share", data.share == "auto", "auto would change how far each rank is in its part; use even"),
-        ("data.bad_samples", data.bad_samples == "skip", "skip takes another sample, of any part; use fail"),
-        ("retry.allow_fewer_nodes", config.retry.allow_fewer_nodes, "fewer ranks would have other parts; use false"),
-    ):
-        if value:
-            raise ConfigError(f"{key}: does not go with data.split: {data.split}: {why}, or data.split: global")
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:

@@ -26,7 +26,7 @@ from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order
-from toolkit.data.pictures import Pictures
+from toolkit.data.pictures import Pictures, training_transform, transforms
 from toolkit.errors import ConfigError, DataMissingError, RequestError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
     if config.name == "cifar10":
         height = catalog.sample_shape(config)[1]
         shift = RandomShift(max(height // 8, 1), dataset.background)  # 4 pixels of 32
-        return Augmented(dataset, _transforms().Compose([shift, _transforms().RandomHorizontalFlip()]))
+        return Augmented(dataset, transforms().Compose([shift, transforms().RandomHorizontalFlip()]))
     if config.name not in _SHIFT_PIXELS:
         raise ConfigError(f"data.augment: there is none for data.name: {config.name}; set it to false")
     return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name], dataset.background))
@@ -163,26 +163,21 @@ def _image_folder(config: DataConfig) -> Datasets:
     from torchvision.datasets import ImageFolder
 
     root = catalog.data_root(config.root)
-    shape, v2 = catalog.sample_shape(config), _transforms()
-    size = shape[1]
-    shorter_side = round(size * 256 / 224)  # as for ImageNet
-    mean, std = _STATISTICS["image_folder"]
-    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-    centre = v2.Compose([v2.Resize(shorter_side), v2.CenterCrop(size), *finish])
-    random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *finish])
+    shape, images, statistics = catalog.sample_shape(config), config.images, _STATISTICS["image_folder"]
+    val_size = images.val_size or shape[1]
+    resize = images.val_resize or round(val_size * 256 / 224)  # as for ImageNet
+    evaluated = Pictures((3, val_size, val_size), *statistics, resize, images.interpolation)
+    # Training images that are not changed at random are cut like evaluated ones, to their own size.
+    plain = Pictures(shape, *statistics, round(shape[1] * 256 / 224), images.interpolation)
     try:
-        train = ImageFolder(root / "train", random if config.augment else centre)
-        test = ImageFolder(root / "val", centre)
+        train = ImageFolder(
+            root / "train",
+            training_transform(images, shape[1], *statistics) if config.augment else plain.transform,
+        )
+        test = ImageFolder(root / "val", evaluated.transform)
     except FileNotFoundError as error:
         raise DataMissingError(f"data.root: {root}: {error}") from error
-    pictures = Pictures(shape, mean, std, shorter_side=shorter_side)
-    return Datasets(train, test, len(train.classes), shape, tuple(train.classes), pictures)
-
-
-def _transforms() -> Any:
-    from torchvision.transforms import v2
-
-    return v2
+    return Datasets(train, test, len(train.classes), shape, tuple(train.classes), evaluated)
 
 
 def fetch(name: str, root: str | None = None) -> str:

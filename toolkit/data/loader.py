@@ -99,6 +99,7 @@ class Loader:
         workers: int = 0,
         max_bad_samples: int | None = None,
         split: str = "global",
+        repeats: int = 1,
         balances: bool = False,
         device: torch.device | str = "cpu",
         collate: Collate | None = None,
@@ -107,13 +108,16 @@ class Loader:
     ) -> None:
         """Set the loader up; no sample is loaded yet.
 
-        ``split`` is global, or one that split.py has. ``balances``: the loop may :meth:`cut` the batches anew.
+        ``split`` is global, or one that split.py has. ``repeats``: so many times a global batch has each sample, see
+        :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew.
         ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
         returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
         if order is not None and split != "global":
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
+        if order is not None and repeats > 1:
+            raise ConfigError("data.repeats: the job gives an order of its own, which may repeat samples; set it to 1")
         self._given = None if order is None else GivenOrder(order, len(dataset))
         self.dataset_size = len(dataset) if self._given is None else self._given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
@@ -129,7 +133,13 @@ class Loader:
         self._clock = clock
         # Kept as factories: :meth:`part` builds the sampler and source of another rank's share when one has died.
         self._samplers = partial(
-            TrainSampler, len(dataset), global_batch_size=global_batch_size, seed=seed, split=split, order=self._given
+            TrainSampler,
+            len(dataset),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            split=split,
+            order=self._given,
+            repeats=repeats,
         )
         self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
@@ -209,6 +219,7 @@ def build_loader(
         workers=config.workers,
         max_bad_samples=choose("data.bad_samples", config.bad_samples, {"fail": None, "skip": config.max_bad_samples}),
         split=config.split,
+        repeats=config.repeats,
         balances=choose("data.share", config.share, {"even": False, "auto": True}),
         device=device,
         collate=collate,

@@ -122,22 +122,34 @@ def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
 
 
 class ShuffledOrder:
-    """The endless order of a training run: epoch after epoch, each with its own permutation of ``range(n)``."""
+    """The endless order of a training run: epoch after epoch, each with its own permutation of ``range(n)``.
 
-    def __init__(self, n: int, seed: int) -> None:
+    With ``repeats`` each sample comes so many times in a row, and an epoch has only the first ``n / repeats`` of its
+    permutation. Each batch of ``batch`` positions is then dealt out: its first copies come first, so that ranks get
+    different copies of a sample (as in torchvision's RASampler; Hoffer et al. 2020).
+    """
+
+    def __init__(self, n: int, seed: int, *, repeats: int = 1, batch: int = 1) -> None:
         if n < 1:
             raise ValueError(f"a training set of {n} samples has no order; it needs at least one")
         self.n = n
         self.seed = seed
+        self._repeats = repeats
+        places = np.arange(-(-batch // repeats) * repeats, dtype=np.int64).reshape(-1, repeats).T.ravel()
+        self._dealt = places[places < batch]  #: place in a batch: the one whose sample it gets
 
     def at(self, positions: Indices) -> Indices:
         """Return the samples at ``positions``, of any shape, counted from the beginning of the run."""
+        if self._repeats > 1:
+            within = positions % len(self._dealt)
+            positions = positions - within + self._dealt[within]
         epochs = positions // self.n
         found = np.empty_like(positions)
         # Positions of one call may lie in several epochs.
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            found[here] = _items(self.n, self.seed, epoch, positions[here] - epoch * self.n)
+            places = (positions[here] - epoch * self.n) // self._repeats
+            found[here] = _items(self.n, self.seed, epoch, places)
         return found
 
 

@@ -63,11 +63,15 @@ class TrainSampler:
         share: Share,
         split: str = "global",
         order: GivenOrder | None = None,
+        repeats: int = 1,
     ) -> None:
-        """Set the sampler up. ``order`` is the job's own, instead of a permutation for each epoch."""
+        """Set the sampler up. ``order`` is the job's own, instead of a permutation for each epoch.
+
+        ``repeats``: see :class:`~.permutation.ShuffledOrder`.
+        """
         if global_batch_size < 1:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
-        self.order = order or ShuffledOrder(size, seed)
+        self.order = order or ShuffledOrder(size, seed, repeats=repeats, batch=global_batch_size)
         self.global_batch_size = global_batch_size
         self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
         self._share = share

@@ -214,10 +214,10 @@ def build_stream_loader(
             "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
             "stream leave out what it cannot read, and set it to fail"
         )
-    if config.share != "even" or config.split != "global":
+    if config.share != "even" or config.split != "global" or config.repeats > 1:
         raise ConfigError(
-            "data.share, data.split: each rank reads a stream of its own, and as much of it as the others of theirs; "
-            "leave them at even and global"
+            "data.share, data.split, data.repeats: each rank reads a stream of its own, once, and as much of it as the "
+            "others of theirs; leave them at even, global and 1"
         )
     return StreamLoader(
         make,

@@ -18,6 +18,7 @@ from toolkit.config import (
     STRATEGIES,
     TENSOR_STYLES,
     DataConfig,
+    ImageConfig,
     LocalSgdConfig,
     OptimConfig,
     ParameterServerConfig,
@@ -27,10 +28,12 @@ from toolkit.config import (
 from toolkit.config.schema import (
     BAD_SAMPLES,
     COMPRESSIONS,
+    INTERPOLATIONS,
     ON_NAN,
     OPTIMIZERS,
     OUTER_STEPS,
     PIPELINE_SCHEDULES,
+    POLICIES,
     PRECISIONS,
     SCHEDULES,
     SERVER_MODES,
@@ -39,6 +42,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.validation import WORDS
 from toolkit.data.loader import build_loader
+from toolkit.data.pictures import training_transform
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
@@ -99,6 +103,10 @@ def a_loader(**words: str) -> object:
     return build_loader(pairs, DataConfig(global_batch_size=4, **words), Share(0, 2), seed=0)  # type: ignore[arg-type]
 
 
+def a_transform(**words: str) -> object:
+    return training_transform(ImageConfig(**words), 8, (0.5,), (0.5,))  # type: ignore[arg-type]
+
+
 def an_optimizer(name: str) -> object:
     return build_optimizer(OptimConfig(name), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
 
@@ -118,6 +126,8 @@ MAKERS: dict[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "data.bad_samples": (BAD_SAMPLES, lambda word: a_loader(bad_samples=word)),
     "data.share": (SHARES, lambda word: a_loader(share=word)),
     "data.split": (SPLITS, lambda word: a_loader(split=word)),
+    "data.images.policy": (POLICIES, lambda word: a_transform(policy=word)),
+    "data.images.interpolation": (INTERPOLATIONS, lambda word: a_transform(interpolation=word)),
 }
 #: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names. What
 #: is made of cluster.stage is tested in tests/unit/launch/test_staging.py.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,3 +130,32 @@ def test_imagenets_validation_set_comes_out_exact_on_64_shares() -> None:
 def test_an_evaluation_batch_behind_the_last_is_refused() -> None:
     with pytest.raises(IndexError, match="evaluation batch 3 of 3"):
         EvalSampler(10, batch_size=4, share=Share(0, 1)).at(3)
+
+
+def test_repeats_are_those_of_torchvisions_sampler_with_copies_on_other_ranks() -> None:
+    """references/classification/sampler.py: each sample so many times in a row, dealt out to ranks in turn."""
+    size, batch, repeats, ranks = 30, 12, 3, 3
+    once = TrainSampler(size, global_batch_size=1, seed=5, share=Share(0, 1))
+    order = [int(once.at(step).indices[0]) for step in range(2 * size)]
+    copies = [sample for epoch in (0, size) for sample in np.repeat(order[epoch : epoch + size], repeats)[:size]]
+    samplers = [
+        TrainSampler(size, global_batch_size=batch, seed=5, share=Share(rank, ranks), repeats=repeats)
+        for rank in range(ranks)
+    ]
+    for step in range(5):
+        parts = [sampler.at(step).indices.tolist() for sampler in samplers]
+        expected = copies[step * batch : (step + 1) * batch]
+        if step * batch // size == (step * batch + batch - 1) // size and step * batch % size % repeats == 0:
+            # within an epoch: rank r gets copy r of each sample
+            assert parts == [expected[rank::repeats] for rank in range(ranks)]
+        assert sorted(sample for part in parts for sample in part) == sorted(expected)
+
+
+def test_repeats_give_the_same_batches_on_any_number_of_ranks() -> None:
+    alone, *samplers = (
+        TrainSampler(70_001, global_batch_size=10, seed=1, share=share, repeats=4)
+        for share in (Share(0, 1), *(Share(rank, 3) for rank in range(3)))
+    )
+    for step in (0, 3, 6_999, 7_000, 20_000):
+        together = [index for sampler in samplers for index in sampler.at(step).indices.tolist()]
+        assert together == alone.at(step).indices.tolist()
