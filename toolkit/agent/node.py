@@ -86,14 +86,13 @@ class Agent:
         self._give_up_at = math.inf  #: the time by which the supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
-        self._is_alone = False  #: the supervisor is lost for good
+        self._is_alone = self._is_over = False  #: the supervisor is lost for good; all is done
         self._watch_order: Message | None = None
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
         self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
         self._processes = Processes(self._selector, self._send_and_keep, imports)
-        self._is_over = False
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -104,7 +103,7 @@ class Agent:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *SIGNALS):
             signal.signal(number, lambda *_: None)
-        self._selector.register(woken, selectors.EVENT_READ, lambda: self._take_signals(woken.recv(4096)))
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._processes.pass_on(woken.recv(4096)))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
@@ -269,12 +268,6 @@ class Agent:
             self._answer(order, text=f"they cannot be started: {error}", began=began, ended=began)
 
     # ----------------------------------------------------------------------------------------------------- the ranks
-
-    def _take_signals(self, numbers: bytes) -> None:
-        """Pass on what Slurm sends the tasks of a job. The agent itself ends when the supervisor says so."""
-        for number in numbers:
-            if number in SIGNALS:
-                self._processes.pass_on(signal.Signals(number))
 
     def _take_reports(self) -> None:
         """Take what ranks have reported, and pass on what cannot wait for the next digest."""

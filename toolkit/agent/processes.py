@@ -252,15 +252,13 @@ class Processes:
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def pass_on(self, number: signal.Signals) -> None:
-        """Send the ranks a signal that Slurm has sent the agent, where it reaches no other process of a job.
-
-        Where it reaches all, they would get it twice, and some scripts end at once at the second one.
-        """
-        for pid, child in self._children.items():
-            if child.rank is not None and not child.gets_signals:
-                log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
-                _signal_session(pid, number)
+    def pass_on(self, numbers: bytes) -> None:
+        """Send the ranks the signals that Slurm has sent the agent, where these reach no other process of a job."""
+        for number in [signal.Signals(number) for number in numbers if number in SIGNALS]:
+            for pid, child in self._children.items():
+                if child.rank is not None and not child.gets_signals:  # a second one ends some scripts at once
+                    log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
+                    _signal_session(pid, number)
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
         """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
