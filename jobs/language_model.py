@@ -1,6 +1,6 @@
-"""Train a small GPT on bytes with sharded weights: a job that is worth sharding once it is large, made to be copied.
+"""Train a Llama-shaped language model: a job to start from, made to be copied.
 
-Two ranks on any machine, on the sources of Python's standard library, in a minute or two::
+Two ranks on any machine, on the bytes of Python's standard library, in a minute or two::
 
     toolkit submit configs/gpt_fsdp.yaml --wait
 
@@ -8,62 +8,98 @@ Any text files, here all below a folder, and a longer training::
 
     toolkit submit configs/gpt_fsdp.yaml data.root=~/books train.max_steps=5000
 
-GPT-2's smallest size, on four GPUs of each of two nodes::
+A larger one, on four GPUs of each of two nodes::
 
-    toolkit submit configs/gpt_fsdp.yaml data.root=/scratch/books model.name=gpt_small data.global_batch_size=512 \\
-        cluster.nodes=2 cluster.tasks_per_node=4 cluster.gpus_per_node=4 train.precision=bf16 \\
-        train.accumulate=4 strategy.activation_checkpointing=true optim.lr=6e-4 train.max_steps=20000
+    toolkit submit configs/gpt_fsdp.yaml data.root=/scratch/books params.layers=12 params.width=768 params.heads=12 \\
+        params.kv_heads=4 params.hidden=2048 params.length=1024 data.global_batch_size=512 cluster.nodes=2 \\
+        cluster.tasks_per_node=4 cluster.gpus_per_node=4 train.precision=bf16 train.accumulate=4 optim.lr=6e-4 \\
+        strategy.activation_checkpointing=true train.max_steps=20000
+
+Weights in Hugging Face's Llama format, of a model on whose tokens it goes on, and back::
+
+    toolkit submit ... params.hf_config=/models/llama/config.json model.init_from=/models/llama
+    toolkit export RUN OUT --format safetensors      # transformers loads the folder OUT
 
 The model knows nothing of the strategy but its ``tensor_plan``, which only tensor parallelism reads: fsdp shards its
 blocks because they stand in a list, ``strategy.name=pipeline`` cuts it because it hands one tensor from layer to layer,
-and ddp trains the same. To make it yours, replace ``GPT`` (jobs/gpt.py) by your model and ``TextWindows`` by your
-tokens.
+and ddp trains the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import toolkit
-from jobs.gpt import GPT
+from jobs.llama import Llama, LlamaSizes
 
 #: What ``model.name`` may be; read on the login node without importing this file, hence a literal.
-MODELS = ("gpt_tiny", "gpt_small")
-#: Of each: blocks, width, heads, and the length of a window in bytes.
-SIZES = {"gpt_tiny": (4, 64, 4, 64), "gpt_small": (12, 768, 12, 1024)}
+MODELS = ("llama",)
+
+
+@dataclass
+class Params:
+    """The sizes of the model, see LlamaSizes in jobs/llama.py."""
+
+    layers: int = 4
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 2  # groups of heads that share their keys and values; a divisor of heads
+    hidden: int = 176  # width inside of a SwiGLU
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False  # the embedding is the head, too; not for pipelines
+    hf_config: str | None = None  # a Llama's config.json, whose sizes replace those above
+    length: int = 64  # tokens of a window
 
 
 class LanguageModel(toolkit.Job):
-    """The byte that follows, by cross entropy; each window of text weighs one."""
+    """The token that follows, by cross entropy."""
 
     eval_batch_size = 16
 
     def setup(self) -> None:
-        self.size = SIZES[self.config.model.name]
         with self.main_first():  # which copies the text into the run's folder
             self.text = toolkit.pack_text(self.config.data.root, self.folder, self.alive)
+        self.sizes = self._sizes()
+
+    def _sizes(self) -> LlamaSizes:
+        p: Params = self.params
+        if p.hf_config is None:
+            return LlamaSizes(256, p.layers, p.width, p.heads, p.kv_heads, p.hidden, p.rope_theta, p.norm_eps, p.tied)
+        return LlamaSizes.read(Path(p.hf_config).expanduser())
 
     def train_set(self) -> toolkit.Dataset:
-        return toolkit.TextWindows(self.text, self.size[-1], held_out=False)
+        return toolkit.TextWindows(self.text, self.params.length, held_out=False)
 
     def eval_set(self) -> toolkit.Dataset:
-        return toolkit.TextWindows(self.text, self.size[-1], held_out=True)
+        return toolkit.TextWindows(self.text, self.params.length, held_out=True)
 
     def model(self) -> nn.Module:
-        return GPT(*self.size)
+        return Llama(self.sizes)
 
     def loss(self, model: toolkit.Forward, batch: toolkit.Batch) -> toolkit.Loss:
-        return toolkit.Loss.sum(next_byte(model(batch.inputs), batch.targets))
+        return next_token(model(batch.inputs), batch.targets)
 
     def summary(self, figures: Mapping[str, Any]) -> dict[str, float]:
         return {**figures, "perplexity": math.exp(figures["loss"])}
 
+    def export_files(self) -> dict[str, str]:
+        config = self.sizes.hugging_face(self.params.length)
+        return {"config.json": json.dumps(config, indent=2) + "\n"}
 
-def next_byte(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits (n, length, 256) against bytes (n, length): means over a window, summed over windows."""
-    return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+
+def next_token(logits: Tensor, targets: Tensor) -> toolkit.Loss:
+    """Return the mean cross entropy of logits (n, length, vocabulary) against ``targets`` (n, length).
+
+    A target of -100 does not count.
+    """
+    total = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return toolkit.Loss.sum(total, (targets != -100).sum())

@@ -10,9 +10,17 @@ from toolkit.errors import ConfigError, RunNotFoundError
 
 #: The kinds of origins.
 RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"
+#: A folder with one safetensors file, or with several and an index of them, as Hugging Face writes it.
+HUGGING_FACE = "safetensors folder"
+WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SUFFIXES = {".safetensors": SAFETENSORS, ".pt": TORCH, ".pth": TORCH}
-#: The file by which a folder of each kind is known.
-_SIGNS = {CHECKPOINT: "manifest.json", DCP: ".metadata", RUN: "config.yaml"}
+#: The files by one of which a folder of each kind is known.
+_SIGNS = {
+    CHECKPOINT: ("manifest.json",),
+    DCP: (".metadata",),
+    HUGGING_FACE: (INDEX_FILE, WHOLE_FILE),
+    RUN: ("config.yaml",),
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +34,14 @@ class Origin:
 def find(text: str) -> Origin:
     """Return what ``text`` names.
 
-    That is a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name. A name means the newest run
-    of that name that has a checkpoint: the newest of all may be the run that asks. Raises ConfigError that says what
-    there is.
+    That is a file, a checkpoint's folder, a DCP folder, a folder of safetensors files, or a run by its folder, id or
+    name. A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks.
+    Raises ConfigError that says what there is.
     """
     path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)
-    kind = next((kind for kind, sign in _SIGNS.items() if (path / sign).is_file()), RUN)
+    kind = next((kind for kind, signs in _SIGNS.items() if any((path / sign).is_file() for sign in signs)), RUN)
     return _run(text) if kind == RUN else Origin(kind, path)
 
 
@@ -48,7 +56,8 @@ def _run(text: str) -> Origin:
         run = rundir.find(text)
     except RunNotFoundError as error:
         raise ConfigError(
-            f"model.init_from: {text} is no file, no checkpoint's folder (step-...), no DCP folder and no run: {error}"
+            f"model.init_from: {text} is no file, no checkpoint's folder (step-...), no DCP folder, no folder with "
+            f"{WHOLE_FILE} and no run: {error}"
         ) from None
     # The run that was found may have no checkpoint yet: then an older one of that name will do.
     named = [other for other in rundir.all_runs() if other.name == text]

@@ -2,7 +2,7 @@
 
     python -m tests.bench.pipeline [RANKS]
 
-trains a GPT of 8 blocks on two ranks (one machine, gloo, one thread each) with every schedule and several numbers of
+trains a Llama of 8 blocks on two ranks (one machine, gloo, one thread each) with every schedule and several numbers of
 micro-batches, all of the same size. A rank's time is what it spends in forward and backward passes; the rest of the
 step it idles. That is the schedule's bubble, (p - 1) / (m + p - 1) with p ranks and m micro-batches, and with v stages
 on each rank (p - 1) / (v * m + p - 1) (https://arxiv.org/abs/2104.04473), and on top of it what is sent, the optimizer,
@@ -23,23 +23,29 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from jobs.gpt import GPT
-from jobs.language_model import next_byte
+from jobs.language_model import next_token
+from jobs.llama import Llama, LlamaSizes
 from tests.dist.ranks import run_ranks
 from toolkit.config import PipelineConfig, StrategyConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.strategies import Objective, Strategy, build_strategy
 
-NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
-SIZE, PER_MICRO_BATCH, TURNS, STAGES_PER_RANK = (8, 192, 4, 64), 2, 5, 2
+NEXT_TOKEN = Objective(lambda model, batch: next_token(model(batch.inputs), batch.targets))
+SIZES, LENGTH, PER_MICRO_BATCH, TURNS, STAGES_PER_RANK = (
+    LlamaSizes(256, layers=8, width=192, heads=4, kv_heads=4, hidden=512),
+    64,
+    2,
+    5,
+    2,
+)
 SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8)
 LR = 1e-3
 
 
 def batch(micro_batches: int) -> Batch:
     size = PER_MICRO_BATCH * micro_batches
-    text = torch.randint(256, (size, SIZE[-1] + 1), generator=torch.Generator().manual_seed(micro_batches))
+    text = torch.randint(256, (size, LENGTH + 1), generator=torch.Generator().manual_seed(micro_batches))
     return Batch((text[:, :-1], text[:, 1:]), torch.arange(size), size)
 
 
@@ -48,7 +54,7 @@ def built(session: Session, schedule: str, micro_batches: int) -> Strategy:
     pipeline = PipelineConfig(schedule, micro_batches, stages_per_rank=STAGES_PER_RANK)
     strategy = build_strategy(StrategyConfig("pipeline", pipeline=pipeline), session)
     adam = torch.optim.AdamW
-    strategy.build(lambda: GPT(*SIZE), lambda model: adam(model.parameters()), NEXT_BYTE, batch(micro_batches))
+    strategy.build(lambda: Llama(SIZES), lambda model: adam(model.parameters()), NEXT_TOKEN, batch(micro_batches))
     return strategy
 
 
@@ -91,11 +97,12 @@ def measure(session: Session) -> dict[tuple[str, int], tuple[list[float], list[f
 def alone(micro_batches: int) -> list[float]:
     """The losses of the same steps, written as anyone would without ranks."""
     torch.manual_seed(0)
-    model, losses = GPT(*SIZE), []
+    model, losses = Llama(SIZES), []
     adam = torch.optim.AdamW(model.parameters(), LR)
     inputs, targets = batch(micro_batches).inputs, batch(micro_batches).targets
     for _ in range(TURNS):
-        loss = next_byte(model(inputs), targets) / len(inputs)
+        summed = next_token(model(inputs), targets)
+        loss = summed.total / summed.weight
         losses.append(loss.item())
         adam.zero_grad()
         loss.backward()

@@ -2,7 +2,7 @@
 
     python -m tests.bench.strategies [RANKS]
 
-trains a GPT of 3.7 million parameters (8 blocks, 192 wide, windows of 64 bytes, 2 of them for each rank) with AdamW.
+trains a Llama of 3.7 million parameters (8 blocks, 192 wide, windows of 64 bytes, 2 of them for each rank) with AdamW.
 On four ranks there are grids of two by two as well.
 Times are of steps that take turns, so that whatever else the machine does falls on all alike.
 """
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from jobs.gpt import GPT
-from jobs.language_model import next_byte
+from jobs.language_model import next_token
+from jobs.llama import Llama, LlamaSizes
 from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.strategies import Objective, Strategy, build_strategy
 
-NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
-SIZE, PER_RANK, TURNS = (8, 192, 4, 64), 2, 7
+NEXT_TOKEN = Objective(lambda model, batch: next_token(model(batch.inputs), batch.targets))
+SIZES, LENGTH, PER_RANK, TURNS = LlamaSizes(256, layers=8, width=192, heads=4, kv_heads=4, hidden=512), 64, 2, 7
 KINDS = {
     "ddp": StrategyConfig("ddp"),
     "zero": StrategyConfig("zero"),
@@ -50,7 +50,7 @@ def kinds(ranks: int) -> dict[str, StrategyConfig]:
 def batch(session: Session, share: Share) -> Batch:
     draw = torch.Generator().manual_seed(share.index)
     mine = PER_RANK * session.world_size // share.count
-    text = torch.randint(256, (mine, SIZE[-1] + 1), generator=draw)
+    text = torch.randint(256, (mine, LENGTH + 1), generator=draw)
     return Batch((text[:, :-1], text[:, 1:]), torch.arange(mine), PER_RANK * session.world_size)
 
 
@@ -58,7 +58,7 @@ def built(session: Session, kind: str) -> Strategy:
     torch.manual_seed(0)
     strategy = build_strategy(kinds(session.world_size)[kind], session)
     sample = batch(session, strategy.share)
-    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), NEXT_BYTE, sample)
+    strategy.build(lambda: Llama(SIZES), lambda model: torch.optim.AdamW(model.parameters()), NEXT_TOKEN, sample)
     strategy.step(sample, 1e-3)
     return strategy
 

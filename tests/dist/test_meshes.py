@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from jobs.gpt import GPT
-from jobs.language_model import next_byte
+from jobs.language_model import next_token
+from jobs.llama import Llama, LlamaSizes
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
-from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, auto, build_strategy, of_pairs
+from toolkit.strategies import Objective, Strategy, auto, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 
-NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
+NEXT_TOKEN = Objective(lambda model, batch: next_token(model(batch.inputs), batch.targets))
 LENGTH, WINDOWS = 8, 6
 
 
@@ -40,20 +40,30 @@ def even_model() -> nn.Module:
     return unseeded_even_model()
 
 
-def gpt() -> nn.Module:
+def llama() -> nn.Module:
     torch.manual_seed(1)
-    return GPT(2, 16, 4, LENGTH)
+    return Llama(LlamaSizes(256, layers=2, width=16, heads=4, kv_heads=4, hidden=24))
 
 
-def tied_gpt() -> nn.Module:
-    model = gpt()
-    model.head.weight = model.embed.bytes.weight  # type: ignore[union-attr]
-    return model
+def tied_llama() -> nn.Module:
+    torch.manual_seed(1)
+    return Llama(LlamaSizes(256, layers=2, width=16, heads=4, kv_heads=4, hidden=24, tied=True))
+
+
+def grouped_llama() -> nn.Module:
+    torch.manual_seed(1)
+    return Llama(LlamaSizes(256, layers=2, width=16, heads=4, kv_heads=2, hidden=24))
 
 
 def windows(step: int) -> tuple[Tensor, Tensor]:
+    """Windows of two documents each, which begin at other places in each window; some targets do not count."""
     draw = torch.Generator().manual_seed(step)
-    return tuple(torch.randint(256, (2, WINDOWS, LENGTH), generator=draw))
+    tokens, targets = torch.randint(256, (2, WINDOWS, LENGTH), generator=draw)
+    starts = 2 + torch.arange(WINDOWS)[:, None] % 5
+    places = torch.arange(LENGTH).expand(WINDOWS, LENGTH)
+    places = torch.where(places < starts, places, places - starts)
+    targets[:, :-1][places[:, 1:] == 0] = -100
+    return torch.stack([tokens, places], -1), targets
 
 
 def share_of_windows(share: Share, step: int) -> Batch:
@@ -75,48 +85,64 @@ def tensor(
 
 #: On four ranks each: config, how the steps are made, the model.
 CUTS: dict[str, tuple[StrategyConfig, TrainConfig, Callable[[], nn.Module]]] = {
-    "all ranks": (tensor(size=None), TrainConfig(), gpt),
-    "two copies": (tensor(activation_checkpointing=True), TrainConfig(accumulate=2), tied_gpt),
-    "parts of sequences": (tensor(size=4, sequence_parallel=True), TrainConfig(), tied_gpt),
-    "copies, parts of sequences": (tensor(replicas=2, sequence_parallel=True), TrainConfig(accumulate=2), gpt),
-    "sharded": (tensor(shards=2), TrainConfig(accumulate=2), tied_gpt),
+    "all ranks": (tensor(size=None), TrainConfig(), llama),
+    "two copies": (tensor(activation_checkpointing=True), TrainConfig(accumulate=2), tied_llama),
+    "parts of sequences": (tensor(size=4, sequence_parallel=True), TrainConfig(), tied_llama),
+    "copies, parts of sequences": (
+        tensor(replicas=2, sequence_parallel=True),
+        TrainConfig(accumulate=2),
+        grouped_llama,
+    ),
+    "sharded": (tensor(shards=2), TrainConfig(accumulate=2), tied_llama),
     "sharded, parts of sequences": (
         tensor(shards=2, sequence_parallel=True, activation_checkpointing=True),
         TrainConfig(),
-        gpt,
+        grouped_llama,
     ),
+    "pipeline": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), TrainConfig(accumulate=2), grouped_llama),
+    "interleaved, recomputed": (
+        StrategyConfig(
+            "pipeline",
+            activation_checkpointing=True,
+            pipeline=PipelineConfig("interleaved"),
+            mesh=MeshConfig(replicas=2),
+        ),
+        TrainConfig(),
+        grouped_llama,
+    ),
+    "fsdp": (StrategyConfig("fsdp"), TrainConfig(), grouped_llama),
 }
 
 
-def train_gpt(session: Session, names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
+def train_llama(session: Session, names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     found = []
     for name in names:
         config, train, model = CUTS[name]
         strategy = build_strategy(config, session, train)
-        strategy.build(model, adamw, NEXT_BYTE, share_of_windows(strategy.share, 0))
+        strategy.build(model, adamw, NEXT_TOKEN, share_of_windows(strategy.share, 0))
         losses = [strategy.step(share_of_windows(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
         found.append((losses, snapshot(strategy)))
     return found
 
 
-def gpt_alone(make: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+def llama_alone(make: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
     model = make()
     stepper, losses = adamw(model), []
     for step in range(STEPS):
         inputs, targets = windows(step)
         stepper.param_groups[0]["lr"] = rates(step)
         stepper.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
         loss.backward()
         stepper.step()
         losses.append(loss.item())
     return losses, model.state_dict()
 
 
-def test_a_gpt_whose_layers_are_cut_by_its_own_plan_trains_like_one_process() -> None:
-    ranks = run_ranks(4, train_gpt, list(CUTS), limit_s=120)
+def test_a_llama_trains_like_one_process_however_its_layers_are_shared() -> None:
+    ranks = run_ranks(4, train_llama, list(CUTS), limit_s=120)
     for number, (name, (*_, model)) in enumerate(CUTS.items()):
-        losses, weights = gpt_alone(model)
+        losses, weights = llama_alone(model)
         for step, loss in enumerate(losses):
             assert sum(rank[number][0][step] for rank in ranks) == pytest.approx(loss, rel=1e-5), (name, step)
         for rank in ranks:
@@ -202,18 +228,18 @@ def made_where(session: Session, config: StrategyConfig) -> tuple[list[str], dic
 
     def make() -> nn.Module:
         devices.append(torch.get_default_device().type)
-        model = tied_gpt()
+        model = tied_llama()
         if devices[-1] != "meta":
             for parameter in model.parameters():
                 parameter.data += session.rank  # only rank 0's counts
         return model
 
     strategy = build_strategy(config, session)
-    strategy.build(make, adamw, NEXT_BYTE, share_of_windows(strategy.share, 0))
+    strategy.build(make, adamw, NEXT_TOKEN, share_of_windows(strategy.share, 0))
     first = snapshot(strategy)
     strategy.step(share_of_windows(strategy.share, 0), 0.1)
     stepped = snapshot(strategy)
-    return devices, first, torch.equal(stepped["model/head.weight"], stepped["model/embed.bytes.weight"])
+    return devices, first, torch.equal(stepped["model/lm_head.weight"], stepped["model/model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("config", [tensor(), tensor(shards=2, sequence_parallel=True)], ids=["copies", "shards"])
@@ -222,7 +248,7 @@ def test_the_first_weights_are_rank_0s_bit_for_bit_and_shared_ones_stay_shared(c
     assert [rank[0] for rank in ranks] == [["cpu"], ["meta"], ["meta"], ["meta"]]
     for _, first, is_tied in ranks:
         assert is_tied
-        for name, value in tied_gpt().state_dict().items():
+        for name, value in tied_llama().state_dict().items():
             assert torch.equal(first[f"model/{name}"], value), name
 
 
@@ -338,9 +364,9 @@ REFUSED: list[tuple[Any, StrategyConfig, str]] = [
         "strategy.sequence_parallel: 1.weight, 1.bias in no pattern",
     ),
     (
-        tied_gpt,
-        tensor(tensor_plan={"embed.bytes": "rowwise", "head": "rowwise"}),
-        "embed.bytes.weight, head.weight are one",
+        tied_llama,
+        tensor(tensor_plan={"model.embed_tokens": "rowwise", "lm_head": "rowwise"}),
+        "model.embed_tokens.weight, lm_head.weight are one",
     ),
     (Counts, tensor(replicas=2), "strategy.mesh: 2 replicas x 2 tensor = 4, and there are 2 ranks"),
     (Counts, StrategyConfig("ddp", mesh=MeshConfig(shards=2)), "strategy.mesh.shards: strategy.name ddp has no such"),
@@ -357,7 +383,7 @@ def cut_evenly(session: Session) -> str:
     strategy: Strategy = build_strategy(tensor(sequence_parallel=True), session)
     batch = share_of_windows(strategy.share, 0)
     with pytest.raises(ConfigError) as caught:
-        strategy.build(gpt, adamw, NEXT_BYTE, batch.map(lambda tensor: tensor[:, 1:]))
+        strategy.build(llama, adamw, NEXT_TOKEN, batch.map(lambda tensor: tensor[:, 1:]))
     return str(caught.value)
 
 

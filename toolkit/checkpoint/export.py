@@ -91,6 +91,7 @@ def _write_safetensors(path: Path, content: _Content) -> None:
             raise CheckpointError(f"{name} is of type {kind}, which safetensors has not; export to a .pt file")
     names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
     about = content.about | ({"values": json.dumps(content.values)} if content.values else {})
+    about["format"] = "pt"  # without it transformers refuses the file
     head = header.encode({name: (dtypes[name], content.records[name].shape) for name in names}, about)
     data = (tensors.to_bytes(name, content.tensor(name)) for name in names)
     fsio.write_stream(path, itertools.chain([head], data))

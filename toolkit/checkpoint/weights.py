@@ -6,6 +6,7 @@ an unpickler reads it that knows only torch's few classes of metadata, and of th
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 import zipfile
@@ -74,6 +75,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
+def _read_folder(path: Path) -> dict[str, Tensor]:
+    """Read the safetensors files of a folder: those that its index names, or its only one."""
+    index = path / origin.INDEX_FILE
+    if not index.is_file():
+        return _read_safetensors(path / origin.WHOLE_FILE)
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index.name} names {name}, which is not a file of this folder")
+        tensors |= _read_safetensors(path / name)
+    return tensors
+
+
 def _read_torch(path: Path) -> dict[str, Tensor]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     # The tensors may be one level down, under one of these names.
@@ -133,4 +148,9 @@ _METADATA_NAMES: Mapping[str, tuple[str, ...]] = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
 }
-_READERS = {origin.SAFETENSORS: _read_safetensors, origin.TORCH: _read_torch, origin.DCP: _read_dcp}
+_READERS = {
+    origin.SAFETENSORS: _read_safetensors,
+    origin.TORCH: _read_torch,
+    origin.DCP: _read_dcp,
+    origin.HUGGING_FACE: _read_folder,
+}

@@ -24,7 +24,7 @@ _SCRIPTS = "tests/dist/library_scripts"
 #: The examples by the names that ``--from`` takes.
 EXAMPLES = {
     "classify": Example("jobs/classify.py", ("jobs/models.py",), "configs/digits_ddp.yaml"),
-    "language_model": Example("jobs/language_model.py", ("jobs/gpt.py",), "configs/gpt_fsdp.yaml"),
+    "language_model": Example("jobs/language_model.py", ("jobs/llama.py",), "configs/gpt_fsdp.yaml"),
     "loop": Example("jobs/loop.py", (), "configs/digits_loop.yaml"),
     "lightning": Example(f"{_SCRIPTS}/lightning_after.py"),
     "transformers": Example(f"{_SCRIPTS}/transformers_after.py"),

@@ -159,3 +159,9 @@ class Job(Hooks):
         Images (n, channels, height, width), numbers (n,) as a histogram, or a text.
         """
         return {}
+
+    # ---------------------------------------------------------------------------------------------- after the training
+
+    def export_files(self) -> Mapping[str, str]:
+        """Return texts by the names of files that `toolkit export` is to write beside the weights."""
+        return {}

@@ -3,6 +3,7 @@
     model.safetensors    the weights, under the model's own names
     model.pt2            the whole computation, by torch.export: torch alone loads and runs it
     model.json           inputs, outputs, origin, the files' digests
+    ...                  what the job adds (``Job.export_files``)
 
 The program is the model in evaluation mode, in fp32, for the CPU and any number of samples
 (https://docs.pytorch.org/docs/stable/export.html). Before it is handed over, it is loaded back and compared with the
@@ -71,6 +72,8 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
                 if form == "program":
                     raise
                 failure = error  # raised below, when the folder with the weights is complete
+        for name, text in trained.job.export_files().items():
+            fsio.write_new(folder / name, text.encode())
         about = _about(trained, model, example, trial, folder)
         fsio.write_json(folder / ABOUT, about)
     if failure is not None:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from jobs.gpt import GPT
+from jobs.llama import Llama, LlamaSizes
 from toolkit.strategies.blocks import blocks
 
 
 def test_the_blocks_of_a_transformer_are_its_layers_whole() -> None:
-    model = GPT(3, 8, 2, 4)
-    assert blocks(model) == list(model.blocks)
+    model = Llama(LlamaSizes(16, layers=3, width=8, heads=2, kv_heads=1, hidden=8))
+    assert blocks(model) == list(model.model.layers)
     torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
     assert blocks(torchs) == list(torchs.layers)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.gpt import GPT
+from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
 from toolkit.strategies.pipeline.stages import StagePlan, keep, plan, tensors
@@ -17,20 +17,21 @@ IMAGE = torch.zeros(2, 1, 8, 8)
 ROW = torch.zeros(2, 4)
 
 
-def gpt(blocks: int = 6) -> GPT:
+def llama(layers: int = 6) -> Llama:
     torch.manual_seed(0)
-    return GPT(blocks, 32, 2, 16)
+    return Llama(LlamaSizes(256, layers, width=32, heads=2, kv_heads=1, hidden=64))
 
 
 def test_a_transformer_is_cut_evenly_by_operations_embeddings_first_and_head_last() -> None:
-    blocks = [f"blocks.{number}" for number in range(6)]
-    found = plan(gpt(), BYTES, 3, [])
+    layers = [f"model.layers.{number}" for number in range(6)]
+    found = plan(llama(), BYTES, 3, [])
     assert found.stages == (
-        ("embed", *blocks[:2]),
-        tuple(blocks[2:4]),
-        (*blocks[4:], "norm", "head"),
+        ("model.embed_tokens", *layers[:2]),
+        tuple(layers[2:4]),
+        (*layers[4:], "model.norm", "lm_head"),
     )
     assert found.idle == ()
+    assert found.with_input == set(layers)
 
 
 def test_layers_without_parameters_stay_with_the_one_before_them() -> None:
@@ -40,14 +41,16 @@ def test_layers_without_parameters_stay_with_the_one_before_them() -> None:
 
 
 def test_a_stage_begins_with_each_layer_that_is_named_also_by_what_holds_it() -> None:
-    assert [names[0] for names in plan(gpt(), BYTES, 3, ["blocks.1", "norm"]).stages] == ["embed", "blocks.1", "norm"]
-    assert [names[0] for names in plan(gpt(), BYTES, 2, ["blocks"]).stages] == ["embed", "blocks.0"]
+    named = plan(llama(), BYTES, 3, ["model.layers.1", "model.norm"])
+    assert [names[0] for names in named.stages] == ["model.embed_tokens", "model.layers.1", "model.norm"]
+    held = plan(llama(), BYTES, 2, ["model.layers"])
+    assert [names[0] for names in held.stages] == ["model.embed_tokens", "model.layers.0"]
 
 
 @pytest.mark.parametrize(
     ("model", "inputs", "stages"),
-    [(gpt, BYTES, 3), (lambda: lenet(10, (1, 8, 8)), IMAGE, 4), (lambda: mlp(10, (1, 8, 8)), IMAGE, 1)],
-    ids=["gpt", "lenet", "one stage"],
+    [(llama, BYTES, 3), (lambda: lenet(10, (1, 8, 8)), IMAGE, 4), (lambda: mlp(10, (1, 8, 8)), IMAGE, 1)],
+    ids=["llama", "lenet", "one stage"],
 )
 def test_stages_keep_the_models_own_names_and_compute_the_same_in_sequence(
     model: Callable[[], nn.Module], inputs: Tensor, stages: int
@@ -62,7 +65,8 @@ def test_stages_keep_the_models_own_names_and_compute_the_same_in_sequence(
         names += part.state_dict()
         assert list(tensors(whole, found.kept([stage]))) == list(part.state_dict())
         for layer in layers:
-            hidden = part.get_submodule(layer)(hidden)
+            given = (inputs,) if layer in found.with_input else ()
+            hidden = part.get_submodule(layer)(hidden, *given)
     assert sorted(names) == sorted(whole.state_dict())
     assert torch.equal(hidden, whole(inputs))
 
@@ -142,7 +146,7 @@ def nearly(model: nn.Module, inputs: Tensor) -> Tensor:
         (lambda: chained(lambda m, x: m.one(x * 2)), "between the model's input and one the model computes"),
         (lambda: chained(lambda m, x: m.two(m.one(x)) + 1), "between two and the model's output the model computes"),
         (
-            lambda: chained(lambda m, x: m.two(m.both(m.one(x), x)), both=nn.Bilinear(4, 4, 4)),
+            lambda: chained(lambda m, x: m.two(m.both(m.one(x), x + 1)), both=nn.Bilinear(4, 4, 4)),
             "both is called with 2 arguments",
         ),
         (lambda: chained(lambda m, x: m.pair(m.one(x))[0], pair=Pair()), "pair returns a tuple and no tensor"),
@@ -177,9 +181,9 @@ def test_a_model_that_is_no_chain_is_refused_with_the_place_where_it_is_not(
     ("stages", "split", "says"),
     [
         (11, [], "strategy.mesh.stages: this model has 9 layers with parameters to train, too few for 11 stages"),
-        (2, ["block.3"], "strategy.pipeline.split: no layer 'block.3'; did you mean 'blocks.3'? there are, in this or"),
-        (3, ["blocks.3", "blocks.1"], "strategy.pipeline.split: blocks.3, blocks.1 do not follow each other"),
-        (2, ["embed"], "strategy.pipeline.split: embed do not follow each other"),
+        (2, ["model.layer.3"], "split: no layer 'model.layer.3'; did you mean 'model.layers.3'? there are, in this or"),
+        (3, ["model.layers.3", "model.layers.1"], "model.layers.3, model.layers.1 do not follow each other"),
+        (2, ["model.embed_tokens"], "strategy.pipeline.split: model.embed_tokens do not follow each other"),
     ],
     ids=["too many stages", "unknown", "backwards", "the first one"],
 )
@@ -187,7 +191,7 @@ def test_a_cut_that_cannot_be_made_is_refused_with_the_layers_there_are(
     stages: int, split: list[str], says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(gpt(), BYTES, stages, split)
+        plan(llama(), BYTES, stages, split)
     assert says in str(caught.value)
 
 

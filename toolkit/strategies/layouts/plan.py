@@ -42,7 +42,10 @@ from toolkit.strategies.layouts.whole_pass import TOLERANCE, TOLERANCE_BF16, Who
 from toolkit.strategies.objective import TrialPass
 
 #: Attributes with which models name their number of heads. No part of a layer may cut a head in two.
-HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")
+HEADS = (
+    *("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads"),
+    *("kv_heads", "n_kv_heads", "num_key_value_heads"),
+)
 #: The dimension of a sequence's length in the layers' inputs: the last but one of (n, length, width) and (length,
 #: width).
 _LENGTH = -2

@@ -39,7 +39,7 @@ class ForwardOnly:
             if (turn := self._turn(tick, len(batches))) is not None:
                 stage, number = turn
                 module = self._stages[stage // ranks]
-                result = module(batches[number] if received is None else received)
+                result = module(batches[number] if received is None else received, batches[number])
                 if stage == count - 1:
                     outputs.append(result)
                     result = None

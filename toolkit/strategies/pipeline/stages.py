@@ -1,8 +1,9 @@
 """A model as a chain of layers, and which of them make up each stage of a pipeline.
 
 A model that can be cut hands one tensor from layer to layer and does nothing else between them. That is checked in two
-passes, one in evaluation mode and one in training mode, so such a model needs no code for it. A layer's only argument
-must be the very tensor that the layer before it returned, and no random number may be drawn between them.
+passes, one in evaluation mode and one in training mode, so such a model needs no code for it. A layer's argument must
+be the very tensor that the layer before it returned, and no random number may be drawn between them. A second argument
+may be the model's own input, which every rank of a pipeline has.
 
 Layers are the model's children. ``Sequential``, ``ModuleList`` and modules that hold blocks (see :mod:`.blocks`) are
 opened, a block is not. A stage calls its layers one after the other. The other layers are deleted from its model, so
@@ -33,6 +34,7 @@ class StagePlan:
 
     stages: tuple[tuple[str, ...], ...]
     idle: tuple[str, ...]  # without a parameter to train; they stay with the first stage
+    with_input: frozenset[str] = frozenset()  # the layers that are also given the model's input
 
     def kept(self, stages: Sequence[int]) -> list[str]:
         """Return the layers that a rank with these stages has."""
@@ -45,6 +47,7 @@ class _Call:
     layer: nn.Module
     cost: int
     rows: tuple[int, ...]  # the first dimension of its output
+    takes_input: bool  # whether it is also given the model's input
 
 
 def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> StagePlan:
@@ -70,7 +73,7 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
     ends = [*starts[1:], len(calls)]
     cut = tuple(tuple(names[start:end]) for start, end in zip(starts, ends, strict=True))
-    found = StagePlan(cut, tuple(idle))
+    found = StagePlan(cut, tuple(idle), frozenset(call.name for call in calls if call.takes_input))
     # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
     _refuse_empty(model, found)
@@ -132,6 +135,7 @@ class _CallRecorder:
         self._counter = counter
         self._mode = mode
         self._began = 0
+        self._inputs = inputs
         self._hand("the model's input", inputs)
 
     def before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -140,7 +144,7 @@ class _CallRecorder:
                 f"strategy.name: {name} is called twice in a pass, and a pipeline gives each layer one place; let the "
                 "model make a layer for each of its calls, or use fsdp"
             )
-        if len(args) != 1 or kwargs:
+        if kwargs or not 1 <= len(args) <= 2 or any(other is not self._inputs for other in args[1:]):
             count = len(args) + len(kwargs)
             raise ConfigError(f"strategy.name: {name} is called with {count} arguments; {_HINT}")
         self._check(args[0], name)
@@ -151,7 +155,7 @@ class _CallRecorder:
             raise ConfigError(f"strategy.name: {name} returns a {type(output).__name__} and no tensor; {_HINT}")
         size = sum(parameter.numel() for parameter in layer.parameters())
         cost = self._counter.get_total_flops() - self._began + size
-        self.calls.append(_Call(name, layer, cost, output.shape[:1]))
+        self.calls.append(_Call(name, layer, cost, output.shape[:1], len(args) == 2))
         self._hand(name, output)
 
     def end(self, output: Any) -> None:
@@ -177,7 +181,7 @@ class _CallRecorder:
 
 _HINT = (
     "a pipeline needs a model that hands one tensor from layer to layer and does nothing between them: move it into a "
-    "layer (see Embed in jobs/gpt.py), or use fsdp"
+    "layer (see TokenEmbedding in jobs/llama.py), or use fsdp"
 )
 
 

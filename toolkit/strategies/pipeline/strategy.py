@@ -63,7 +63,7 @@ from toolkit.strategies.pipeline.grid import Grid
 from toolkit.strategies.pipeline.placing import place
 from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.pipeline.schedules import build_schedule
-from toolkit.strategies.pipeline.stage_module import RowShape, StageModule
+from toolkit.strategies.pipeline.stage_module import LayerChain, RowShape, StageModule
 from toolkit.strategies.priming import priming, random_state, refuse_together, same_randomness, without_gradient
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update import Update
@@ -82,6 +82,7 @@ class Pipeline(AllNeeded):
     _schedule: Any
     _update: Update
     _objective: Objective
+    _hands_inputs: bool  #: whether layers of any stage are given the model's input
     _outputs: RowShape  #: of the whole model, for one sample
     _weighs: bool  #: whether the losses have weights of their own
     _names: tuple[str, ...]  #: of the losses
@@ -129,11 +130,13 @@ class Pipeline(AllNeeded):
         # Each stage calls its layers in a row; forward passes and torch's schedule share the stages.
         self._parts = []
         for stage in self._grid.stages:
-            chain = [self._model.get_submodule(name) for name in plan.stages[stage]]
+            names = plan.stages[stage]
+            chain = LayerChain([*map(self._model.get_submodule, names)], [name in plan.with_input for name in names])
             part = StageModule(stage * self._micro_batches, chain, self._precision, self._device)
             if self._train.compile:
                 part.chain.compile()
             self._parts.append(part)
+        self._hands_inputs = bool(plan.with_input)
         self._forward_only = ForwardOnly(self._grid, self._line, self._parts, self._device)
         schedule = self._config.pipeline.schedule
         self._schedule = build_schedule(
@@ -211,19 +214,27 @@ class Pipeline(AllNeeded):
         for stage in self._parts:
             stage.begin(seed)
         self.own_time.stop()  # from here on ranks wait for each other
-        # The first stage gets the inputs, the last stage the numbers of the micro-batches, by which _loss() finds them.
+        # The first stage gets the inputs, and every stage where a layer takes them. The last stage gets the numbers of
+        # the micro-batches, by which _loss() finds them.
         inputs: tuple[Tensor, ...] = ()
-        if self._grid.is_first:
-            whole: list[Tensor] = []
-            for part in self._batches:
-                given = _model_input(self._objective, part)
-                # Shorter micro-batches are filled up with copies of their last sample.
-                copies = given[-1:].expand(self._size - len(given), *given.shape[1:])
-                whole += [given, copies]
-            inputs = (torch.cat(whole),)
+        given: dict[str, Tensor] = {}
+        if self._grid.is_first or self._hands_inputs:
+            whole = self._inputs()
+            inputs = (whole,) if self._grid.is_first else ()
+            given = {"given": whole} if self._hands_inputs else {}
         numbers = torch.arange(self._micro_batches) if self._grid.is_last else None
-        self._schedule.step(*inputs, target=numbers, return_outputs=False)
+        self._schedule.step(*inputs, target=numbers, return_outputs=False, **given)
         return self._complete(batch.global_count)
+
+    def _inputs(self) -> Tensor:
+        """Return the inputs of all micro-batches of the step, each of the same size."""
+        whole: list[Tensor] = []
+        for part in self._batches:
+            given = _model_input(self._objective, part)
+            # Shorter micro-batches are filled up with copies of their last sample.
+            copies = given[-1:].expand(self._size - len(given), *given.shape[1:])
+            whole += [given, copies]
+        return torch.cat(whole)
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return the loss of micro-batch ``number``, as if each sample of the global batch weighed one.
