@@ -251,6 +251,8 @@ class Places:
     def __init__(self, head_width: int, theta: float) -> None:
         self._head_width, self._theta = head_width, theta
         self._inputs: Tensor | None = None
+        self._version = 0
+        self._found: tuple[Tensor, Tensor, Tensor | None]
 
     def of(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return cosines and sines (n or 1, 1, length, head width), and which tokens see each other.

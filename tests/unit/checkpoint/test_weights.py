@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,18 @@ def dcp_save(state: dict[str, Any], path: Path) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
+def folder_save(path: Path, *, parts: int) -> None:
+    """Write as transformers does: one file, or several and an index."""
+    path.mkdir()
+    names = list(TENSORS)
+    files = [f"model-{part}.safetensors" for part in range(parts)] if parts > 1 else ["model.safetensors"]
+    for part, file in enumerate(files):
+        save_file({name: TENSORS[name] for name in names[part::parts]}, path / file)
+    if parts > 1:
+        weight_map = {name: files[number % parts] for number, name in enumerate(names)}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
 #: Who writes the tensors how; the names that are found are TENSORS' with the prefix.
 WAYS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "safetensors": ("w.safetensors", "", lambda path: save_file(TENSORS, path)),
@@ -38,6 +52,8 @@ WAYS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "old file": ("w.pth", "", lambda path: torch.save(TENSORS, path, _use_new_zipfile_serialization=False)),
     "trainer": ("w.pt", "", lambda path: torch.save({"epoch": 3, "state_dict": TENSORS, "lr": [0.1]}, path)),
     "nested": ("w.pt", "", lambda path: torch.save({"model": TENSORS, "optimizer": {"state": {}}}, path)),
+    "folder": ("w", "", partial(folder_save, parts=1)),
+    "folder of parts": ("w", "", partial(folder_save, parts=2)),
     "dcp": ("w", "", lambda path: dcp_save(dict(TENSORS), path)),
     "nested dcp": ("w", "model.", lambda path: dcp_save({"model": dict(TENSORS), "epoch": 3, "lr": [0.1]}, path)),
 }
@@ -53,6 +69,14 @@ def test_what_others_write_is_read(tmp_path: Path, way: str) -> None:
     for name, value in TENSORS.items():
         assert found[prefix + name].dtype == value.dtype
         assert torch.equal(found[prefix + name], value)
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
+    folder_save(tmp_path / "w", parts=2)
+    index = {"weight_map": {"weight": "../w.safetensors"}}
+    (tmp_path / "w/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not a file of this folder"):
+        read(origin.find(str(tmp_path / "w")))
 
 
 @pytest.fixture
