@@ -16,9 +16,9 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import SUBJECTS
 from tests.dist.test_trainer import assert_same, die_after, logged, plain_model, train
+from toolkit import node_memory
 from toolkit.agent import state_memory
 from toolkit.agent.state_memory import NodeFiles
-from toolkit.checkpoint import memory
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.reader import Loaded
 from toolkit.checkpoint.store import newest_step
@@ -127,7 +127,7 @@ def copied_after(session: Session, files: Sequence[str], run_dir: Path, every: i
         return plain_write(self, step, state, meta)
 
     Memory.write = write
-    memory._free_bytes = lambda *_: free[session.rank]
+    node_memory.available_bytes = lambda *_: free[session.rank]
     checkpoint = CheckpointConfig(1000, memory_every_steps=every)
     try:
         result, _ = train(session, run_dir, checkpoint=checkpoint, model=plain_model)

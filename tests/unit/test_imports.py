@@ -21,8 +21,8 @@ PACKAGE = ROOT / "toolkit"
 #: docs/contributing.md has the same order.
 FLOORS = [
     [
-        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "open_files"),
-        *("origin", "records"),
+        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "node_memory"),
+        *("open_files", "origin", "records"),
         *("run_files", "rundir", "secret_values", "signals", "trust", "user_cache"),
     ],
     ["slurm", "staging"],

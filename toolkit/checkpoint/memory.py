@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit import logs
+from toolkit import logs, node_memory
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.memory_file import MemoryFile
@@ -88,7 +88,7 @@ class Memory:
         copies = 4 if self._partner_told is not None else 2
         ranks = self._seat.local_world_size
         held = sum(512 * Path(path).stat().st_blocks for path in self._seat.files)
-        needed, free = 2 * shared + copies * own * ranks - held, _free_bytes()
+        needed, free = 2 * shared + copies * own * ranks - held, node_memory.available_bytes()
         if needed <= free:
             sizes = f"2 x {shared / 1e6:.1f} MB a node, {copies} x {own / 1e6:.1f} MB a rank"
             log.info("the state is kept in memory, too: %s", sizes)
@@ -189,22 +189,3 @@ class Memory:
         loaded = loading.load(places, newer_than or 0)
         self.is_usable, self._partner_told = loading.is_usable, loading.partner_told
         return loaded
-
-
-def _free_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory that this process may still take: the machine's, or a control group's (version 2)."""
-    found = [
-        1024 * int(line.split()[1])
-        for line in (proc / "meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    ]
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-        own = next((line[4:] for line in lines if line.startswith("0::/")), "")
-        # A limit of any group above counts, too.
-        for group in (groups / own, *(groups / own).parents):
-            if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-                found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # version 1, or a container that hides it
-        pass
-    return min(found, default=1 << 62)

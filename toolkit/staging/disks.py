@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit import fsio, node_memory
 
 #: Types of file systems that many nodes read from, as /proc/mounts names them.
 SHARED = {
@@ -44,29 +43,8 @@ def room_bytes(folder: Path) -> int:
     status = os.statvfs(folder)
     room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
     if file_system(folder) in IN_MEMORY:
-        room = min(room, int(MEMORY_SHARE * available_memory()))
+        room = min(room, int(MEMORY_SHARE * node_memory.available_bytes()))
     return room
-
-
-def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory that this process may still take, of the machine and of its control groups."""
-    lines = (proc / "meminfo").read_text().splitlines()
-    left = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1
-            if not kinds:
-                left += _left_in_groups(groups / path[1:], "memory.max", "memory.current")
-            elif "memory" in kinds.split(","):
-                left += _left_in_groups(groups / "memory" / path[1:], "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return max(0, min(left, default=0))
-
-
-def _left_in_groups(group: Path, limit: str, usage: str) -> Iterator[int]:
-    """Yield what the limit of a control group leaves, and that of each group above: their limits count, too."""
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # there is no limit
-            yield int((folder / limit).read_text()) - int((folder / usage).read_text())
 
 
 def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:

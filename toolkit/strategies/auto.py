@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import fsio, logs, records
+from toolkit import fsio, logs, node_memory, records
 from toolkit.config import TrainConfig
 from toolkit.json_record import FileRecord
 from toolkit.ranks.batch import Batch
@@ -198,26 +197,4 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
-    return host_memory_bytes() // ranks
-
-
-def host_memory_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return this host's memory in bytes, or the least limit of this process's control groups."""
-    limits = [1024 * int(line.split()[1]) for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")]
-    for line in _lines(proc / "self/cgroup"):  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1
-        _, kinds, path = line.split(":", 2)
-        root, file = (groups, "memory.max") if not kinds else (groups / "memory", "memory.limit_in_bytes")
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        # A parent group's limit holds for its children as well.
-        own = root / path.lstrip("/")
-        for folder in [own, *own.parents][: len(own.relative_to(root).parts) + 1]:
-            limits += [int(text) for text in _lines(folder / file) if text.isdigit()]  # "max": no limit
-    return min(limits)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    return node_memory.total_bytes() // ranks

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks
+from toolkit import node_memory
 from toolkit.agent.state_memory import NodeFiles, paths_of
-from toolkit.checkpoint import memory
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
@@ -376,7 +376,7 @@ def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCapt
 
 
 def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(node_memory, "available_bytes", lambda: 1000)
     text = nodes.memory(0).shortage(state(0, 1.0, 2))
     assert text is not None
     assert "take 0.0 GB more of this node's memory (2 x 0.0 and 2 x 2 x 0.0)" in text
@@ -385,14 +385,14 @@ def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch:
 
 def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     large: State = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 7 << 20)
+    monkeypatch.setattr(node_memory, "available_bytes", lambda: 7 << 20)
     assert nodes.memory(0).shortage(large) is None
     own = nodes.memory(0)
     for step in (1, 2):
         own.wait()
         own.write(step, large, {})
     own.wait()
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 3 << 20)
+    monkeypatch.setattr(node_memory, "available_bytes", lambda: 3 << 20)
     assert nodes.memory(0).shortage(large) is None
     assert Nodes(2).memory(0).shortage(large) is not None
 
@@ -400,14 +400,3 @@ def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypa
 def test_an_agent_without_enough_descriptors_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert NodeFiles().hold(1_000_000) == ""
     assert "no state is kept in memory" in caplog.text
-
-
-def test_a_control_groups_limit_counts(tmp_path: Any) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 4000 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
-    (tmp_path / "groups/job/step").mkdir(parents=True)
-    for group, limit in (("job", "3000000"), ("job/step", "max")):
-        (tmp_path / "groups" / group / "memory.max").write_text(limit + "\n")
-        (tmp_path / "groups" / group / "memory.current").write_text("1000000\n")
-    assert memory._free_bytes(tmp_path / "proc", tmp_path / "groups") == 2_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.strategies.auto import ROOM, Size, host_memory_bytes, measure, memory_bytes, needs, pick
+from toolkit.strategies.auto import ROOM, Size, measure, memory_bytes, needs, pick
 
 GIB = 2**30
 #: 10 GiB of weights in 10 blocks with AdamW.
@@ -104,34 +103,6 @@ def test_an_optimizer_that_needs_values_is_taken_to_keep_two_for_each_weight() -
 
     found = measure(model, optimizer)
     assert found.slots == 2 * found.gradients
-
-
-def host(folder: Path, groups: dict[str, str], own: str) -> int:
-    (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text("MemTotal:        1000 kB\nMemFree:  3 kB\n")
-    (folder / "proc/self/cgroup").write_text(own)
-    for name, text in groups.items():
-        path = folder / "groups" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return host_memory_bytes(folder / "proc", folder / "groups")
-
-
-@pytest.mark.parametrize(
-    ("groups", "own", "expected"),
-    [
-        ({}, "", 1_024_000),
-        ({"a/b/memory.max": "max\n", "a/memory.max": "5000\n"}, "0::/a/b\n", 5000),
-        ({"a/memory.max": "2000000\n"}, "0::/a\n", 1_024_000),
-        ({"memory/a/memory.limit_in_bytes": "7000\n"}, "3:cpu:/x\n9:memory:/a\n", 7000),
-        ({"other/memory.max": "1\n"}, "0::/a\n", 1_024_000),
-    ],
-    ids=["none", "of a parent", "above the host's", "version 1", "another's"],
-)
-def test_the_memory_of_a_host_is_the_least_limit_of_its_own_groups(
-    groups: dict[str, str], own: str, expected: int, tmp_path: Path
-) -> None:
-    assert host(tmp_path, groups, own) == expected
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
