@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,29 @@ def test_the_next_job_uses_remembered_nodes_last(run: RunDir) -> None:
     assert hosts(again) == ("a", "b", "d")
     nodes.forget(run)
     assert hosts(pool(run)) == ("a", "b", "c")
+
+
+def test_bad_nodes_that_cannot_be_read_are_unknown_and_the_run_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool(run).condemn("b", "no answer")
+    path, read = run.path / "nodes.json", Path.read_bytes
+
+    def fail(self: Path) -> bytes:
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    of = pool(run)
+    assert f"{path} cannot be read: Input/output error" in caplog.text
+    assert hosts(of) == ("a", "b", "c")
+    assert of.given_up(0.0) == set()
+    of.condemn("c", "no answer")  # the file is kept under another name
+    monkeypatch.undo()
+    assert [*nodes.remembered(run)] == ["c"]
+    [kept] = run.path.glob("nodes.json.damaged-*")
+    assert '"b"' in kept.read_text()
 
 
 def test_nodes_that_two_processes_remember_are_both_kept(run: RunDir) -> None:

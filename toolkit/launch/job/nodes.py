@@ -195,7 +195,11 @@ def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> N
 
 def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
     """Return the run's bad nodes by name, those that can be read; ``damage`` as in :meth:`RunDir.status`."""
-    noted: dict[str, Any] = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)
+    noted = dict[str, Any]()
+    try:
+        noted = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)
+    except OSError as error:  # of the file server: a run goes on without knowing its bad nodes
+        records.note(f"{_path(run)} cannot be read: {error.strerror or error}", damage)
     return {host: BadNode.load(bad) for host, bad in noted.items()}
 
 
