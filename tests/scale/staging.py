@@ -61,7 +61,8 @@ def real_imports() -> tuple[Import, Import, Package]:
         node.mkdir()
         made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(folder / "shared/cache"), ()))
         copy = copying.copy(made, [node])
-        os.close(copy.lock)
+        for lock in copy.locks:
+            os.close(lock)
         imports = [_import(python / "bin/python", folder / "shared") for python in (prefix, copy.path)]
     return imports[0], imports[1], made
 

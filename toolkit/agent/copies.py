@@ -1,37 +1,72 @@
-"""The copies of packages on the node's disk, made by :mod:`toolkit.staging.copying` in a separate process."""
+"""The copies of packages on the node's disk: made, and checked, in separate processes (:mod:`toolkit.staging`)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from toolkit import logs, staging
-from toolkit.agent.helpers import Helpers
+from toolkit import logs
+from toolkit.agent.helpers import Helpers, parsed
 from toolkit.agent.link import Message
+from toolkit.agent.processes import Processes
+from toolkit.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
 
 COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.staging.copying")
+CHECK_COMMAND = (sys.executable, "-P", "-m", "toolkit.staging.whole")
+#: Copies that were whole this recently are not looked at again. Cleaners come once a day.
+SEEN_FOR_S = 60.0
+#: A disk that does not answer within this time is not waited for.
+CHECK_S = 60.0
+_ANSWER = Record(
+    {"copies": MapOf(TEXT), "problems": ListOf(TEXT), "damaged": Maybe(ListOf(TEXT)), "took_s": Maybe(NUMBER)}
+)
 
 log = logs.get(__name__)
 
 
-@dataclass
-class NodeCopies:
-    """The copies on this node that processes are started with, see :mod:`toolkit.staging`."""
+class CopyKeeper:
+    """Has copies made, and has an attempt use only those that are whole."""
 
-    paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
+    def __init__(self, helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> None:
+        self._helpers, self._processes, self._send = helpers, processes, send
+        self._seen_whole = 0.0  #: when, by time.monotonic()
 
-    def environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the variables of a process that uses the copies."""
-        return staging.environment(self.paths, environ) if self.paths else environ
+    def stage(self, order: Message) -> None:
+        """Carry out the supervisor's order to copy."""
+        if order["wait_s"]:
+            self._processes.copies.expect(order["wait_s"])
+        start(self._helpers, order["request"], self._take)
 
-    def program(self, program: str) -> str:
-        """Return the program of the environment's copy, or of the environment itself if that has none."""
-        copy = staging.moved(Path(program), self.paths)
-        return program if copy == Path(program) else str(copy)
+    def _take(self, answer: Message) -> None:
+        self._seen_whole = time.monotonic()
+        self._processes.use_copies(answer["copies"])
+        self._send({"is": "staged", **answer})
+
+    def check(self) -> None:
+        """Use the copies no more if files of theirs are gone. To be called before processes are started.
+
+        These wait for the answer. Without one they do without copies: half a copy is worse than none.
+        """
+        if not self._processes.copies.paths or time.monotonic() - self._seen_whole < SEEN_FOR_S:
+            return
+        paths = self._processes.copies.put_aside(CHECK_S)
+
+        def take(text: bytes) -> None:
+            whole: Mapping[str, str] = parsed(text, MapOf(TEXT)) or {}
+            lost = [source for source in paths if source not in whole]
+            if lost:
+                problems = [f"{source}: files of its copy were removed from this node's disk" for source in lost]
+                self._send({"is": "staged", "copies": whole, "problems": problems})
+            self._seen_whole = time.monotonic()
+            self._processes.use_copies(whole)
+
+        try:
+            self._helpers.ask(CHECK_COMMAND, take, json.dumps(paths).encode())
+        except OSError as error:
+            log.warning("the copies cannot be checked: %s", error)
+            take(b"")
 
 
 def start(helpers: Helpers, request: Message, take: Callable[[Message], None], tries: int = 2) -> None:
@@ -45,10 +80,7 @@ def start(helpers: Helpers, request: Message, take: Callable[[Message], None], t
             log.warning("the copying to this node's disk has ended without an answer: trying again")
             start(helpers, request, take, tries - 1)
             return
-        answer: Message = {"copies": {}, "problems": ["the copying was killed: see the agent's log"]}
-        with contextlib.suppress(ValueError):
-            answer = json.loads(text)
-        take(answer)
+        take(parsed(text, _ANSWER) or {"copies": {}, "problems": ["the copying was killed: see the agent's log"]})
 
     try:
         helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode())

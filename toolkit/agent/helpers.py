@@ -6,6 +6,7 @@ A process may wait for ever for a disk, a file server or a driver; the agent mus
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -13,8 +14,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolkit import logs
+from toolkit import logs, records
 from toolkit.agent.die_with_parent import die_with, ignore_signals
+from toolkit.records import Misfit, Shape
 
 log = logs.get(__name__)
 
@@ -36,6 +38,15 @@ def start_child(
     process = subprocess.Popen(command, preexec_fn=begin, **options)
     process.returncode = 0  # so that Popen does not reap it
     return process
+
+
+def parsed(text: bytes, shape: Shape) -> Any:
+    """Return what a helper has printed; None, with a warning, if that is cut off or something else."""
+    try:
+        return records.fit(json.loads(text), shape)
+    except (ValueError, RecursionError, Misfit) as error:
+        log.warning("the answer of a helper that is none was ignored (%s): %.80r", error, text)
+        return None
 
 
 class Helpers:
@@ -69,15 +80,21 @@ class Helpers:
         self._selector.register(output, selectors.EVENT_READ, read)
         return process.pid
 
-    def ask(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
-        """Start a process; ``take`` gets all its output when it has ended. Raises OSError."""
+    def ask(
+        self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"", *, awaits_end: bool = True
+    ) -> None:
+        """Start a process; ``take`` gets all its output when it has ended. Raises OSError.
+
+        Without ``awaits_end`` it gets the first line: the end may wait for a thread in the kernel.
+        """
         text = bytearray()
 
         def hear(data: bytes) -> bool:
             text.extend(data)
-            if not data:
+            is_over = not data or (not awaits_end and text.endswith(b"\n"))
+            if is_over:
                 take(bytes(text))
-            return True
+            return not is_over
 
         self.start(command, hear, given)
 

@@ -47,7 +47,8 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, copies, gpus, preimports, progress
+from toolkit.agent import connections, gpus, preimports, progress
+from toolkit.agent.copies import CopyKeeper
 from toolkit.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -93,6 +94,7 @@ class Agent:
         self._helpers = Helpers(self._selector)
         self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
         self._processes = Processes(self._selector, self._send_and_keep, imports)
+        self._copies = CopyKeeper(self._helpers, self._processes, self._send)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -178,6 +180,7 @@ class Agent:
             case "connections":
                 self._answer(order, addresses=sorted(connections.unanswered()))
             case "start":
+                self._copies.check()
                 self._processes.start(order)
             case "signal":
                 self._processes.signal(order["attempt"], signal.Signals(order["number"]))
@@ -193,9 +196,7 @@ class Agent:
             case "watch":
                 self._watch_order = order
             case "stage":
-                if order["wait_s"]:
-                    self._processes.await_copies(order["wait_s"])
-                copies.start(self._helpers, order["request"], self._take_copies)
+                self._copies.stage(order)
             case "leave":
                 self._is_over = True
 
@@ -251,21 +252,15 @@ class Agent:
         self._send({"is": "answer", "request": order["request"], **fields})
 
     def _check(self, order: Message) -> None:
-        began, text = time.time(), bytearray()
+        began = time.time()
 
-        def hear(data: bytes) -> bool:
-            """Take the checks' line without awaiting their end, which may wait for a thread in the kernel."""
-            text.extend(data)
-            if data and not text.endswith(b"\n"):
-                return True
-            answer = text.decode(errors="replace")
-            self._answer(order, text=answer, began=began, ended=time.time())
-            return False
+        def take(text: bytes) -> None:
+            self._answer(order, text=text.decode(errors="replace"), began=began, ended=time.time())
 
         try:
-            self._helpers.start(order["command"], hear)
+            self._helpers.ask(order["command"], take, awaits_end=False)
         except OSError as error:
-            self._answer(order, text=f"they cannot be started: {error}", began=began, ended=began)
+            take(f"they cannot be started: {error}".encode())
 
     # ----------------------------------------------------------------------------------------------------- the ranks
 
@@ -289,10 +284,6 @@ class Agent:
                 self._send(message)
         for attempt, ranks in first.items():
             self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
-
-    def _take_copies(self, answer: Message) -> None:
-        self._processes.use_copies(answer["copies"])
-        self._send({"is": "staged", **answer})
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -16,12 +15,13 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.agent import cpus, state_memory
-from toolkit.agent.copies import NodeCopies
 from toolkit.agent.die_with_parent import SIGNALS
-from toolkit.agent.helpers import start_child
+from toolkit.agent.helpers import parsed, start_child
 from toolkit.agent.link import Message
+from toolkit.agent.node_copies import NodeCopies
 from toolkit.agent.zygote import ForkOrder, opened
 from toolkit.agent.zygote_client import ZygoteClient
+from toolkit.records import COUNT, ListOf
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.agent.preimports.
 LEARN_AFTER_S = 20.0
@@ -59,16 +59,14 @@ class Processes:
     """Starts processes, as forks of a zygote or fresh programs, signals them and reports their ends."""
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
-        """Take what is needed to start and report. ``imports``: the file of what a zygote learns, see
-        :mod:`toolkit.agent.preimports`."""
+        """Take the file of what a zygote learns as ``imports``, see :mod:`toolkit.agent.preimports`."""
         self._selector, self._send = selector, tell
         self._imports = imports  #: None once its modules have spoiled a zygote
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote, as soon as nothing is being copied
-        self._copies_by: float | None = None  #: until when nothing is started, to wait for copies
-        self._copies = NodeCopies()
+        self.copies = NodeCopies()
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.attempt: int | None = None  #: the last one that started something here
@@ -77,7 +75,7 @@ class Processes:
 
     def take_gpus(self, text: bytes) -> None:
         """Take what ``agent/gpus.py`` has printed: the CPUs near each GPU, or nothing."""
-        self.near_gpus = json.loads(text or b"[]")
+        self.near_gpus = parsed(text or b"[]", ListOf(ListOf(COUNT))) or []
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._children
@@ -96,32 +94,30 @@ class Processes:
     def warm(self) -> None:
         """Have a zygote ready, of the environment's copy if one is being made."""
         self._is_wanted = True
-        if self._copies_by is None:
+        if self.copies.awaited_by is None:
             self._wanted_zygote()
 
     def _wanted_zygote(self) -> ZygoteClient:
         """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            environ = self._copies.environment(os.environ)
-            self._zygote = ZygoteClient(self._imports, self._copies.program(sys.executable), environ)
+            environ = self.copies.environment(os.environ)
+            self._zygote = ZygoteClient(self._imports, self.copies.program(sys.executable), environ)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
         return self._zygote
 
-    def await_copies(self, wait_s: float) -> None:
-        """Start nothing until :meth:`use_copies` is called, or ``wait_s`` have passed."""
-        self._copies_by = time.monotonic() + wait_s
-
     def use_copies(self, copies: Mapping[str, str]) -> None:
-        """Have what is started from now on use these copies. A zygote that runs has imported, and stays."""
-        self._copies.paths |= copies
-        self._copies_by = None
+        """Have what is started from now on use these copies. A zygote of another place has imported, and stays."""
+        self.copies.paths |= copies
+        self.copies.awaited_by = None
+        if self._zygote and self._zygote.is_of_a_copy and self.copies.program(sys.executable) == sys.executable:
+            self._end_zygote()  # its copy has lost files
         if self._is_wanted:
             self._wanted_zygote()
         self._start_waiting()
 
     def look_at_the_clock(self) -> None:
         """Do what is due. To be called every second."""
-        if self._copies_by is not None and time.monotonic() >= self._copies_by:
+        if self.copies.awaited_by is not None and time.monotonic() >= self.copies.awaited_by:
             self.use_copies({})
         self._learn()
 
@@ -141,22 +137,25 @@ class Processes:
             self._selector.unregister(zygote.socket)
             if zygote.is_of_a_copy and not was_ready:
                 log.warning("a process of the copied environment cannot be started: another one does without copies")
-                self._copies, self._zygote = NodeCopies(), None
+                self.copies.paths, self._zygote = {}, None
                 self._wanted_zygote()
                 return
         elif not was_ready:
-            took = {"import_s": zygote.import_s, "waited_s": zygote.waited_s}
-            self._send({"is": "imported", **took, "is_of_a_copy": zygote.is_of_a_copy})
+            self._send({"is": "imported", **zygote.took, "is_of_a_copy": zygote.is_of_a_copy})
         # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
             log.warning("importing what the ranks import has failed: another zygote does without")
-            if not zygote.has_ended:
-                self._selector.unregister(zygote.socket)
-                zygote.end()
-            self._imports = self._zygote = None
+            self._imports = None
+            self._end_zygote()
             self._wanted_zygote()
             return
         self._start_waiting()
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None and not self._zygote.has_ended:
+            self._selector.unregister(self._zygote.socket)
+            self._zygote.end()
+        self._zygote = None
 
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -165,7 +164,7 @@ class Processes:
 
     def start(self, order: Message) -> None:
         """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
-        if self._copies_by is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
+        if self.copies.awaited_by is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
             self._waiting.append(order)
         else:
             self._start(order)
@@ -187,7 +186,7 @@ class Processes:
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
-            environ.update(self._copies.environment(environ))
+            environ.update(self.copies.environment(environ))
             if child.rank is not None:
                 environ[state_memory.VARIABLE] = memory
             files = [os.devnull, process["log"], process["log"]]
@@ -225,8 +224,7 @@ class Processes:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
-
-        return _start_program(order, self._copies.program(order["command"][0]))
+        return _start_program(order, self.copies.program(order["command"][0]))
 
     # ----------------------------------------------------------------------------------------------------- the store
 

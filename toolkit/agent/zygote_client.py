@@ -25,8 +25,8 @@ class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
     ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
-    ``has_learnt``: it may have imported what earlier ranks did. ``import_s``, ``waited_s``: how long its import has
-    taken, and has waited for files.
+    ``has_learnt``: it may have imported what earlier ranks did. ``took``: how long its import has taken, and has waited
+    for files.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ZygoteClient:
     ) -> None:
         """Start a zygote. ``python`` may be that of a copied environment, and ``environ`` name the copies."""
         self.is_of_a_copy = python != sys.executable
-        self.import_s = self.waited_s = 0.0
+        self.took = {"import_s": 0.0, "waited_s": 0.0}
         self.socket, other = socket.socketpair()
         # Both placeholders make room for what ``ps`` and /proc show of a rank, see zygote.show().
         room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
@@ -62,7 +62,7 @@ class ZygoteClient:
         ready = json.loads(line)["ready"]
         is_first, self.was_ready = not self.was_ready, True
         if is_first:
-            self.import_s, self.waited_s = ready["import_s"], ready["waited_s"]
+            self.took = {name: ready[name] for name in self.took}
         self.can_fork = ready["unclean"] is None
         self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
         if not self.can_fork:

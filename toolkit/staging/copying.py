@@ -1,7 +1,8 @@
 """``python -m toolkit.staging.copying``: copy packages to a disk of this node, and keep them while the agent lives.
 
 Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when all of it is unpacked
-and the package was whole. It is locked while a process uses it, so that nobody removes it.
+and the package was whole. While a process uses it, three things are locked: a file, for the jobs that share it; the
+copy's folder, in case that file was removed; and the folder of all copies, which systemd-tmpfiles then leaves alone.
 
 It reads a :class:`CopyRequest` as JSON, prints ``{"copies", "problems", "damaged", "took_s"}``, and then holds the
 locks until it is killed.
@@ -21,16 +22,16 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO
 
-from toolkit import fsio, records, trust
+from toolkit import fsio, trust
 from toolkit.errors import RequestError
 from toolkit.json_record import JsonRecord
-from toolkit.records import COUNT, TEXT, Record
 from toolkit.staging import disks
 from toolkit.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
+from toolkit.staging.whole import OWN_FOLDER, is_whole, mark
 
 #: A copy that no job has used for this long is removed. systemd removes single files of /tmp after ten days.
 UNUSED_S = 7 * 86_400.0
@@ -40,7 +41,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROGRAM_TIMEOUT_S = 60
 #: Jobs that look for a copy at the same moment are through by then.
 OTHERS_WAIT_S = 5.0
-_MARK = Record({"boot": TEXT, "files": COUNT, "bytes": COUNT})
 
 
 class DamagedPackageError(StagingError):
@@ -58,10 +58,10 @@ class CopyRequest(JsonRecord):
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on this node. ``lock`` is an open file: as long as it is open the copy stays."""
+    """A copy on this node. ``locks`` are open files: as long as they are open the copy stays."""
 
     path: Path
-    lock: int
+    locks: tuple[int, ...]
     is_new: bool
 
 
@@ -74,7 +74,9 @@ def copy(package: Package, folders: list[Path]) -> Copy:
     for folder in folders:
         try:
             own = _own_folder(folder)
-            return _find(own, package) or _make(own, package)
+            with _locked_folder(own, fcntl.LOCK_SH) as lock:
+                found = _find(own, package) or _make(own, package)
+                return replace(found, locks=(*found.locks, os.dup(lock)))
         except DamagedPackageError:
             raise
         except StagingError as error:
@@ -89,10 +91,13 @@ def copy(package: Package, folders: list[Path]) -> Copy:
 def _find(own: Path, package: Package) -> Copy | None:
     """Return the copy that is there. Wait for a job that unpacks it at this moment."""
     with _locked(own / f"{package.key}.lock", fcntl.LOCK_SH) as lock:
-        if not _is_whole(own, package.key):
+        if not (own / package.key).is_dir():
             return None
-        os.utime(own / f"{package.key}.json")  # its last use
-        return Copy(_place(own, package), os.dup(lock), is_new=False)
+        with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:  # first: nothing is removed from then on
+            if not is_whole(own, package.key):
+                return None
+            os.utime(own / f"{package.key}.json")  # its last use
+            return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new=False)
 
 
 def _make(own: Path, package: Package) -> Copy:
@@ -100,12 +105,13 @@ def _make(own: Path, package: Package) -> Copy:
     while True:
         try:
             with _locked(own / f"{package.key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
-                is_new = not _is_whole(own, package.key)
+                is_new = not is_whole(own, package.key)
                 if is_new:
                     _make_room(own, package)
                     _unpack(package, own)
                 fcntl.flock(lock, fcntl.LOCK_SH)
-                return Copy(_place(own, package), os.dup(lock), is_new)
+                with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:
+                    return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new)
         except BlockingIOError:
             # Another job looks for the copy as well, or makes it by now. Or it uses one that somebody has damaged.
             if found := _find(own, package):
@@ -121,7 +127,7 @@ def _place(own: Path, package: Package) -> Path:
 
 def _own_folder(folder: Path) -> Path:
     """Return this user's folder in one that other users may write to as well. Raises StagingError."""
-    own = folder / f"toolkit-stage-{os.geteuid()}"
+    own = folder / f"{OWN_FOLDER}{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         fsio.make_new_dir(own)
     status = own.lstat()
@@ -149,6 +155,7 @@ def _locked(path: Path, operation: int) -> Iterator[int]:
             fcntl.flock(lock, operation)
             # Whoever held it may have removed the file: then others lock another one.
             if _is_same_file(lock, path):
+                os.utime(lock)  # a cleaner removes what is old
                 break
         except BaseException:
             os.close(lock)
@@ -160,26 +167,22 @@ def _locked(path: Path, operation: int) -> Iterator[int]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def _locked_folder(path: Path, operation: int) -> Iterator[int]:
+    """Hold a folder's own lock. Raises BlockingIOError."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, operation)
+        yield lock
+    finally:
+        os.close(lock)
+
+
 def _is_same_file(opened: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(opened), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _is_whole(own: Path, key: str) -> bool:
-    """True if the copy is complete. After a crash of the node its files may be empty, so it must be of this boot."""
-    mark = records.read_or(own / f"{key}.json", _MARK, {}, [])
-    return bool(mark) and mark == _mark(own / key)
-
-
-def _mark(copied: Path) -> dict[str, Any]:
-    files = size_bytes = 0
-    for folder, _, names in os.walk(copied):
-        for name in names:
-            files += 1
-            size_bytes += os.lstat(f"{folder}/{name}").st_size
-    return {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "files": files, "bytes": size_bytes}
 
 
 def _make_room(own: Path, package: Package) -> None:
@@ -202,8 +205,12 @@ def _make_room(own: Path, package: Package) -> None:
 
 
 def _remove(own: Path, key: str) -> None:
-    (own / f"{key}.json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
-    fsio.remove_tree(own / key)
+    """Remove a copy and what is left of one. Raises BlockingIOError if a job uses it, whose lock file was removed."""
+    with contextlib.ExitStack() as stack:
+        if (own / key).is_dir():
+            stack.enter_context(_locked_folder(own / key, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        (own / f"{key}.json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
+        fsio.remove_tree(own / key)
     fsio.remove_tree(own / f"{key}.partial")
 
 
@@ -230,7 +237,7 @@ def _unpack(package: Package, own: Path) -> None:
         fsio.rename_dir(partial, copied)
         if package.program is not None:
             _try_program(copied / package.program, copied)
-        fsio.write_json(own / f"{package.key}.json", _mark(copied), durable=False)
+        fsio.write_json(own / f"{package.key}.json", mark(copied), durable=False)
     except BaseException:
         _remove(own, package.key)
         raise
@@ -254,7 +261,7 @@ def _extract(summed: SummedFile, folder: Path, package: Package) -> None:
                 content = tar.extractfile(member)
                 assert content is not None
                 _write(target, content, 0o700 if member.mode & stat.S_IXUSR else fsio.FILE_MODE)
-                os.utime(target, (member.mtime, member.mtime))
+                os.utime(target, (time.time(), member.mtime))  # cleaners remove what was not read for long
 
 
 def _write(path: Path, content: IO[bytes], mode: int) -> None:
@@ -314,7 +321,7 @@ def main() -> None:
             damaged += [package.key] if isinstance(error, DamagedPackageError) else []
             continue
         copies[package.source] = str(made.path)
-        locks.append(made.lock)
+        locks += made.locks
         is_new |= made.is_new
     took_s = time.monotonic() - began if is_new else 0.0
     print(json.dumps({"copies": copies, "problems": problems, "damaged": damaged, "took_s": took_s}), flush=True)

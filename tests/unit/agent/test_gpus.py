@@ -158,7 +158,18 @@ def test_without_a_gpu_the_program_prints_nothing() -> None:
     assert (done.stdout, done.stderr) == (b"", b"")
 
 
-@pytest.mark.parametrize(("program", "expected"), [("print('[[0, 2], [1, 3]]')", [[0, 2], [1, 3]]), ("", [])])
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('[[0, 2], [1, 3]]')", [[0, 2], [1, 3]]),
+        ("", []),
+        ("print('[[0, 2], [1,')", []),
+        ("print('{\"0\": [1]}')", []),
+        ("print('[[0, -2]]')", []),
+        ("print('[' * 100000)", []),
+    ],
+    ids=["whole", "nothing", "cut off", "an object", "no CPU", "deep"],
+)
 def test_the_agent_hears_what_the_program_prints(
     monkeypatch: pytest.MonkeyPatch, program: str, expected: list[list[int]]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -20,7 +21,7 @@ import pytest
 
 from tests.unit.launch.test_steps import await_true, gone
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit import rundir, staging
 from toolkit.agent import connections
 from toolkit.agent.link import AuthenticatedLink
 from toolkit.agent.progress import Digest, RankReport, Standing
@@ -45,6 +46,9 @@ from toolkit.launch.start.launcher import (
 from toolkit.launch.start.store import StoreHostEnded
 from toolkit.launch.watch import hang_investigation
 from toolkit.slurm.commands import Settings
+from toolkit.staging import package
+from toolkit.staging.copying import CopyRequest
+from toolkit.staging.package import PackageSource, PackRequest
 
 TIMEOUT_S = 20
 #: A store that says where it is, and notes what it is told.
@@ -292,6 +296,45 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
     for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
         assert text in said
+    site.agents.close()
+
+
+#: An agent that looks at its copies before each attempt.
+CHECKING_AGENT = """import sys
+from toolkit.agent import copies, node
+copies.SEEN_FOR_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", CHECKING_AGENT]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    sources = [tmp_path / "set", tmp_path / "file"]
+    sources[0].mkdir()
+    for path in (sources[0] / "part", sources[1]):
+        path.write_text("content")
+    packages = [package.pack(PackageSource(str(each)), PackRequest(str(tmp_path / "cache"), ())) for each in sources]
+    (tmp_path / "node").mkdir()
+    site = Site(tmp_path)
+    site.launcher.copying = copying = Copying()
+    opened(site)
+    site.launcher.stage(CopyRequest(tuple(packages), str(tmp_path / "node")).to_json(), wait_s=60.0)
+    await_true(lambda: copying.staged)
+    copies = copying.staged[0]["copies"]
+    assert [*copies] == [str(each) for each in sources]
+
+    def attempt() -> Any:
+        site.start(f"echo ${staging.VARIABLE}")
+        assert site.next() == RanksEnded(0)
+        site.store.close()
+        return json.loads(site.log(0))
+
+    assert attempt() == copies
+    (Path(copies[str(sources[0])]) / "part").unlink()
+    assert attempt() == {str(sources[1]): copies[str(sources[1])]}
+    assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
     site.agents.close()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import chaos, staging
-from toolkit.staging import copying, disks, package
+from toolkit.staging import copying, disks, package, whole
 from toolkit.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
 
@@ -55,7 +57,8 @@ def content(folder: Path) -> dict[str, object]:
 
 def copied(made: Package, node: Path) -> Path:
     copy = copying.copy(made, [node])
-    os.close(copy.lock)
+    for lock in copy.locks:
+        os.close(lock)
     return copy.path
 
 
@@ -121,7 +124,7 @@ def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, tmp_p
     for number in itertools.count(1):
         was_killed = killed_at(number, lambda: copying.copy(made, [node]))
         own = node / f"toolkit-stage-{os.geteuid()}"
-        if copying._is_whole(own, made.key):
+        if whole.is_whole(own, made.key):
             assert content(own / made.key) == content(source)
         assert content(copied(made, node)) == content(source)
         assert not list(own.glob("*.partial"))
@@ -339,3 +342,66 @@ def test_a_shared_file_system_is_told_from_a_node_s_own(tmp_path: Path) -> None:
     assert disks.file_system(Path("/home/me/venv"), mounts) == "nfs4"
     assert disks.file_system(Path("/home/my tmp/x"), mounts) == "tmpfs"
     assert disks.file_system(Path("/homes"), mounts) == "ext4"
+
+
+# ----------------------------------------------------------------------------------------- cleaners of temporary files
+
+
+def clean(folder: Path, tmp_path: Path) -> None:
+    """Let the system's own cleaner remove all that it may below ``folder``."""
+    (tmp_path / "clean.conf").write_text(f"d {folder} 0755 - - 0\n")
+    subprocess.run(["systemd-tmpfiles", "--clean", str(tmp_path / "clean.conf")], check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
+def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, tmp_path: Path) -> None:
+    copy = copying.copy(packed(source, tmp_path / "cache"), [node])
+    before = content(node)
+    clean(node, tmp_path)
+    assert content(node) == before
+    for lock in copy.locks:
+        os.close(lock)
+    clean(node, tmp_path)
+    assert content(node) == {}
+
+
+def test_a_copy_in_use_and_all_copies_are_locked_as_folders(source: Path, node: Path, tmp_path: Path) -> None:
+    copy = copying.copy(packed(source, tmp_path / "cache"), [node])
+    for folder in (copy.path, copy.path.parent):
+        with pytest.raises(BlockingIOError), copying._locked_folder(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            pass
+
+
+def test_a_copy_in_use_is_not_made_anew_although_its_lock_was_removed(
+    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "OTHERS_WAIT_S", 0.1)
+    made = packed(source, tmp_path / "cache")
+    used = copying.copy(made, [node])
+    (used.path.parent / f"{made.key}.lock").unlink()
+    (used.path / "a.txt").unlink()
+    with pytest.raises(StagingError, match="is not whole, and another job uses it"):
+        copying.copy(made, [node])
+    assert (used.path / "sub/run.sh").exists()
+    # nor removed to make room for another
+    os.utime(used.path.parent / f"{made.key}.json", (0, 0))
+    copied(packed(source / "a.txt", tmp_path / "cache"), node)
+    assert (used.path / "sub/run.sh").exists()
+
+
+def test_compiled_files_do_not_make_a_copy_damaged_and_a_lost_folder_does(
+    source: Path, node: Path, tmp_path: Path
+) -> None:
+    (source / "empty").mkdir()
+    made = packed(source, tmp_path / "cache")
+    copy = copied(made, node)
+    (copy / "sub/__pycache__").mkdir()
+    (copy / "sub/__pycache__/run.cpython-311.pyc").write_bytes(b"x")
+    assert whole.is_whole(copy.parent, made.key)
+    (copy / "empty").rmdir()
+    assert not whole.is_whole(copy.parent, made.key)
+
+
+def test_files_of_a_copy_count_as_just_read(source: Path, node: Path, tmp_path: Path) -> None:
+    copy = copied(packed(source, tmp_path / "cache"), node)
+    assert (copy / "a.txt").stat().st_atime > time.time() - 60
