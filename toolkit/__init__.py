@@ -22,6 +22,7 @@ __all__ = [
     "PairMixing",
     "Rows",
     "Run",
+    "ShardedData",
     "Share",
     "Streams",
     "TextWindows",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
+    from toolkit.data.shards.dataset import ShardedData
     from toolkit.data.stream import Streams
     from toolkit.data.text import TextWindows, pack_text
     from toolkit.errors import ConfigError
@@ -62,6 +64,7 @@ _HOMES = {
     "PairMixing": "toolkit.data.mixing",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.launch.submission.handle",
+    "ShardedData": "toolkit.data.shards.dataset",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
     "TextWindows": "toolkit.data.text",

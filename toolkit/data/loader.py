@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from toolkit.config import choose
+from toolkit.data.batch_reader import BatchReader
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
-from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
+from toolkit.data.sampler import EvalSampler, Order, Sampler, TrainSampler, eval_calls
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
@@ -33,6 +34,14 @@ class BatchedSamples(Protocol):
 
     def batch(self, indices: Indices) -> Any:
         """Return the samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
+
+
+@runtime_checkable
+class InBlocks(Protocol):
+    """A data set whose samples lie in blocks that are read at once, such as files of many samples."""
+
+    def block_order(self, seed: int, batch_size: int) -> Order:
+        """Return the order of a training, in which the samples of a block are close to each other."""
 
 
 class Batches(Protocol):
@@ -118,14 +127,19 @@ class Loader:
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
         if order is not None and repeats > 1:
             raise ConfigError("data.repeats: the job gives an order of its own, which may repeat samples; set it to 1")
+        if isinstance(dataset, InBlocks) and (split != "global" or repeats > 1):
+            raise ConfigError("data.split, data.repeats: shards have an order of their own; leave them at global and 1")
         self._given = None if order is None else GivenOrder(order, len(dataset))
+        run_order: Order | None = self._given
+        if run_order is None and isinstance(dataset, InBlocks):
+            run_order = dataset.block_order(seed, global_batch_size)
         self.dataset_size = len(dataset) if self._given is None else self._given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
         self.data_wait_s = 0.0
         self.max_bad_samples = max_bad_samples
         self.balances = balances
-        self.ahead = 0 if isinstance(dataset, BatchedSamples) else PREFETCH * workers
+        self.ahead = PREFETCH * workers if _uses_workers(dataset) else 0
         self.is_split = split != "global"
         self._parts = None if split == "global" else share.count
         self._has_data = share.count > 0
@@ -138,7 +152,7 @@ class Loader:
             global_batch_size=global_batch_size,
             seed=seed,
             split=split,
-            order=self._given,
+            order=run_order,
             repeats=repeats,
         )
         self._sampler = self._samplers(share=share)
@@ -271,6 +285,11 @@ class _TensorSource:
         """Do nothing: there is nothing to close."""
 
 
+def _uses_workers(dataset: Any) -> bool:
+    """True for samples that are read one by one, or from files; batches of tensors in memory need no worker."""
+    return isinstance(dataset, InBlocks) or not isinstance(dataset, BatchedSamples)
+
+
 def _source(
     dataset: Any,
     sampler: Sampler,
@@ -283,9 +302,10 @@ def _source(
 ) -> Source:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
     pin = device.type == "cuda"
-    if isinstance(dataset, BatchedSamples):
+    if not _uses_workers(dataset):
         return _TensorSource(dataset, sampler, pin=pin)
-    reader = SampleReader(dataset, seed, skips=skips, collate=collate)
+    gives_batches = isinstance(dataset, BatchedSamples) and collate is None
+    reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate)
     if workers > 0:
         return WorkerSource(reader, sampler, workers=workers, pin=pin)
     return InlineSource(reader, sampler, pin=pin)

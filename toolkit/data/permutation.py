@@ -78,10 +78,10 @@ def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
     """
     if not 0 <= start <= stop <= n:
         raise ValueError(f"positions {start}..{stop} are not within an epoch of {n} samples")
-    return _items(n, seed, epoch, np.arange(start, stop, dtype=np.int64))
+    return items(n, seed, epoch, np.arange(start, stop, dtype=np.int64))
 
 
-def _items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
+def items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
     """Return the items at ``places`` of one epoch, each in ``range(n)``."""
     if n <= SORTED_MAX:
         return _sorted_epoch(n, seed, epoch)[places]
@@ -149,7 +149,7 @@ class ShuffledOrder:
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             places = (positions[here] - epoch * self.n) // self._repeats
-            found[here] = _items(self.n, self.seed, epoch, places)
+            found[here] = items(self.n, self.seed, epoch, places)
         return found
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from toolkit.data.permutation import BLOCK, GivenOrder, Indices, ShuffledOrder
+from toolkit.data.permutation import BLOCK, Indices, ShuffledOrder
 from toolkit.data.split import PartOrder
 from toolkit.ranks.batch import Share
 
@@ -47,6 +47,15 @@ class Sampler(Protocol):
         """Return the part of step ``step``. Raises IndexError after the last."""
 
 
+class Order(Protocol):
+    """The endless order of a training run."""
+
+    n: int  #: samples in an epoch
+
+    def at(self, positions: Indices) -> Indices:
+        """Return the samples at ``positions``, of any shape, counted from the beginning of the run."""
+
+
 class TrainSampler:
     """The endless shuffled order, cut into global batches and those into shares.
 
@@ -62,16 +71,16 @@ class TrainSampler:
         seed: int,
         share: Share,
         split: str = "global",
-        order: GivenOrder | None = None,
+        order: Order | None = None,
         repeats: int = 1,
     ) -> None:
-        """Set the sampler up. ``order`` is the job's own, instead of a permutation for each epoch.
+        """Set the sampler up. ``order`` is the job's or the data set's own, instead of a permutation for each epoch.
 
         ``repeats``: see :class:`~.permutation.ShuffledOrder`.
         """
         if global_batch_size < 1:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
-        self.order = order or ShuffledOrder(size, seed, repeats=repeats, batch=global_batch_size)
+        self.order: Order = order or ShuffledOrder(size, seed, repeats=repeats, batch=global_batch_size)
         self.global_batch_size = global_batch_size
         self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
         self._share = share

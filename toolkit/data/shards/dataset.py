@@ -1,0 +1,202 @@
+"""Shards as a data set with an index: any sample may be asked for, and those of one block are cheap together."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.config import catalog
+from toolkit.data.permutation import Indices
+from toolkit.data.shards.index import OpenBlock, ShardFile, ShardFormat, ShardIndex, index_of
+from toolkit.data.shards.order import BlockOrder
+from toolkit.data.shards.parquet import ParquetFormat
+from toolkit.data.workers import stacked
+from toolkit.errors import ConfigError, JobFailedError, nearest
+
+#: The kinds of files, in the order in which a folder is searched for them.
+FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat,)
+#: Lanes of an order; see order.py.
+LANES = 32
+#: An open block is dropped when so many samples were read since a sample of it was.
+KEPT_SAMPLES = 1024
+
+
+class ShardedData:
+    """The samples of all shards below ``root``, each a dictionary of its ``columns``, by default of all::
+
+        >>> import pyarrow.parquet
+        >>> table = pyarrow.table({"x": [[i, i / 2] for i in range(100)], "label": [i % 2 for i in range(100)]})
+        >>> pyarrow.parquet.write_table(table, folder / "part-0.parquet", row_group_size=10)
+        >>> train_set = toolkit.ShardedData(folder, columns=["x", "label"])
+        >>> len(train_set), train_set[7]["label"]
+        (100, tensor(1))
+
+    Numbers and lists of numbers become tensors; texts and bytes stay what they are. ``root`` is a folder or a file. Its
+    copy on this node is read, if ``data.stage`` made one. A batch mixes samples of ``lanes`` blocks, and so many are in
+    memory on all ranks together. Raises ConfigError or DataMissingError, with the file, for shards that cannot be
+    indexed or do not fit together.
+    """
+
+    def __init__(self, root: str | Path | None, *, columns: Sequence[str] | None = None, lanes: int = LANES) -> None:
+        if lanes < 1:
+            raise ConfigError(f"lanes: {lanes} is not a number of lanes; use 1 or more")
+        folder = catalog.data_root(None if root is None else str(root))
+        self._setup(folder, _format_of(folder), columns, lanes)
+
+    def _setup(self, root: Path, kind: ShardFormat, columns: Sequence[str] | None, lanes: int) -> None:
+        self._format = kind
+        self._index: ShardIndex = index_of(root, kind)
+        self._lanes = lanes
+        kind.prepare(self._index.files)
+        self.columns = _agreed_columns(self._index, kind, columns)
+        self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
+        self._read, self._kept = 0, KEPT_SAMPLES
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample. Raises OSError with file and row group or member for one that cannot be read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        block = int(np.searchsorted(self._index.starts, index, side="right")) - 1
+        self._read += 1
+        with self._block(block) as opened:
+            return opened.row(index - int(self._index.starts[block]))
+
+    def batch(self, indices: Indices) -> Any:
+        """Return samples ``indices`` (n,) by column, stacked. Raises as :meth:`__getitem__` does."""
+        block = np.searchsorted(self._index.starts, indices, side="right") - 1
+        self._read += len(indices)
+        by_block = np.argsort(block, kind="stable")
+        groups = [group for group in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if group.size]
+        pieces = []
+        for group in groups:
+            one = int(block[group[0]])
+            inside = indices[group] - self._index.starts[one]
+            with self._block(one) as opened:
+                pieces.append(opened.rows(inside))
+        return {name: _joined(name, [piece[name] for piece in pieces], groups) for name in self.columns}
+
+    def map(self, transform: Callable[[Any], Any]) -> MappedData:
+        """Return the data set of ``transform(sample)``, which may draw random numbers: each sample has its own seed."""
+        return MappedData(self, transform)
+
+    def fingerprint(self) -> str:
+        """Return what identifies the shards and the order that follows from them; see fingerprint.py."""
+        return f"{self._format.name} shards {self._index.digest()} in {self._lanes} lanes"
+
+    def block_order(self, seed: int, batch_size: int) -> BlockOrder:
+        """Return the order of a training; the loader asks for it."""
+        self._kept = max(2 * batch_size, KEPT_SAMPLES)
+        return BlockOrder(self._index.starts, seed, batch_size=batch_size, lanes=self._lanes)
+
+    @contextmanager
+    def _block(self, number: int) -> Iterator[OpenBlock]:
+        """Open a block. An error is raised as an OSError that names the file and the block."""
+        file, block = self._index.block_of(number)
+        try:
+            yield self._opened(number, file, block)
+        except (MemoryError, JobFailedError):
+            raise
+        except Exception as error:
+            path = self._index.root / file.name
+            code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            text = " ".join(str(error).split())
+            raise OSError(code, f"{self._format.describe(block)}: {text}", str(path)) from error
+
+    def _opened(self, number: int, file: ShardFile, block: int) -> OpenBlock:
+        if number not in self._open:
+            # Blocks that no lane reads any more have not been asked for lately.
+            for other in [key for key, (used, _) in self._open.items() if used < self._read - self._kept]:
+                del self._open[other]
+            self._open[number] = self._read, self._loaded(file, block)
+        opened = self._open[number][1]
+        self._open[number] = self._read, opened
+        if isinstance(opened, Exception):
+            raise opened.with_traceback(None)  # so that each sample of a damaged block does not read it again
+        return opened
+
+    def _loaded(self, file: ShardFile, block: int) -> OpenBlock | Exception:
+        path = self._index.root / file.name
+        try:
+            stat = path.stat()
+            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+                raise ValueError("the shard has changed since this run began; put the old one back, or start a new run")
+            return self._format.open(path, file, block, self.columns)
+        except (OSError, ValueError) as error:
+            return error
+
+
+class MappedData:
+    """Sharded data with a transform of each sample."""
+
+    def __init__(self, data: ShardedData, transform: Callable[[Any], Any]) -> None:
+        self._data, self._transform = data, transform
+        self.fingerprint, self.block_order = data.fingerprint, data.block_order
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._transform(self._data[index])
+
+
+def _format_of(root: Path) -> ShardFormat:
+    """Return the format of the shards below ``root``: the first that has files there."""
+    suffixes = {path.suffix for path in ([root] if root.is_file() else _files(root))}
+    for kind in FORMATS:
+        if kind.suffix in suffixes:
+            return kind()
+    known = ", ".join(kind.suffix for kind in FORMATS)
+    raise ConfigError(f"{root}: there are no shards in it; known are files with the endings {known}")
+
+
+def _files(root: Path) -> Iterator[Path]:
+    return (path for path in root.rglob("*") if not path.name.startswith((".", "_")))
+
+
+def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the columns to read. Raises ConfigError where a file lacks one, or has it with another type."""
+    files = [file for file in index.files if file.scan.rows.sum()]
+    first = dict(kind.schema(files[0]))
+    columns = tuple(first if wanted is None else wanted)
+    for file in files:
+        schema = dict(kind.schema(file))
+        path = index.root / file.name
+        for name in columns:
+            if name not in schema:
+                raise ConfigError(f"{path}: has no column {name!r}; {nearest(name, schema)}it has {', '.join(schema)}")
+            if schema[name] != first[name]:
+                raise ConfigError(
+                    f"{path}: column {name!r} is {schema[name]}, and in {files[0].name} it is {first[name]}; write all "
+                    "shards with one schema, or name the columns that are alike"
+                )
+        if wanted is None and (extra := sorted(set(schema) - set(first))):
+            raise ConfigError(
+                f"{path}: has the column {extra[0]!r}, and {files[0].name} does not; write all shards with one schema, "
+                "or name the columns to read"
+            )
+    return columns
+
+
+def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
+    """Return one column of a batch from the parts that blocks gave; group i says where the samples of part i go."""
+    size = sum(map(len, groups))
+    kinds = {(piece.dtype, piece.shape[1:]) if isinstance(piece, np.ndarray) else None for piece in pieces}
+    if len(kinds) == 1 and isinstance(first := pieces[0], np.ndarray):
+        joined = np.empty((size, *first.shape[1:]), first.dtype)
+        for piece, group in zip(pieces, groups, strict=True):
+            joined[group] = piece
+        return torch.from_numpy(joined)
+    values: list[Any] = [None] * size
+    for piece, group in zip(pieces, groups, strict=True):
+        for value, place in zip(piece, group.tolist(), strict=True):
+            values[place] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+    return stacked([{name: value} for value in values])[name]

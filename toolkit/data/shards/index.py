@@ -1,0 +1,263 @@
+"""The index of a folder of shards: which files there are, and how many samples each of their blocks holds.
+
+It is made of what files say of themselves (footers, headers), file by file, and kept in the user's cache folder. A file
+whose size or time of change differs from the index is scanned again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit import fsio, logs
+from toolkit.data.fingerprint import crc
+from toolkit.data.permutation import Indices
+from toolkit.errors import ConfigError, DataMissingError, listing
+from toolkit.user_cache import cache_dir
+
+#: Changes with the meaning of what a cached index holds.
+VERSION = 1
+
+#: The columns of a file, each with its type.
+Schema = tuple[tuple[str, str], ...]
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a file says of itself: its columns, the samples of each block, and a digest of all that.
+
+    ``details`` are arrays that its format needs to read samples, of one kind each over all files.
+    """
+
+    schema: Schema
+    rows: Indices
+    digest: str
+    details: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A file of the data set; ``name`` is its path below the root, with slashes."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    scan: Scan
+
+    @cached_property
+    def firsts(self) -> Indices:
+        """The first sample of each block, counted within the file, and the number of samples."""
+        return np.concatenate([[0], np.cumsum(self.scan.rows)]).astype(np.int64)
+
+
+class OpenBlock(Protocol):
+    """The samples of one block, in memory. Samples are counted from the block's first."""
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return one sample: tensors, texts, bytes or other objects by column."""
+
+    def rows(self, numbers: Indices) -> dict[str, Any]:
+        """Return samples by column: an array (n, ...), or a list of what :meth:`row` gives."""
+
+
+class ShardFormat(Protocol):
+    """A kind of file that holds samples. A new one implements this and is found by its suffix."""
+
+    name: str
+    suffix: str
+
+    def scan(self, path: Path) -> Scan:
+        """Return what the file says of itself. Raises OSError or ValueError for one that is damaged."""
+
+    def schema(self, file: ShardFile) -> Schema:
+        """Return the columns that ``file`` has, those that its folders give included."""
+
+    def prepare(self, files: Sequence[ShardFile]) -> None:
+        """Learn what follows from all files together; called once, before any block is opened."""
+
+    def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> OpenBlock:
+        """Read a block. Raises OSError or ValueError, with the row group or member, for one that is damaged."""
+
+    def describe(self, block: int) -> str:
+        """Return what a reader calls a block of a file, such as ``row group 3``."""
+
+
+class ShardIndex:
+    """The files of a data set, and its blocks. Blocks without samples are left out."""
+
+    def __init__(self, root: Path, files: list[ShardFile]) -> None:
+        self.root = root
+        self.files = files
+        rows = np.concatenate([file.scan.rows for file in files])
+        held = np.flatnonzero(rows)
+        counts = [len(file.scan.rows) for file in files]
+        self._file = np.repeat(np.arange(len(files)), counts)[held]
+        self._block = np.concatenate([np.arange(count) for count in counts])[held]
+        self.starts: Indices = np.concatenate([[0], np.cumsum(rows[held])]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def block_of(self, number: int) -> tuple[ShardFile, int]:
+        """Return the file that has block ``number``, and which of the file's blocks it is."""
+        return self.files[self._file[number]], int(self._block[number])
+
+    def digest(self) -> str:
+        """Return a digest of the names and of what the files say of themselves; the folder may be anywhere."""
+        return crc([f"{file.name}\0{file.size}\0{file.scan.digest}\0".encode() for file in self.files])
+
+
+def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
+    """Return the index of the files of ``kind`` below ``root``, from the cache as far as the files have not changed.
+
+    Raises DataMissingError where there are none or no samples, ConfigError for a damaged one.
+    """
+    names = list(_names(root, kind.suffix))
+    if not names:
+        raise DataMissingError(f"{root}: there are no {kind.suffix} files in it; shards are looked for in all folders")
+    store = _store_of(root, kind)
+    known = _load(store)
+    files = []
+    for name in names:
+        stat = (root / name).stat()
+        old = known.get(name)
+        if old is None or (old.size, old.mtime_ns) != (stat.st_size, stat.st_mtime_ns):
+            files.append(ShardFile(name, stat.st_size, stat.st_mtime_ns, _scan(root / name, kind)))
+        else:
+            files.append(old)
+    changed = [file.name for file in files if known.get(file.name) is not file]
+    if known and (changed or len(known) > len(files)):
+        gone = sorted(set(known) - set(names))
+        log.warning(
+            "%s: shards are not as they were at the last index. New or changed: %s. Gone: %s",
+            *(root, listing(changed) or "none", listing(gone) or "none"),
+        )
+    if changed or len(known) > len(files):
+        _save(store, files)
+    return _checked(root, files)
+
+
+def _checked(root: Path, files: list[ShardFile]) -> ShardIndex:
+    empty = [file.name for file in files if not file.scan.rows.sum()]
+    if len(empty) == len(files):
+        raise DataMissingError(f"{root}: its shards hold no samples: {listing(empty)}")
+    if empty:
+        log.warning("%s: shards without samples: %s", root, listing(empty))
+    for folder in _folders_without(root, [file.name for file in files]):
+        log.warning("%s: the partition %s is empty", root, folder)
+    return ShardIndex(root, files)
+
+
+def _names(root: Path, suffix: str) -> Iterator[str]:
+    """Yield the files below ``root`` in order; names that begin with ``.`` or ``_`` are not data, as in Spark."""
+    if root.is_file():
+        yield ""
+        return
+    if not root.is_dir():
+        raise DataMissingError(f"{root}: there is no such folder")
+    found = []
+    for folder, folders, files in os.walk(root, followlinks=True):
+        if "_temporary" in folders:
+            raise ConfigError(
+                f"{Path(folder) / '_temporary'}: what wrote these shards has not finished, or died; wait for it, or "
+                "write them again"
+            )
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        place = Path(folder).relative_to(root)
+        found += [(place / name).as_posix() for name in files if name.endswith(suffix) and not _is_hidden(name)]
+    yield from sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _folders_without(root: Path, names: list[str]) -> list[str]:
+    """Return the partitions (``column=value``) below ``root`` that hold none of the files."""
+    inhabited = {str(parent) for name in names for parent in Path(name).parents}
+    found = []
+    for folder, folders, _ in os.walk(root):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        found += [str((Path(folder) / name).relative_to(root)) for name in folders if "=" in name]
+    return sorted(set(found) - inhabited)
+
+
+def _scan(path: Path, kind: ShardFormat) -> Scan:
+    try:
+        return kind.scan(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: its samples cannot be counted: {error}. Write this shard again, or remove it from the folder"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+def _store_of(root: Path, kind: ShardFormat) -> Path | None:
+    folder = cache_dir()
+    if folder is None:
+        return None
+    key = f"{root.absolute()}\0{kind.name}".encode()
+    return folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
+
+
+def _save(path: Path | None, files: list[ShardFile]) -> None:
+    """Write the index; a cache that cannot be written costs the next start a scan, and nothing else."""
+    if path is None:
+        return
+    schemas = sorted({file.scan.schema for file in files})
+    lines = [[file.name, file.size, file.mtime_ns, file.scan.digest, schemas.index(file.scan.schema)] for file in files]
+    head = {"version": VERSION, "schemas": schemas, "files": lines}
+    arrays = {"rows": [file.scan.rows for file in files]}
+    for key in files[0].scan.details:
+        arrays[f"details/{key}"] = [file.scan.details[key] for file in files]
+    packed: dict[str, NDArray[Any]] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
+    for key, parts in arrays.items():
+        packed[key] = np.concatenate(parts)
+        packed[f"lengths/{key}"] = np.array([len(part) for part in parts])
+    content = io.BytesIO()
+    np.savez(content, **packed)  # type: ignore[arg-type]  # its last parameter is no array
+    try:
+        fsio.make_dir(path.parent)
+        fsio.write_atomic(path, content.getvalue(), durable=False)
+    except OSError as error:
+        log.warning("%s: the index of the shards is not kept: %s", path, error)
+
+
+def _load(path: Path | None) -> dict[str, ShardFile]:
+    """Return the files of a saved index by name; none where it is missing, damaged or of another version."""
+    if path is None or not path.exists():
+        return {}
+    try:
+        with np.load(io.BytesIO(path.read_bytes())) as packed:
+            head = json.loads(packed["head"].tobytes())
+            if head["version"] != VERSION:
+                return {}
+            arrays = {key: _split(packed, key) for key in packed.files if key.startswith(("rows", "details/"))}
+        schemas = [tuple((str(name), str(kind)) for name, kind in schema) for schema in head["schemas"]]
+        known = {}
+        for number, (name, size, mtime_ns, digest, schema) in enumerate(head["files"]):
+            details = {key.removeprefix("details/"): parts[number] for key, parts in arrays.items() if key != "rows"}
+            known[name] = ShardFile(
+                name, size, mtime_ns, Scan(schemas[schema], arrays["rows"][number], digest, details)
+            )
+        return known
+    except Exception as error:  # zipfile, numpy and json each have errors of their own for a damaged file
+        log.warning("%s: this index of shards is damaged and is made again: %s", path, error)
+        return {}
+
+
+def _split(packed: Any, key: str) -> list[NDArray[Any]]:
+    return np.split(packed[key], np.cumsum(packed[f"lengths/{key}"])[:-1])

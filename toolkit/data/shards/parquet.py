@@ -1,0 +1,167 @@
+"""Parquet files, read by pyarrow: a block is a row group, and folders named ``column=value`` are columns."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from toolkit.data.fingerprint import crc
+from toolkit.data.permutation import Indices
+from toolkit.data.shards.index import Scan, Schema, ShardFile
+from toolkit.errors import ConfigError
+
+MAGIC = b"PAR1"
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+
+
+class ParquetFormat:
+    name = "parquet"
+    suffix = ".parquet"
+
+    def __init__(self) -> None:
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(
+                "Parquet shards need pyarrow: pip install 'slurm-batch-toolkit[shards]', on the compute nodes' Python"
+            ) from error
+        self._parquet: Any = pyarrow.parquet
+        self._partitions: dict[str, type] = {}
+
+    def scan(self, path: Path) -> Scan:
+        """Read the footer only: its time does not depend on the number of rows."""
+        footer = _footer(path)
+        metadata = self._parquet.read_metadata(path)
+        schema = tuple((column.name, str(column.type)) for column in metadata.schema.to_arrow_schema())
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        return Scan(schema, np.array(rows, np.int64), crc([footer]))
+
+    def schema(self, file: ShardFile) -> Schema:
+        return *file.scan.schema, *((name, "partition") for name, _ in partitions_of(file.name))
+
+    def prepare(self, files: Sequence[ShardFile]) -> None:
+        """Find the type of each partition column over all files: int where all values are whole numbers, else str."""
+        for file in files:
+            for column, value in partitions_of(file.name):
+                is_int = value is not None and value.removeprefix("-").isdecimal()
+                self._partitions[column] = int if is_int and self._partitions.get(column, int) is int else str
+
+    def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> ParquetBlock:
+        stored = [name for name, _ in file.scan.schema if name in columns]
+        # No threads: workers are forked, and ranks share the cores.
+        with self._parquet.ParquetFile(path, page_checksum_verification=True) as reader:
+            table = reader.read_row_group(block, columns=stored, use_threads=False)
+        count = int(file.scan.rows[block])
+        if table.num_rows != count:
+            raise ValueError(f"it has {table.num_rows} rows, and its footer says {count}")
+        values = {name: _values(table.column(name)) for name in stored}
+        for name, value in partitions_of(file.name):
+            is_int = self._partitions.get(name) is int
+            values[name] = np.full(count, int(value)) if is_int and value is not None else [value] * count
+        return ParquetBlock({name: values[name] for name in columns})
+
+    def describe(self, block: int) -> str:
+        return f"row group {block}"
+
+
+def _footer(path: Path) -> bytes:
+    """Return the footer's bytes: places and sizes of all pages, and mostly each column's smallest and largest value."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - 8, 0))
+        tail = file.read()
+        length = struct.unpack("<I", tail[:4])[0] if tail[4:] == MAGIC else size
+        if length + 12 > size:
+            raise ValueError("it does not end as a Parquet file does: it is cut off, or no such file")
+        file.seek(size - 8 - length)
+        return file.read(length)
+
+
+def partitions_of(name: str) -> list[tuple[str, str | None]]:
+    """Return the columns that the folders of a file's name give, as Hive and Spark write them."""
+    pairs = [part.split("=", 1) for part in Path(name).parent.parts if "=" in part]
+    return [(unquote(column), None if value == NULL_PARTITION else unquote(value)) for column, value in pairs]
+
+
+class Ragged:
+    """Lists of different lengths, end to end."""
+
+    def __init__(self, values: NDArray[Any], ends: NDArray[Any]) -> None:
+        self._values, self._ends = values, ends
+
+    def __getitem__(self, number: int) -> NDArray[Any]:
+        part: NDArray[Any] = self._values[self._ends[number] : self._ends[number + 1]]
+        return part
+
+
+class ParquetBlock:
+    """A row group in memory: numbers as arrays, everything else as Arrow has it."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
+
+    def row(self, number: int) -> dict[str, Any]:
+        return {name: _value(column, number) for name, column in self._columns.items()}
+
+    def rows(self, numbers: Indices) -> dict[str, Any]:
+        return {
+            name: column[numbers]
+            if isinstance(column, np.ndarray)
+            else [_value(column, number) for number in numbers.tolist()]
+            for name, column in self._columns.items()
+        }
+
+
+def _value(column: Any, number: int) -> Any:
+    if isinstance(column, np.ndarray):
+        return torch.from_numpy(column[number, ...].copy())
+    if isinstance(column, Ragged):
+        return torch.from_numpy(column[number].copy())
+    return column[number] if isinstance(column, list) else column[number].as_py()
+
+
+def _values(chunks: Any) -> Any:
+    """Return a column of numbers as an array (n,), of lists of numbers as (n, k) or Ragged; others as they are.
+
+    A column with nulls is left to Arrow: a null becomes None there, and no number.
+    """
+    import pyarrow as pa
+
+    array = chunks.combine_chunks()
+    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+    types = pa.types
+    if array.null_count:
+        return array
+    if types.is_fixed_size_list(array.type):
+        flat = _numbers(array.flatten())
+        return array if flat is None else flat.reshape(len(array), array.type.list_size)
+    if types.is_list(array.type) or types.is_large_list(array.type):
+        flat = _numbers(array.flatten())
+        ends = array.offsets.to_numpy()
+        ends = ends - ends[0]
+        return array if flat is None else _even(flat, ends)
+    numbers = _numbers(array)
+    return array if numbers is None else numbers
+
+
+def _numbers(array: Any) -> NDArray[Any] | None:
+    import pyarrow as pa
+
+    types = pa.types
+    is_number = types.is_integer(array.type) or types.is_floating(array.type) or types.is_boolean(array.type)
+    if array.null_count or not is_number:
+        return None
+    values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _even(flat: NDArray[Any], ends: NDArray[Any]) -> NDArray[Any] | Ragged:
+    lengths = np.diff(ends)
+    return flat.reshape(len(lengths), lengths[0]) if (lengths == lengths[0]).all() else Ragged(flat, ends)
