@@ -34,7 +34,7 @@ train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm 
 	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
 
 test: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had
-	$(PYTEST) $(ABREAST) -m "not soak"
+	$(PYTEST) $(ABREAST) -m "not soak" $(if $(COVERAGE),$(MEASURE))
 
 check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
@@ -42,8 +42,8 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/mypy
 
 coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
-	$(PYTEST) $(ABREAST) -m "not soak" tests/unit --cov=toolkit --cov-report=term --cov-fail-under=$(FLOOR)
-FLOOR := 80
+	$(PYTEST) $(ABREAST) -m "not soak" tests/unit $(MEASURE)
+MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell

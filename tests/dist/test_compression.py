@@ -45,7 +45,7 @@ from toolkit.strategies.compression import BLOCK, Piece, Wire, build_scheme
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(12)]
 
 Array = npt.NDArray[np.float32]
 KINDS = ("fp16", "bf16", "int8", "topk", "powersgd")

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.rundir import RunDir
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 ROOT = Path(__file__).parents[2]
 TOOLKIT = [sys.executable, "-m", "toolkit"]

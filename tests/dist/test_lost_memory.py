@@ -85,7 +85,7 @@ def die_on_nodes(session: Session, files: Sequence[str], run_dir: Path, step: in
     die_after(session, run_dir, step, EACH_STEP, **options)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lost", [0, 1], ids=["first node", "second node"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_lost_nodes_place_is_taken_by_a_spare_that_goes_on_from_memory(

@@ -13,7 +13,7 @@ from tests.dist.test_local_runs import ROOT, TOOLKIT
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.store import newest_step
 from toolkit.rundir import RunDir
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 
 def ask(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

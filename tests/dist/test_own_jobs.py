@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from toolkit import rundir
 from toolkit.rundir import RunDir
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 PARAMS = """
 from dataclasses import dataclass, field

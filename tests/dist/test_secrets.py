@@ -12,7 +12,7 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import rundir
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 SECRET = "hunter2-correct-horse"
 TOOLKIT = [sys.executable, "-m", "toolkit"]

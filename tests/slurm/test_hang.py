@@ -19,7 +19,7 @@ from tests.waiting import wait_for
 from toolkit.hang import stacks
 from toolkit.rundir import RunDir
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 #: Half of it is the bound, 0.8 of it until the first step has ended: imports of torch on busy cores.
 TIMEOUT_S = 60

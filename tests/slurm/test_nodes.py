@@ -25,7 +25,7 @@ from toolkit import hostlist
 from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 STEPS = 400
 SPARE = ("cluster.nodes=2", "cluster.spare_nodes=1")

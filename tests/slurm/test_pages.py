@@ -21,7 +21,7 @@ from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
 from toolkit import rundir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 #: What needs an index of packages, a run at work, a tracker or many minutes, names no run, or is what runs this test.
 ELSEWHERE = re.compile(

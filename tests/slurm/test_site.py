@@ -14,7 +14,7 @@ from tests.box import Box
 from tests.slurm.conftest import BoxFactory, visit
 from tests.slurm.site import Site
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 PROVE_S = 240
 

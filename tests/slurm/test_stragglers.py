@@ -19,7 +19,7 @@ from tests.waiting import wait_for
 from toolkit.run_files import Straggler
 from toolkit.rundir import RunDir
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 #: A rank on the slow node is frozen for this long of each period.
 FROZEN_S, PERIOD_S = 0.12, 0.16

@@ -7,7 +7,7 @@ import pytest
 from tests.slurm.site import Site
 from tests.wheel import install_wheel
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 
 
 def test_a_new_project_trains_on_slurm_and_its_own_test_passes(site: Site) -> None:

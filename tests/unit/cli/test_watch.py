@@ -168,7 +168,15 @@ class Terminal:
 def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(live: rundir.RunDir, how: str) -> None:
     terminal = Terminal()
     argv, side = [sys.executable, "-m", "toolkit", "watch"], terminal.program_side
-    process = subprocess.Popen(argv, env=environ(), stdin=side, stdout=side, stderr=side, start_new_session=True)
+    process = subprocess.Popen(
+        argv,
+        env=environ(),
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
+    )
     try:
         wait_for(lambda: live.id.encode() in terminal.seen, 60, "the table shows the run")
         if how == "q":
