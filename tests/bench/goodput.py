@@ -57,7 +57,7 @@ def at(self, step):
 
 def main(config):
     Loader.at = at
-    classify.Classify.main(config, None)
+    classify.Classify.main(config, classify.Params())
 """
 
 

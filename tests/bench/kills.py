@@ -48,7 +48,7 @@ def main(config):
         time.sleep(0.02)
         return plain_at(self, step)
     Loader.at = at
-    classify.Classify.main(config, None)
+    classify.Classify.main(config, classify.Params())
 """
 CONFIG = """
 name: kills

@@ -37,7 +37,7 @@ def slow(*args):
 
 def main(config):
     fsio.write_stream = slow
-    return classify.Classify.main(config, None)
+    return classify.Classify.main(config, classify.Params())
 """
 OVERRIDES = [
     "job=slow_disk",

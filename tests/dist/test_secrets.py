@@ -19,7 +19,7 @@ TOOLKIT = [sys.executable, "-m", "toolkit"]
 #: Trains, and notes what any user of the node could see meanwhile.
 JOB = """
 import os, pathlib
-from jobs.classify import Classify
+from jobs.classify import Classify, Params
 
 def main(config):
     run = pathlib.Path(os.environ["TOOLKIT_RUN_DIR"])
@@ -30,7 +30,7 @@ def main(config):
             except OSError:
                 pass
     (run / "variables").write_text("\\n".join(f"{name}={value}" for name, value in os.environ.items()))
-    Classify.main(config, None)
+    Classify.main(config, Params())
 """
 CONFIG = "job: own.look\ncluster: {tasks_per_node: 1}\ntrain: {max_steps: 4}\ncheckpoint: {every_steps: 2}\n"
 FILES = [".env", ".netrc", ".ssh/id_ed25519", ".aws/credentials", "deploy.key", "own/kaggle.json"]
@@ -71,7 +71,7 @@ def test_no_planted_secret_is_in_any_file_command_line_or_variable_of_ours(tmp_p
 #: Trains with the secrets, prints both, and fails with one in its error. Notes the processes that show it.
 LEAKING_JOB = """
 import json, os, pathlib
-from jobs.classify import Classify
+from jobs.classify import Classify, Params
 
 def main(config):
     token = os.environ["API_TOKEN"]
@@ -84,7 +84,7 @@ def main(config):
             pass
     print("printed", token, os.environ["WANDB_API_KEY"], flush=True)
     (run / "seen.json").write_text(json.dumps([len(token), len(os.environ["WANDB_API_KEY"]), holders]))
-    Classify.main(config, None)
+    Classify.main(config, Params())
     raise RuntimeError(f"401 Unauthorized for {token}")
 """
 

@@ -49,7 +49,7 @@ def main(config):
         return plain_at(self, step)
     import time
     Loader.at = at
-    classify.Classify.main(config, None)
+    classify.Classify.main(config, classify.Params())
     trace(config.name, "done")
 """
 #: A script with a checkpoint of its own and no torch. At SIGTERM it saves and exits with the code in its last argument.

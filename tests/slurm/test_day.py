@@ -53,7 +53,7 @@ def main(config):
         time.sleep(0.05)
         return plain_at(self, step)
     Loader.at = at
-    classify.Classify.main(config, None)
+    classify.Classify.main(config, classify.Params())
     with open(f"{traces}/{{config.train.seed}}", "a") as file:
         file.write("done\\n")
 """

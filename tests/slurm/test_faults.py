@@ -62,7 +62,7 @@ def main(config):
         Loader.at = slowed(Loader.at, 0.05)
         run_job.evaluate = slowed(run_job.evaluate, 1.0)
         fsio.write_stream = slowed(fsio.write_stream, 1.0)
-    return classify.Classify.main(config, None)
+    return classify.Classify.main(config, classify.Params())
 """
 #: What the run is doing when a fault strikes. "starting" takes another fault, to make it start.
 MOMENTS = ("starting", "train", "evaluate", "checkpoint")

@@ -44,7 +44,7 @@ def at(self, step):
     return plain_at(self, step)
 def main(config):
     Loader.at = at
-    return classify.Classify.main(config, None)
+    return classify.Classify.main(config, classify.Params())
 """
 
 
@@ -59,7 +59,7 @@ def at(self, step):
     return plain_at(self, step)
 def main(config):
     Loader.at = at
-    return classify.Classify.main(config, None)
+    return classify.Classify.main(config, classify.Params())
 """
 
 
