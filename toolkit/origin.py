@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +39,35 @@ def find(text: str) -> Origin:
 
     That is a file, a checkpoint's folder, a DCP folder, a folder of safetensors files, or a run by its folder, id or
     name. A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks.
-    Raises ConfigError that says what there is.
+    A name such as ResNet50_Weights.IMAGENET1K_V2 means torchvision's weights. Raises ConfigError that says what there is.
     """
+    if is_published(text):
+        return Origin(TORCH, _published(text))
     path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)
     kind = next((kind for kind, signs in _SIGNS.items() if any((path / sign).is_file() for sign in signs)), RUN)
     return _run(text) if kind == RUN else Origin(kind, path)
+
+
+def is_published(name: str) -> bool:
+    """True for the name of weights that torchvision has published: ResNet50_Weights.IMAGENET1K_V2."""
+    return re.fullmatch(r"\w+_Weights\.\w+", name) is not None
+
+
+def published_path(name: str, root: str | None = None) -> Path:
+    """Return where the weights ``name`` are below ``root``, by default `$TOOLKIT_DATA` or ./data."""
+    return fsio.expand(root or os.environ.get("TOOLKIT_DATA") or "data").absolute() / "weights" / f"{name}.pth"
+
+
+def _published(name: str) -> Path:
+    path = published_path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"model.init_from: the weights {name} are not there yet: there is no {path}. Compute nodes have no "
+            f"internet: on the login node run\n    toolkit data fetch {name} --root {shlex.quote(str(path.parents[1]))}"
+        )
+    return path
 
 
 def _file(path: Path) -> Origin:

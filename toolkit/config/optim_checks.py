@@ -53,6 +53,11 @@ def check_optim(config: JobConfig) -> None:
             f"optim.decay_steps: {optim.schedule} falls from the end of the warm-up on; use optim.schedule wsd, or "
             "leave it out"
         )
+    if optim.layer_decay is not None and strategy.name in ("pipeline", "custom"):
+        raise ConfigError(
+            f"optim.layer_decay: needs all blocks of one model, and with strategy.name {strategy.name} a rank or a "
+            "network has some; give rates as optim.groups.PATTERN.lr_scale"
+        )
     if config.train.skip_bad_steps and optim.name == "sgd" and strategy.name in SHARDED:
         raise ConfigError(
             f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "

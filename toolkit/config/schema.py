@@ -221,6 +221,7 @@ class ModelConfig:
     name: str = "mlp"  #: of one of the job's models
     init_from: str | None = None  #: a run, a checkpoint or a file of weights
     init_weights: str | None = None  #: average or raw; null: the average of the weights where there is one
+    freeze: list[str] = field(default_factory=list)  #: patterns of parameters that are not trained, such as layer1.*
 
 
 #: What an optimizer's argument may be.
@@ -240,6 +241,7 @@ class OptimConfig:
     eps: float | None = None  #: of the same; null: torch's
     weight_decay: float = 0.0  #: of what no group has one of its own for
     decay_norms_and_biases: bool = True  #: false: weight_decay is for weights of two dimensions or more
+    layer_decay: float | None = None  #: each block has its next one's rate times this; the last layers have lr
     groups: dict[str, dict[str, Setting]] = field(default_factory=dict)  #: pattern of parameters: their own settings
     schedule: str = "constant"  #: how the rate goes on after the warm-up
     min_lr: float = 0.0  #: to which a schedule falls

@@ -271,7 +271,13 @@ def _check_custom(config: JobConfig) -> None:
     if config.strategy.name != "custom":
         return
     defaults = JobConfig()
-    for key in ("strategy.activation_checkpointing", "train.accumulate", "train.compile", "train.precision"):
+    for key in (
+        "model.freeze",
+        "strategy.activation_checkpointing",
+        "train.accumulate",
+        "train.compile",
+        "train.precision",
+    ):
         if value_of(config, key) != value_of(defaults, key):
             raise ConfigError(
                 f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
@@ -345,6 +351,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "optim.momentum": (0, 1),
     "optim.eps": (1e-30, 1),
     "optim.weight_decay": (0, 10_000),
+    "optim.layer_decay": (1e-6, 1),
     "optim.warmup_steps": (0, _STEPS),
     "optim.decay_steps": (1, _STEPS),
     "train.epochs": (1, _MANY),

@@ -12,8 +12,9 @@ import io
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import fsio
+from toolkit import fsio, origin
 from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
@@ -187,6 +188,8 @@ def fetch(name: str, root: str | None = None) -> str:
     name, so a broken download is never taken for the data set. Raises RequestError for one that cannot be fetched.
     """
     place = catalog.data_root(root)
+    if origin.is_published(name):
+        return _fetch_weights(name, root)
     if name not in _TORCHVISION_NAMES:
         if catalog.entry_of(name).classes is None:
             raise RequestError(
@@ -207,23 +210,47 @@ def fetch(name: str, root: str | None = None) -> str:
     return f"{name} is in {target}"
 
 
+def _fetch_weights(name: str, root: str | None) -> str:
+    """Download weights of torchvision, see :func:`~toolkit.origin.published_path`. Return where they are."""
+    from torch.hub import HASH_REGEX, download_url_to_file
+
+    path = origin.published_path(name, root)
+    if path.is_file():
+        return f"{name} is in {path} already"
+    try:
+        url = import_module("torchvision.models").get_weight(name).url
+    except (ValueError, AttributeError) as error:
+        raise RequestError(f"torchvision has no weights {name}: {error}") from None
+    fsio.make_dir(path.parent)
+    digest = HASH_REGEX.search(url)  # the name of a file of weights holds the beginning of its SHA-256
+    with _downloading(name, [url], [path]), fsio.new_path(path) as scratch:
+        download_url_to_file(url, str(scratch), digest and digest[1], progress=False)
+    return f"{name} is in {path}"
+
+
 def _download(name: str, scratch: Path, target: Path) -> None:
     import torchvision
 
     kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
+    addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
+    with _downloading(name, addresses, [target / file for file in catalog.entry_of(name).files]):
+        kind(scratch, download=True)
+
+
+@contextlib.contextmanager
+def _downloading(name: str, addresses: Sequence[str], paths: Sequence[Path]) -> Iterator[None]:
+    """Give up a server that does not answer. Raises DataMissingError with what to do without internet access here."""
     timeout_s = socket.getdefaulttimeout()
     # torchvision has no timeout of its own; this one covers every connection of the process.
     socket.setdefaulttimeout(FETCH_TIMEOUT_S)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # torchvision prints its progress; stdout is for the command
-            kind(scratch, download=True)
+            yield
     except (OSError, RuntimeError) as error:
-        # Say what was tried, and what to do without internet access here.
-        addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
-        files = "\n".join(f"    {target / file}" for file in catalog.entry_of(name).files)
+        folder, files = paths[0].parent, "\n".join(f"    {path}" for path in paths)
         raise DataMissingError(
             f"{name} could not be downloaded from {' or '.join(addresses)}: {error}\n"
-            f"Run this where there is internet, then copy the folder {target.name} here; what must be there:\n{files}"
+            f"Run this where there is internet, then copy the folder {folder.name} here; what must be there:\n{files}"
         ) from error
     finally:
         socket.setdefaulttimeout(timeout_s)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from toolkit.checkpoint import weights, whole
 from toolkit.checkpoint.store import committed
 from toolkit.checkpoint.weights import Weights
 from toolkit.config import ModelConfig
-from toolkit.errors import ConfigError, RequestError, listing
+from toolkit.errors import ConfigError, RequestError, listing, nearest
 from toolkit.hang import activity
 from toolkit.origin import Origin
 from toolkit.ranks.session import Session
@@ -35,8 +36,10 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
     prefixes aside, and shape. The log says which did not match; these keep the values that ``build`` gave them. A model
     made without memory (on ``meta``) is not filled: sharding strategies hand rank 0's weights to all. Raises
     ConfigError when nothing matches or there is no such source, and CheckpointError when it cannot be read.
+    Parameters that match ``config.freeze`` are frozen.
     """
     model = build()
+    freeze(model, config.freeze)
     if torch.get_default_device().type == "meta":
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
@@ -49,6 +52,33 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
             which = _WHICH[source.which]
             log.info("initial weights%s from %s: %d tensors%s", which, source.path, len(match.filled), match.misfits())
     return model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose name matches one of ``patterns``.
+
+    A module all of whose own parameters are frozen stays in evaluation mode, so that a BatchNorm keeps the statistics
+    that its weights were trained with. Raises ConfigError for a pattern without a match, or when nothing is left.
+    """
+    if not patterns:
+        return
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            layers = [name.rpartition(".")[0] + ".*" for name in named]
+            raise ConfigError(
+                f"model.freeze: {pattern!r} matches no parameter of this model; {nearest(pattern, [*named, *layers])}"
+                f"there are: {listing([*named], 12)}"
+            )
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ConfigError(f"model.freeze: {listing([*patterns])} leaves no parameter to train")
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        if own and not any(parameter.requires_grad for parameter in own):
+            module.eval()
 
 
 _WHICH = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from toolkit import logs
 from toolkit.config import OptimConfig
 from toolkit.errors import ConfigError, listing, nearest
+from toolkit.strategies.blocks import blocks
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -33,6 +34,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         names[parameter].append(name)
     _refuse_unmatched(config.groups, [name for all_names in names.values() for name in all_names])
     spared = set() if config.decay_norms_and_biases else _norms_and_biases(model)
+    by_depth = {} if config.layer_decay is None else _scales_by_depth(model, config.layer_decay)
     is_muon = config.name == "muon"
     matrices = _hidden_matrices(model) if is_muon else set()
     groups: dict[str, dict[str, Any]] = {}
@@ -41,6 +43,8 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
             continue
         # Defaults first: patterns override them, and a later pattern an earlier one.
         settings: dict[str, Any] = {"weight_decay": 0.0} if parameter in spared else {}
+        if by_depth:
+            settings["lr_scale"] = by_depth[parameter]
         if is_muon:
             settings["optimizer"] = "muon" if parameter in matrices else "adamw"
         for pattern, given in config.groups.items():
@@ -70,6 +74,28 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         shown = listing([names[parameter][0] for parameter in group["params"]], 5)
         log.info("optim: %d tensors with %s: %s", len(group["params"]), own or "no settings of their own", shown)
     return [*groups.values()]
+
+
+def _scales_by_depth(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
+    """Return each parameter's part of the rate: ``decay`` to the power of its distance from the last layers.
+
+    Those after the last block have 1, the last block ``decay``, the one before it ``decay ** 2``, and so on; what comes
+    before the first block has the least (as in BEiT, https://arxiv.org/abs/2106.08254, appendix). A parameter between
+    two blocks counts to the second. Raises ConfigError for a model without blocks.
+    """
+    depth_of = {parameter: depth for depth, block in enumerate(blocks(model), 1) for parameter in block.parameters()}
+    if not depth_of:
+        raise ConfigError(
+            "optim.layer_decay: this model repeats no block (several modules of one class in a ModuleList or "
+            "Sequential); give rates as optim.groups.PATTERN.lr_scale"
+        )
+    last, reached = max(depth_of.values()), 0
+    scales: dict[nn.Parameter, float] = {}
+    for parameter in model.parameters():
+        reached = max(reached, depth_of.get(parameter, 0))
+        beside = 0 if not reached else reached + 1
+        scales[parameter] = decay ** (last + 1 - depth_of.get(parameter, beside))
+    return scales
 
 
 def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:

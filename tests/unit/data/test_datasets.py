@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.error import URLError
 
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
+from toolkit import origin
+from toolkit.checkpoint import weights
 from toolkit.config import DataConfig
 from toolkit.data import datasets
 from toolkit.data.datasets import Datasets, build_datasets, fetch
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.memory import RandomShift
-from toolkit.errors import DataMissingError, RequestError
+from toolkit.errors import ConfigError, DataMissingError, RequestError
 from toolkit.ranks.batch import Batch, Share
 
 
@@ -295,6 +298,38 @@ def test_fetch_without_internet_says_what_was_tried_and_what_to_copy(
     for part in ("https://", "Network is unreachable", f"{tmp_path}/MNIST/raw/t10k-images-idx3-ubyte"):
         assert part in str(caught.value)
     assert list(tmp_path.iterdir()) == []  # half a download is no data set
+
+
+WEIGHTS = "ResNet18_Weights.IMAGENET1K_V1"
+
+
+def test_published_weights_are_fetched_checked_and_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"fc.weight": torch.ones(2, 3)}, tmp_path / "made.pth")
+    digest = hashlib.sha256((tmp_path / "made.pth").read_bytes()).hexdigest()
+    served = (tmp_path / "made.pth").rename(tmp_path / f"resnet18-{digest[:8]}.pth")
+    monkeypatch.setenv("TOOLKIT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("torchvision.models.get_weight", lambda name: SimpleNamespace(url=served.as_uri()))
+    with pytest.raises(ConfigError, match=rf"toolkit data fetch {WEIGHTS} --root {tmp_path}/data"):
+        origin.find(WEIGHTS)
+    assert fetch(WEIGHTS) == f"{WEIGHTS} is in {tmp_path}/data/weights/{WEIGHTS}.pth"
+    assert torch.equal(weights.read(origin.find(WEIGHTS)).tensors["fc.weight"], torch.ones(2, 3))
+    assert fetch(WEIGHTS).endswith("already")
+
+
+def test_damaged_weights_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = tmp_path / "resnet18-00000000.pth"
+    served.write_bytes(b"half of it")
+    monkeypatch.setattr("torchvision.models.get_weight", lambda name: SimpleNamespace(url=served.as_uri()))
+    with pytest.raises(DataMissingError, match="invalid hash value"):
+        fetch(WEIGHTS, str(tmp_path / "data"))
+    assert list((tmp_path / "data/weights").iterdir()) == []
+
+
+def test_weights_that_torchvision_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="torchvision has no weights ResNet19_Weights"):
+        fetch("ResNet19_Weights.IMAGENET1K_V1", str(tmp_path))
 
 
 def test_fetch_does_not_touch_an_incomplete_data_set(tmp_path: Path) -> None:

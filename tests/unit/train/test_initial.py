@@ -19,7 +19,8 @@ from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Replicated
-from toolkit.train.initial import fill, initialised, pair
+from toolkit.strategies.modes import in_training
+from toolkit.train.initial import fill, freeze, initialised, pair
 
 
 class Net(nn.Module):
@@ -189,3 +190,48 @@ def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
     assert "none of 1 checkpoints is good" in str(first)
     assert isinstance(second, ToolkitError)
     assert "model.init_from: rank 0 could not say" in str(second)
+
+
+def test_frozen_parts_train_as_in_a_loop_by_hand(tmp_path: Path) -> None:
+    """Neither their weights nor their statistics move, and the others move as with torch alone."""
+
+    def backbone_and_head() -> nn.Sequential:
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return nn.Sequential(body, nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    ours = initialised(backbone_and_head, ModelConfig(freeze=["0.*"]), session_of(tmp_path))
+    theirs = backbone_and_head().train()
+    theirs[0].requires_grad_(False).eval()
+    for model in (in_training(ours), theirs):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for step in range(3):
+            images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(step))
+            nn.functional.cross_entropy(model(images), torch.arange(6) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    fresh = backbone_and_head().state_dict()
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+        assert torch.equal(value, fresh[name]) == name.startswith("0."), name
+
+
+def test_a_layer_of_which_one_parameter_is_frozen_still_trains() -> None:
+    model = Net()
+    freeze(model, ["conv.*", "norm.bias"])
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
+        *("norm.weight", "head.weight", "head.bias")
+    ]
+    assert (model.training, model.conv.training, model.norm.training) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["haed.*"], r"model\.freeze: 'haed\.\*' matches no parameter .* did you mean 'head\.\*'"),
+        (["*"], r"model\.freeze: \* leaves no parameter to train"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        freeze(Net(), patterns)

@@ -322,3 +322,37 @@ def test_the_keys_of_torchs_optimizers_reach_them() -> None:
     assert build_optimizer(OptimConfig("adam"), model).defaults["betas"] == Adam(model.parameters()).defaults["betas"]
     sgd = build_optimizer(OptimConfig(nesterov=True), model).defaults
     assert (sgd["momentum"], sgd["nesterov"]) == (0.9, True)
+
+
+def test_rates_fall_with_the_depth_of_a_vision_transformer_as_in_beit() -> None:
+    """get_num_layer_for_vit() of BEiT's optim_factory.py: what comes before the blocks has 0, the head the most."""
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(image_size=8, patch_size=4, num_layers=3, num_heads=1, hidden_dim=4, mlp_dim=4)
+    groups = build_optimizer(OptimConfig("adamw", lr=0.1, layer_decay=0.5, groups={"heads.*": {"lr_scale": 9}}), model)
+    rates = {parameter: group["lr"] for group in groups.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        number = 4
+        if name.startswith(("class_token", "conv_proj", "encoder.pos_embedding")):
+            number = 0
+        elif "encoder_layer_" in name:
+            number = int(re.findall(r"encoder_layer_(\d+)", name)[0]) + 1
+        expected = 0.9 if name.startswith("heads.") else 0.1 * 0.5 ** (4 - number)  # a pattern's own rate wins
+        assert rates[parameter] == pytest.approx(expected), name
+
+
+def test_rates_fall_with_the_depth_of_a_residual_network() -> None:
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=3)
+    groups = build_optimizer(OptimConfig(lr=1.0, layer_decay=0.9), model).param_groups
+    rates = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+    by_layer = {name: rates[parameter] for name, parameter in model.named_parameters() if name.endswith("weight")}
+    blocks = [by_layer[f"layer{stage}.{number}.conv2.weight"] for stage in (1, 2, 3, 4) for number in (0, 1)]
+    assert blocks == pytest.approx([0.9 ** (8 - number) for number in range(8)])
+    assert (by_layer["conv1.weight"], by_layer["fc.weight"]) == pytest.approx((0.9**9, 1.0))
+
+
+def test_rates_by_depth_need_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.layer_decay: this model repeats no block"):
+        build_optimizer(OptimConfig(layer_decay=0.5), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 EXAMPLES = (
+    ("toolkit data fetch ResNet50_Weights.IMAGENET1K_V2", "weights that model.init_from can name"),
     ("toolkit data fetch mnist", "download it to $TOOLKIT_DATA, or ./data"),
     ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
 )
