@@ -39,7 +39,7 @@ def find(text: str) -> Origin:
 
     That is a file, a checkpoint's folder, a DCP folder, a folder of safetensors files, or a run by its folder, id or
     name. A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks.
-    A name such as ResNet50_Weights.IMAGENET1K_V2 means torchvision's weights. Raises ConfigError that says what there is.
+    ResNet50_Weights.IMAGENET1K_V2 and the like mean torchvision's weights. Raises ConfigError that says what there is.
     """
     if is_published(text):
         return Origin(TORCH, _published(text))

@@ -156,13 +156,22 @@ def configs() -> Iterator[tuple[str, str]]:
             yield from ((page.stem, part) for part in re.split(rf"(?m)^(?={first}:)", block) if part)
 
 
+#: Where weights are that docs/images.md names.
+WEIGHTS = "data/weights/ResNet50_Weights.IMAGENET1K_V2.pth"
+
+
 @pytest.mark.parametrize(("page", "config"), list(configs()))
 def test_every_config_of_a_page_is_valid(
     page: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for other in (ROOT / "configs").glob("*.yaml"):  # what it may extend
         (tmp_path / other.name).write_text(other.read_text())
-    for name in ("scratch/imagenet/train/dog/1.jpg", "scratch/imagenet/val/dog/2.jpg", "images/torch-2.15.sif"):
+    for name in (
+        "scratch/imagenet/train/dog/1.jpg",
+        "scratch/imagenet/val/dog/2.jpg",
+        "images/torch-2.15.sif",
+        WEIGHTS,
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".hf_token").touch(0o600)
