@@ -15,14 +15,15 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.cli import show
 from toolkit.errors import EXIT_FAILED, RequestError
+from toolkit.launch.record import sweep_folder
+from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.run_files import RunState
 from toolkit.slurm import shared_queue
-from toolkit.sweep import again, folder, request, submission
-from toolkit.sweep.folder import SweepDir
+from toolkit.sweep import again, request, submission
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options
-from toolkit.sweep.states import PointStanding, standings
+from toolkit.sweep.states import REMOVED, PointStanding, standings
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40
@@ -62,7 +63,7 @@ def look_after(args: Namespace) -> int | None:
     """Carry out ``toolkit sweep VERB NAME``."""
     if len(args.overrides) != 1:
         raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep")
-    sweep, damage = folder.find(args.overrides[0]), list[str]()
+    sweep, damage = sweep_folder.find(args.overrides[0]), list[str]()
     found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows, damage)
     metric = args.metric or _metric(sweep, found)
     verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
@@ -124,11 +125,11 @@ def _retry(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: N
     if args.json:
         print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": [_as_data(each) for each in failed]}))
         return
+    for line in _causes([*failed, *(each for each in found if each.state == REMOVED)]):
+        print(line)
     if not failed:
         print(f"sweep {sweep.name}: no point has failed; nothing was submitted")
         return
-    for line in _causes(failed):
-        print(line)
     print(
         f"sweep {sweep.name}: {len(failed)} points submitted again"
         + (f" (Slurm job {', '.join(jobs)})" if jobs else "")

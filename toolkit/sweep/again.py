@@ -10,6 +10,7 @@ from toolkit.errors import RequestError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission.handle import attach
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -17,7 +18,6 @@ from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, base_id
 from toolkit.slurm.states import Phase, phase
 from toolkit.sweep import local, submission
-from toolkit.sweep.folder import SweepDir
 from toolkit.sweep.states import PointStanding
 
 

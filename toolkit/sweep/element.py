@@ -15,10 +15,10 @@ from toolkit import logs
 from toolkit.errors import DamagedFileError
 from toolkit.launch.job import nodes
 from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record.sweep_folder import Array, SweepDir
 from toolkit.launch.submission.handle import attach
 from toolkit.run_files import RunResult, RunState
 from toolkit.rundir import RunDir
-from toolkit.sweep.folder import Array, SweepDir
 
 #: A stopped run's job may take this long to end after its result is written; it is asked for this often.
 ENDING_S, ASK_EVERY_S = 30.0, 5.0
@@ -52,6 +52,9 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
         raise DamagedFileError(
             f"{array.points_path}, line {index + 1}: the point cannot be read; {'; '.join(damage) or 'it is missing'}"
         )
+    if array.sweep.was_removed(point):
+        log.warning("run %s was removed after it had begun: it is not run again", point.run)
+        return None
     run = array.sweep.make_run(point, time.time())
     owner = ownership.read(run)
     # `toolkit sweep stop` writes a result, and its request, also for a run that no job has had.

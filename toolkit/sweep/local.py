@@ -5,7 +5,6 @@ It keeps nothing in memory that the files do not say: killed, and started again,
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -15,15 +14,14 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import fsio, logs
 from toolkit.errors import ToolkitError
-from toolkit.launch.record import ownership
+from toolkit.launch.record import ownership, sweep_folder
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.sweep_folder import Point, SweepDir
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
-from toolkit.sweep import folder
-from toolkit.sweep.folder import Point, SweepDir
 
 LOOK_EVERY_S = 0.5
 
@@ -43,18 +41,9 @@ def start(sweep: SweepDir) -> None:
         )
 
 
-def is_at_work(sweep: SweepDir) -> bool:
-    """True if a process runs the sweep's points on this machine."""
-    fd = _lock(sweep)
-    if fd is None:
-        return True
-    os.close(fd)
-    return False
-
-
 def work(sweep: SweepDir) -> None:
     """Run all points of the sweep that were submitted for this machine, and return when all have ended."""
-    while _waiting(sweep) and (fd := _lock(sweep)) is not None:
+    while _waiting(sweep) and (fd := sweep.local_lock()) is not None:
         try:
             _run_all(sweep)
         finally:
@@ -91,9 +80,11 @@ def _limit(sweep: SweepDir) -> int:
 def _waiting(sweep: SweepDir) -> list[Point]:
     """Return the points that have not ended since they were submitted last."""
     points = []
-    for point, array, _ in folder.newest(sweep.arrays(), []).values():
+    for point, array, _ in sweep_folder.newest(sweep.arrays(), []).values():
         record = array.record()
         if record is None or record.executor != "local":
+            continue
+        if sweep.was_removed(point):
             continue
         result = sweep.run_of(point).path / "result.json"
         if not result.exists() or _failed_before(sweep.run_of(point), array.points_path):
@@ -121,16 +112,6 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")
         return None
-
-
-def _lock(sweep: SweepDir) -> int | None:
-    fd = fsio.open_private(sweep.path / "local.lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
 
 
 if __name__ == "__main__":

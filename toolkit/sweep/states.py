@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.errors import SlurmError
-from toolkit.launch.record import ownership
+from toolkit.launch.record import ownership, sweep_folder
+from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.launch.supervise.facts import HALVED
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
-from toolkit.sweep import folder, local
-from toolkit.sweep.folder import ArrayRecord, Point, SweepDir
 
 #: Of an array in the queue Slurm is asked by this function; a job that it does not know is None there.
 Ask = Callable[[Iterable[str]], Mapping[str, JobStatus | None]]
@@ -23,7 +22,7 @@ Ask = Callable[[Iterable[str]], Mapping[str, JobStatus | None]]
 RowsOfRuns = Callable[[Sequence[RunDir]], list[dict[str, Any]]]
 
 #: States of points that have no run.
-NOT_SUBMITTED, LOST = "not submitted", "lost"
+NOT_SUBMITTED, LOST, REMOVED = "not submitted", "lost", "removed"
 #: States of runs that have a result.
 _ENDED = tuple(state for state in RunState if state.is_over)
 
@@ -55,7 +54,7 @@ class PointStanding:
 
 def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[PointStanding]:
     """Return every point, in the order of its submission. ``damage`` gets what cannot be read."""
-    newest = folder.newest(sweep.arrays(), damage)
+    newest = sweep_folder.newest(sweep.arrays(), damage)
     records = {array: array.record(damage) for _, array, _ in newest.values()}
     started = dict.fromkeys(_started(sweep, [point for point, _, _ in newest.values()]))
     jobs = {id_: array.job_of(index, records[array]) for id_, (_, array, index) in newest.items()}
@@ -63,11 +62,11 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
     is_queued = {
         id_
         for id_, (point, array, _) in newest.items()
-        if point.run not in started or _is_again(sweep, point, records[array])
+        if point.run not in started or sweep_folder.is_again(sweep.run_of(point), array, records[array])
     }
     answers, is_answered = _answers(ask, [job for id_ in is_queued if (job := jobs[id_]) is not None])
     rows = {row["path"]: row for row in rows_of([RunDir(sweep.runs / run) for run in started])}
-    works_here = _works_here(sweep, records.values())
+    works_here, begun = _works_here(sweep, records.values()), sweep.begun()
     found = []
     for id_, (point, array, _) in newest.items():
         run, record, job_id = sweep.run_of(point), records[array], jobs[id_]
@@ -81,6 +80,8 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
             state, why = row["state"], row["why"]
             if row["job_id"]:
                 job_id, executor = row["job_id"], row["executor"]
+        elif not row and id_ in begun and sweep.was_removed(point):
+            state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
         found.append(PointStanding(point, run, state, job_id, why, row, executor))
     return found
 
@@ -95,21 +96,6 @@ def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
     return [run for run, name, id_ in parts if id_ in there[name] and (sweep.runs / run / "config.yaml").exists()]
 
 
-def _is_again(sweep: SweepDir, point: Point, record: ArrayRecord | None) -> bool:
-    """True if the run was submitted again by a job that does not have it yet.
-
-    A run that was lost has no result.
-    """
-    run = sweep.run_of(point)
-    result = run.result([])
-    if record is None or record.executor != "slurm":
-        return False
-    if result is not None and result.state is RunState.COMPLETED:
-        return False
-    owner = ownership.read(run, [])
-    return owner is not None and owner.token != record.token
-
-
 def may_start_again(run: RunDir, ask: Ask) -> bool:
     """True if a run that is over was submitted again by its sweep, and may still start. Also if Slurm does not answer.
 
@@ -118,7 +104,7 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
     place, owner, result = run.point([]), ownership.read(run, []), run.result([])
     if place is None or (result is not None and result.state is RunState.COMPLETED):
         return False
-    sweep = SweepDir(run.path.parent.parent / folder.FOLDER / place.sweep)
+    sweep = SweepDir(run.path.parent.parent / sweep_folder.FOLDER / place.sweep)
     for array in reversed(sweep.arrays()):
         record = array.record([])
         if record is None:
@@ -128,7 +114,7 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
         names = [point.run for point in array.points([])]
         if f"{run.name}/{run.id}" in names:
             if record.executor == "local":
-                return local.is_at_work(sweep)
+                return sweep.works_here()
             job = array.job_of(names.index(f"{run.name}/{run.id}"), record)
             answers, _ = _answers(ask, [job] if job else [])
             status = answers.get(job or "")
@@ -144,7 +130,7 @@ def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | No
 
 
 def _works_here(sweep: SweepDir, records: Iterable[ArrayRecord | None]) -> bool:
-    return any(record is not None and record.executor == "local" for record in records) and local.is_at_work(sweep)
+    return any(record is not None and record.executor == "local" for record in records) and sweep.works_here()
 
 
 def _waiting_state(

@@ -22,13 +22,13 @@ from toolkit import config as configs
 from toolkit import fsio, logs
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
-from toolkit.launch.record import ownership
+from toolkit.launch.record import ownership, sweep_folder
+from toolkit.launch.record.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.slurm.commands import Slurm, SlurmCommands
-from toolkit.sweep import folder, points
-from toolkit.sweep.folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
+from toolkit.sweep import points
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options, SweepRequest
 
@@ -55,7 +55,7 @@ class Submitted:
 
 def check(request: SweepRequest, project: Path, executor: str) -> list[CheckedPoint]:
     """Return all points of the request. Raises ConfigError or RequestError before anything is written."""
-    refuse_unfit(folder.of_name("x").runs)
+    refuse_unfit(sweep_folder.of_name("x").runs)
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
     found = list(points.checked(request, project, executor))
@@ -80,7 +80,7 @@ def submit(
     chosen = choose_executor(executor)
     found = check(request, project, chosen)
     config = points.config_of(found[0])
-    sweep = folder.of_name(request.options.name or config.name)
+    sweep = sweep_folder.of_name(request.options.name or config.name)
     if chosen == "local":
         return _submit_locally(request, project, sweep, found)
     slurm = slurm or Slurm()
@@ -155,7 +155,7 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
 def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint]) -> list[Point]:
     """Return the points that are in no list of the sweep, as lines of one. Raises DamagedFileError."""
     damage: list[str] = []
-    known = folder.newest(sweep.arrays(), damage)
+    known = sweep_folder.newest(sweep.arrays(), damage)
     if damage:
         raise DamagedFileError(f"{damage[0]}: which points were submitted is not known; use another --name")
     taken = {point.run for point, _, _ in known.values()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,13 @@ from toolkit.cli import show
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission import handle
 from toolkit.run_files import RunProgress, RunResult, RunState
 from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.sweep import again, element, states
-from toolkit.sweep.folder import SweepDir
 from toolkit.sweep.states import PointStanding, standings
 
 
@@ -177,6 +179,51 @@ def test_a_point_stopped_before_it_had_an_owner_goes_on_with_a_retry() -> None:
     assert record is not None
     assert element.claim(retried, 0, record.token) == run
     assert (run.result(), stop_request.asked(run)) == (None, None)
+
+
+def test_a_point_stopped_without_an_owner_waits_again_after_a_retry() -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..0")
+    (array,) = sent.sweep.arrays()
+    record = array.record()
+    assert record is not None
+    element.claim(array, 0, record.token)
+    again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm)
+    assert look(sent.sweep, slurm)[0].state == "stopped"
+    time.sleep(0.01)  # a tick of the file system's clock
+    (job,) = retry_all(sent.sweep, slurm)
+    found = look(sent.sweep, slurm)[0]
+    assert (found.state, found.job_id, found.is_to_retry) == ("queued", f"{job}_0", False)
+    assert retry_all(sent.sweep, slurm) == []
+
+
+@pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.FAILED])
+def test_a_point_whose_folder_was_removed_is_not_run_again(
+    state: RunState, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    monkeypatch.setattr(again, "Slurm", lambda: slurm)
+    sent = submit(slurm, "train.seed=0..1")
+    start(sent.sweep, slurm, 0)
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    write_ended(run, state, "as the test wants")
+    slurm.finish(f"{sent.jobs[0]}_0", exit_code=state is RunState.FAILED)
+    shutil.rmtree(run.path)
+    found = look(sent.sweep, slurm)
+    assert {seed: (each.state, each.is_to_retry) for seed, each in found.items()} == {
+        0: ("removed", False), 1: ("queued", False),
+    }  # fmt: skip
+    assert cli.main(["sweep", "retry", "mine"]) == EXIT_DONE
+    told = capsys.readouterr().out
+    assert "its run folder was removed, so it is not run again" in told
+    assert "nothing was submitted" in told
+    # Nor does a job that Slurm starts once more make it anew.
+    (array,) = sent.sweep.arrays()
+    record = array.record()
+    assert record is not None
+    assert element.claim(array, 0, record.token) is None
+    assert not run.path.exists()
 
 
 def retry_all(sweep: SweepDir, slurm: FakeSlurm) -> list[str]:

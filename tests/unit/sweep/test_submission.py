@@ -17,12 +17,12 @@ import pytest
 from toolkit import config as configs
 from toolkit import testing
 from toolkit.errors import ConfigError, DamagedFileError, RequestError
-from toolkit.launch.record import ownership
+from toolkit.launch.record import ownership, sweep_folder
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.run_files import RunState
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.sweep import element, folder, points, request, submission
-from toolkit.sweep.folder import SweepDir
+from toolkit.sweep import element, points, request, submission
 from toolkit.sweep.request import Options
 from toolkit.sweep.submission import Submitted
 
@@ -306,7 +306,7 @@ def test_a_damaged_line_moves_no_other_point() -> None:
     lines = array.points_path.read_text().splitlines()
     array.points_path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
     assert element.claim(array, 2, record.token) == sent.sweep.run_of(whole[2])
-    newest = folder.newest([array], [])
+    newest = sweep_folder.newest([array], [])
     assert [(newest[point.id][2], array.job_of(newest[point.id][2], record)) for point in (whole[0], whole[2])] == [
         (0, f"{sent.jobs[0]}_0"),
         (2, f"{sent.jobs[0]}_2"),
@@ -336,7 +336,7 @@ def test_equal_points_of_two_sweeps_have_runs_of_their_own(monkeypatch: pytest.M
 
 
 def test_a_second_submitter_is_refused_while_one_works() -> None:
-    sweep = folder.of_name("mine")
+    sweep = sweep_folder.of_name("mine")
     with sweep.locked(), pytest.raises(RequestError, match="another `toolkit sweep`"):
         submit(FakeSlurm(), "train.seed=0..2")
 

@@ -18,6 +18,7 @@ from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.errors import DamagedFileError, RequestError, nearest
 from toolkit.json_record import FileRecord
+from toolkit.launch.record import ownership
 from toolkit.run_files import Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
 from toolkit.rundir import RunDir
 
@@ -170,6 +171,18 @@ class SweepDir:
     def run_of(self, point: Point) -> RunDir:
         return RunDir(self.runs / point.run)
 
+    def was_removed(self, point: Point) -> bool:
+        """True if the point has had a run folder, and somebody has removed it. It is not run again by itself."""
+        return self._mark(point).exists() and not self.run_of(point).path.exists()
+
+    def begun(self) -> set[str]:
+        """Return the ids of the points that have, or have had, a run folder."""
+        folder = self.path / "begun"
+        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+    def _mark(self, point: Point) -> Path:
+        return self.path / "begun" / point.id
+
     def make_run(self, point: Point, submitted: float) -> RunDir:
         """Return the run of a point; make its folder unless it is there. What an interrupted start left is completed.
 
@@ -177,6 +190,7 @@ class SweepDir:
         """
         run, sweep = self.run_of(point), self.record()
         if run.config.exists():
+            self._mark_begun(point)
             return run
         if sweep is None:
             raise DamagedFileError(f"{self.path / 'sweep.json'} is missing: how its points are to be run is not known")
@@ -193,7 +207,31 @@ class SweepDir:
         run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
         # The config comes last: a folder that has one is a whole run.
         fsio.write_atomic(run.config, configs.dump_config(config))
+        self._mark_begun(point)
         return run
+
+    def _mark_begun(self, point: Point) -> None:
+        mark = self._mark(point)
+        if not mark.exists():
+            fsio.make_dir(mark.parent, parents=0)
+            fsio.write_atomic(mark, b"", durable=False)
+
+    def local_lock(self) -> int | None:
+        """Return the open lock of the process that runs the sweep's points on this machine; None if one has it."""
+        fd = fsio.open_private(self.path / "local.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def works_here(self) -> bool:
+        """True if a process runs the sweep's points on this machine."""
+        fd = self.local_lock()
+        if fd is not None:
+            os.close(fd)
+        return fd is None
 
 
 def find(name: str) -> SweepDir:
@@ -210,6 +248,22 @@ def find(name: str) -> SweepDir:
 def of_name(name: str) -> SweepDir:
     """Return the folder of a sweep that need not exist."""
     return SweepDir(rundir.runs_root() / FOLDER / name)
+
+
+def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
+    """True if a run that has a folder was submitted again by the list ``array``, whose job does not have it yet.
+
+    A run that was lost has no result.
+    """
+    result = run.result([])
+    if record is None or record.executor != "slurm" or (result is not None and result.state is RunState.COMPLETED):
+        return False
+    owner = ownership.read(run, [])
+    if owner is not None:
+        return owner.token != record.token
+    # It was stopped before a job had it. The list is newer than that if it submits the run again.
+    path = run.path / "result.json"
+    return path.exists() and path.stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
 
 
 def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:
