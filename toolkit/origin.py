@@ -34,8 +34,8 @@ class Origin:
     path: Path
 
 
-def find(text: str) -> Origin:
-    """Return what ``text`` names.
+def find(text: str, *, may_come: bool = False) -> Origin:
+    """Return what ``text`` names. With ``may_come`` a run need not have a checkpoint yet.
 
     That is a file, a checkpoint's folder, a DCP folder, a folder of safetensors files, or a run by its folder, id or
     name. A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks.
@@ -47,7 +47,7 @@ def find(text: str) -> Origin:
     if path.is_file():
         return _file(path)
     kind = next((kind for kind, signs in _SIGNS.items() if any((path / sign).is_file() for sign in signs)), RUN)
-    return _run(text) if kind == RUN else Origin(kind, path)
+    return _run(text, may_come) if kind == RUN else Origin(kind, path)
 
 
 def is_published(name: str) -> bool:
@@ -76,7 +76,7 @@ def _file(path: Path) -> Origin:
     return Origin(_SUFFIXES[path.suffix], path)
 
 
-def _run(text: str) -> Origin:
+def _run(text: str, may_come: bool) -> Origin:
     try:
         run = rundir.find(text)
     except RunNotFoundError as error:
@@ -89,4 +89,8 @@ def _run(text: str) -> Origin:
     for each in (run, *reversed(named)):
         if any(each.checkpoints.glob("step-*/manifest.json")):
             return Origin(RUN, each.path)
-    raise ConfigError(f"model.init_from: run {run.id} has no checkpoint in {run.checkpoints}")
+    if may_come:
+        return Origin(RUN, run.path)
+    raise ConfigError(
+        f"model.init_from: run {run.id} has no checkpoint in {run.checkpoints}; if it works, wait for it with --after"
+    )

@@ -349,6 +349,17 @@ class Submission(FileRecord):
     token: str | None = None
 
 
+# ---------------------------------------------------------------------------------------------------------- after.json
+
+
+@dataclass(frozen=True)
+class AfterRecord(FileRecord):
+    """``after.json``: what must have completed before the run starts. It is removed when that is so."""
+
+    runs: tuple[str, ...]  #: their folders
+    sweeps: tuple[str, ...]  #: their folders
+
+
 # ------------------------------------------------------------------------------------------------------ trackers/*.json
 
 

@@ -11,9 +11,10 @@ import pytest
 from toolkit import fsio, rundir
 from toolkit.json_record import VERSION, shape_of
 from toolkit.launch.job import nodes
-from toolkit.launch.record import stop_request
+from toolkit.launch.record import after, stop_request
 from toolkit.records import Misfit
 from toolkit.run_files import (
+    AfterRecord,
     AttemptRecord,
     OwnerRecord,
     RunProgress,
@@ -220,6 +221,22 @@ def test_a_damaged_key_of_a_point_is_named(run: RunDir, key: str) -> None:
     assert (point is None) == (key in ("sweep", "id"))
     fsio.write_json(run.path / "point.json", POINT)
     assert SweepPoint(**POINT) == run.point()
+
+
+#: Every key of after.json.
+AFTER: dict[str, Any] = {"version": 1, "runs": ["/runs/gpt/20260131-120000-1a2b3c4d"], "sweeps": ["/runs/.sweeps/lr"]}
+
+
+@pytest.mark.parametrize("key", sorted(AFTER))
+def test_a_damaged_key_of_what_a_run_waits_for_is_named(run: RunDir, key: str) -> None:
+    assert AFTER.keys() == shape_of(AfterRecord).keys.keys(), "a key has no example here"
+    fsio.write_json(run.path / "after.json", {**AFTER, key: [[]]})
+    damage: list[str] = []
+    record = after.record_of(run, damage)
+    assert key in damage[0]
+    assert (record is None) == (key != "version"), "a part of it would let the run start early"
+    fsio.write_json(run.path / "after.json", AFTER)
+    assert AfterRecord.load(AFTER) == after.record_of(run)
 
 
 #: Every key of owner.json and of submission.json.

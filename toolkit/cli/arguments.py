@@ -46,6 +46,11 @@ def add_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
 
 
+def add_after(parser: argparse.ArgumentParser) -> None:
+    text = "start only when this run, or all runs of this sweep, have completed; may be given several times"
+    parser.add_argument("--after", action="append", default=[], metavar="RUN", help=text)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 

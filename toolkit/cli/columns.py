@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.cli import run_rows
 from toolkit.durations import as_clock, in_units
 from toolkit.errors import RequestError, listing, nearest
+from toolkit.launch.record import after
 
 Row = dict[str, Any]
 
@@ -27,7 +28,10 @@ def _job(row: Row) -> str:
 def _waits_for(row: Row) -> str | None:
     from toolkit.slurm import reasons
 
-    return reasons.in_words(row["reason"]) if row["slurm"] == "PENDING" and row["reason"] else None
+    reason = row["reason"] if row["slurm"] == "PENDING" else None
+    if row["after"] and reason in (None, "None", "Dependency"):
+        return after.sentence(row["after"])
+    return reasons.in_words(reason) if reason else None
 
 
 def ago(at: float | None) -> str:

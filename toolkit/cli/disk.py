@@ -16,6 +16,7 @@ from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.errors import RequestError, ToolkitError
+from toolkit.launch.record import after
 from toolkit.launch.submission.handle import attach
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -77,7 +78,7 @@ def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, A
 
 
 def used_origins() -> dict[Path, str]:
-    """Return the paths that runs which are not over name in `model.init_from`, each with the id of such a run."""
+    """Return the paths that runs which are not over begin with, or wait for, each with the id of such a run."""
     cache, runs = run_rows.cache_of(rundir.runs_root()), rundir.all_runs()
     going = [run for run, row in zip(runs, status_rows(runs, cache), strict=True) if not is_over(row)]
     named = {config.get("model.init_from"): run.id for run, config in zip(going, cache.configs(going), strict=True)}
@@ -85,6 +86,9 @@ def used_origins() -> dict[Path, str]:
     for text, user in named.items():
         with contextlib.suppress(ToolkitError):  # it is gone already
             found.update({origin.find(str(text)).path.resolve(): user} if text else {})
+    for run in going:
+        waits_for = after.record_of(run, [])
+        found |= {Path(path).resolve(): run.id for path in (waits_for.runs if waits_for is not None else ())}
     return found
 
 
@@ -114,7 +118,7 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
         return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
     path = run.path.resolve()
     user = next((user for source, user in used.items() if path in (source, *source.parents)), None)
-    return user and f"run {user}, which has not ended, begins with the weights of run {run.id} (model.init_from)"
+    return user and f"run {user}, which has not ended, needs run {run.id} (model.init_from, or --after)"
 
 
 def remove(run: RunDir) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.cli import slow
-from toolkit.launch.record import changes, ownership, stop_request
+from toolkit.launch.record import after, changes, ownership, stop_request
 from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -28,7 +28,7 @@ from toolkit.user_cache import cache_dir
 _ENDED_FILES = ("status.json", "result.json")
 _LIVE_FILES = (
     *(*_ENDED_FILES, "owner.json", "intent.json", "attempts.jsonl", "changes.jsonl"),
-    *("submitit/submission.json", "config.yaml"),
+    *("submitit/submission.json", "config.yaml", "after.json"),
 )
 #: A file that was written this recently may change again within the tick of its file system's clock: such rows are not
 #: kept.
@@ -40,7 +40,7 @@ _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
 #: Changes with the meaning of the rows: a cache with another one is thrown away.
-_VERSION = 3
+_VERSION = 4
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -85,6 +85,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "job_id": status.job_id,
         "follow_ups": [],
         "asked": None,
+        "after": after.names(after.record_of(run, damage)) if result is None else [],
         "executor": "slurm" if status.job_id else "local",
         "attempt": status.attempt or 0,
         "restarts": max(0, ((result.attempts if result is not None else 0) or status.attempt or 1) - 1),
@@ -131,6 +132,7 @@ _EMPTY: Mapping[str, Any] = {
     "job_id": None,
     "follow_ups": [],
     "asked": None,
+    "after": [],
     "executor": "local",
     "attempt": 0,
     "restarts": 0,

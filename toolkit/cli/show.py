@@ -203,11 +203,11 @@ def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _waits_lines(rows: list[dict[str, Any]]) -> str:
-    """Return what the pending jobs wait for, in words, and when Slurm expects them to start."""
+    """Return what runs wait for, in words, and when Slurm expects pending jobs to start."""
     lines = list[str]()
     for row in rows:
         start = columns.start_text(row["expected_start"])
-        if _waits(row) and _held_for(row) is None:
+        if (_waits(row) or row["after"]) and _held_for(row) is None:
             lines.append(f"\n{row['run']}: {columns.text(row, 'waits_for')}")
             lines[-1] += f"; Slurm expects it to start at {start}" if start else ""
     return "".join(lines)

@@ -42,7 +42,7 @@ def submit(args: Namespace) -> None:
         rows = [{"point": point.id, **point.values} for point in points]
         print(show.as_json(rows) if args.json else _plan(points))
         return
-    sent = submission.submit(asked, Path.cwd(), args.executor)
+    sent = submission.submit(asked, Path.cwd(), args.executor, after=args.after)
     if args.json:
         print(show.as_json({"sweep": sent.sweep.name, "new": sent.new, "known": sent.known, "jobs": list(sent.jobs)}))
         return

@@ -5,17 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit import staging
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
-from toolkit.config import load_config
+from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
 from toolkit.errors import CheckpointError, RequestError
+from toolkit.launch.job.follow_up import is_for_one_job
+from toolkit.launch.record import awaited
+from toolkit.launch.submission.executors import choose_executor
+from toolkit.launch.submission.handle import Run
+from toolkit.launch.submission.submit import submit_foreign
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
 
 #: The columns of predictions as CSV.
 COLUMNS = ("file", "class", "probability")
@@ -65,6 +75,26 @@ def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
     if Path(text).suffix not in suffixes:
         raise RequestError(f"--output {text}: its name must end in {' or '.join(suffixes)}")
     return new_path(f"--output {text}", text)
+
+
+def submit_evaluation(run: RunDir, args: Namespace) -> Run:
+    """Submit the same evaluation as a job of its own, which starts when the run has completed.
+
+    It gets one task on one node that the run's config describes. Raises RequestError.
+    """
+    if args.images is not None or args.output is not None:
+        raise RequestError("--submit: the figures are written into the run; leave out --images and --output")
+    cluster = load_config(run.config, site=False).cluster
+    extra = {key: value for key, value in cluster.extra.items() if not is_for_one_job(key)}
+    gpus = min(1, cluster.gpus_per_node)
+    one = replace(cluster, nodes=1, tasks_per_node=1, gpus_per_node=gpus, spare_nodes=0, extra=extra)
+    config = JobConfig(name=f"evaluate-{run.name}", job=FOREIGN_JOB, cluster=one)
+    validate(config)
+    words = ["--checkpoint", args.checkpoint, *(["--weights", args.weights] if args.weights else [])]
+    words += [*(["--data", *args.data] if args.data else []), *(["--trust"] if args.trust else []), "--keep"]
+    command = [str(staging.origin(sys.executable)), "-m", "toolkit", "evaluate", str(run.path), *words]
+    chosen = choose_executor("auto")
+    return submit_foreign(config, command, chosen, awaited.find(str(run.path), chosen, Slurm().show_jobs))
 
 
 def page(told: Mapping[str, Any]) -> str:

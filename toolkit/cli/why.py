@@ -10,7 +10,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import node_history, nodes
-from toolkit.launch.record import changes
+from toolkit.launch.record import after, changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import efficiency, goodput
@@ -45,6 +45,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     known = status.state if result is None else result.state
     state = row["state"] if is_over else known or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
+    waits_for = after.sentence(row["after"]) or None
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
@@ -53,7 +54,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
+        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line) or waits_for,
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
         "first_failure": _first_failure(run, attempts, damage),

@@ -119,6 +119,10 @@ class SlurmCommands(Protocol):
         """Keep a pending job off these nodes. Slurm refuses this for a running job: requeue it first."""
         ...
 
+    def depend(self, job_id: str, on: Sequence[str]) -> None:
+        """Let a pending job wait for the end of these jobs, and of no others. Slurm refuses this for a running job."""
+        ...
+
     def drained(self, node_list: str) -> dict[str, str]:
         """Return the reason for each of these nodes that takes no new jobs (DRAIN), with who gave it.
 
@@ -248,6 +252,9 @@ class Slurm:
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={node_list}"])
+
+    def depend(self, job_id: str, on: Sequence[str]) -> None:
+        self._run(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{':'.join(on)}"])
 
     def drained(self, node_list: str) -> dict[str, str]:
         # --all also lists nodes whose partition is hidden.

@@ -83,7 +83,7 @@ class _FakeJobs:
 
 
 class FakeSlurm(_FakeJobs):
-    """The fake, see the module's text. ``sent``, ``submitted``, ``excluded`` and ``kept`` record the calls."""
+    """The fake, see the module's text. ``sent``, ``submitted``, ``excluded``, ``depends`` and ``kept`` record calls."""
 
     def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
         self.now = now
@@ -97,6 +97,7 @@ class FakeSlurm(_FakeJobs):
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
+        self.depends: dict[str, tuple[str, ...]] = {}  #: by pending job, the jobs given to `depend`
         self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
         self.asked_for_nodes: list[str] = []  #: the node list of each call of `drained`
         self.asked_for_jobs: list[tuple[str, ...]] = []  #: each call of `user_jobs`, as (), and of `accounted_jobs`
@@ -188,6 +189,14 @@ class FakeSlurm(_FakeJobs):
                 raise SlurmError(f"Job is no longer pending execution: {job_id}")
             self.excluded[row.requeue_id] = node_list
             self._set(row, excluded=node_list)
+
+    def depend(self, job_id: str, on: Sequence[str]) -> None:
+        self._contact()
+        for row in self._known(job_id):
+            if phase(row.state) is not Phase.PENDING:
+                raise SlurmError(f"Job is no longer pending execution: {job_id}")
+            self.depends[row.requeue_id] = tuple(on)
+            self._set(row, reason="Dependency")
 
     def drained(self, node_list: str) -> dict[str, str]:
         self.asked_for_nodes.append(node_list)
@@ -337,7 +346,7 @@ def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[Jo
         JobRow(
             job_id=str(first + offset),
             state="PENDING",
-            reason="Priority",
+            reason="Dependency" if "--dependency" in options else "Priority",
             name=options.get("--job-name"),
             array_job_id=str(first) if index is not None else None,
             array_task_id=index,

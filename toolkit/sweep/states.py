@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.errors import SlurmError
-from toolkit.launch.record import ownership, sweep_folder
+from toolkit.launch.record import after, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.launch.supervise.facts import HALVED
 from toolkit.run_files import RunState
@@ -77,9 +77,11 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         executor = "slurm" if record is None else record.executor
         # Without Slurm's answer a run that may still work keeps its own state.
         if row and not (is_again and (is_answered or row["state"] in _ENDED)):
-            state, why = row["state"], row["why"]
+            state, why = row["state"], row["why"] or after.sentence(row["after"]) or None
             if row["job_id"]:
                 job_id, executor = row["job_id"], row["executor"]
+        elif point.after is not None and state == RunState.QUEUED and why in (None, "Dependency"):
+            why = after.sentence(after.names(point.after))
         elif not row and id_ in begun and sweep.was_removed(point):
             state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
         found.append(PointStanding(point, run, state, job_id, why, row, executor))

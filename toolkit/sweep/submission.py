@@ -22,11 +22,13 @@ from toolkit import config as configs
 from toolkit import fsio, logs
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
-from toolkit.launch.record import ownership, sweep_folder
+from toolkit.launch.record import after as waiting
+from toolkit.launch.record import awaited, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.run_files import AfterRecord
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.sweep import points
 from toolkit.sweep.points import CheckedPoint
@@ -71,24 +73,29 @@ def _metric(request: SweepRequest, config: JobConfig) -> str | None:
 
 
 def submit(
-    request: SweepRequest, project: Path, executor: str = "auto", slurm: SlurmCommands | None = None
+    request: SweepRequest,
+    project: Path,
+    executor: str = "auto",
+    slurm: SlurmCommands | None = None,
+    after: str | Sequence[str] = (),
 ) -> Submitted:
     """Submit the points of the request that its sweep does not have yet. Raises ToolkitError.
 
-    An interrupted submission of the sweep is completed first.
+    An interrupted submission of the sweep is completed first. New points start when ``after`` has completed.
     """
     chosen = choose_executor(executor)
     found = check(request, project, chosen)
     config = points.config_of(found[0])
     sweep = sweep_folder.of_name(request.options.name or config.name)
-    if chosen == "local":
-        return _submit_locally(request, project, sweep, found)
     slurm = slurm or Slurm()
+    waits_for = awaited.find(after, chosen, slurm.show_jobs, of_sweep=sweep.name)
+    if chosen == "local":
+        return _submit_locally(request, project, sweep, found, waits_for)
     with sweep.locked():
         size = _array_size(slurm, request.options, len(found))
         record = _prepare(sweep, request, project, config)
         jobs = [submit_array(array, record, slurm) for array in unsent(sweep)]
-        new = _new_points(sweep, found)
+        new = _new_points(sweep, found, waits_for)
         for group in alike(new):
             for batch in batches(group, size):
                 array = add_list(sweep, record, batch, "slurm", is_array=size > 0)
@@ -96,12 +103,18 @@ def submit(
     return Submitted(sweep, chosen, found, len(new), jobs)
 
 
-def _submit_locally(request: SweepRequest, project: Path, sweep: SweepDir, found: Sequence[CheckedPoint]) -> Submitted:
+def _submit_locally(
+    request: SweepRequest,
+    project: Path,
+    sweep: SweepDir,
+    found: Sequence[CheckedPoint],
+    waits_for: AfterRecord | None,
+) -> Submitted:
     from toolkit.sweep import local
 
     with sweep.locked():
         record = _prepare(sweep, request, project, points.config_of(found[0]))
-        new = _new_points(sweep, found)
+        new = _new_points(sweep, found, waits_for)
         if new:
             add_list(sweep, record, new, "local", is_array=False)
     local.start(sweep)
@@ -152,7 +165,7 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
     return record
 
 
-def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint]) -> list[Point]:
+def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint], waits_for: AfterRecord | None) -> list[Point]:
     """Return the points that are in no list of the sweep, as lines of one. Raises DamagedFileError."""
     damage: list[str] = []
     known = sweep_folder.newest(sweep.arrays(), damage)
@@ -174,7 +187,7 @@ def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint]) -> list[Point]:
         run = next(name for name in names if name not in taken)
         taken.add(run)
         new.append(Point(point.id, run, point.values, point.changes(base)))
-    return new
+    return new if waits_for is None else [point.replace(after=waits_for) for point in new]
 
 
 def alike(new: Sequence[Point]) -> Iterator[list[Point]]:
@@ -220,7 +233,7 @@ def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) 
         is_array = record is None or record.is_array
         record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None)
         array.write_record(record)
-        script, options = _script(array, sweep_record, record)
+        script, options = _script(array, sweep_record, record, slurm)
         fsio.write_atomic(array.script, script)
         try:
             job_id = slurm.sbatch([*options, str(array.script)])
@@ -243,7 +256,9 @@ def _record_of_script(array: Array) -> ArrayRecord:
     return ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
 
 
-def _script(array: Array, sweep_record: SweepRecord, record: ArrayRecord) -> tuple[str, list[str]]:
+def _script(
+    array: Array, sweep_record: SweepRecord, record: ArrayRecord, slurm: SlurmCommands
+) -> tuple[str, list[str]]:
     """Return the batch script of an array, made by submitit as that of a run, and sbatch's options for the array."""
     from submitit.slurm.slurm import _make_sbatch_string
 
@@ -261,10 +276,25 @@ def _script(array: Array, sweep_record: SweepRecord, record: ArrayRecord) -> tup
         # The limit is for all arrays together: they run one after the other.
         before = [each.record() for each in sweep.arrays() if each.number < array.number]
         jobs = [each.job_id for each in before if each is not None and each.job_id is not None and each.is_array]
-        if limit and jobs:
-            options.append(f"--dependency=afterany:{jobs[-1]}")
+        awaited_jobs = jobs[-1:] if limit else []
+    else:
+        awaited_jobs = []
+    awaited_jobs += _jobs_awaited_by(listed.values(), sweep, slurm)
+    if awaited_jobs:
+        options.append(f"--dependency=afterany:{':'.join(awaited_jobs)}")
     command = f"{sbatch.exec_python()} -u -m toolkit.sweep.element {shlex.quote(str(array.points_path))}"
     text = _make_sbatch_string(command=command, folder=sweep.path / "logs", **values)
     name = "%A_%a.out" if record.is_array else "%j.out"
     options.append(f"--output={sweep.path}/logs/{name}")
     return str(text), options
+
+
+def _jobs_awaited_by(points: Iterable[Point], sweep: SweepDir, slurm: SlurmCommands) -> list[str]:
+    """Return the jobs that must have ended before the first point can start. Others find it out when they start."""
+    point = next((each for each in points if each.after is not None), None)
+    if point is None or point.after is None:
+        return []
+    run = sweep.run_of(point)
+    if run.config.exists() and waiting.record_of(run, []) is None:  # it has waited long enough, and runs again
+        return []
+    return list(awaited.outlook(point.after, slurm.show_jobs).jobs)

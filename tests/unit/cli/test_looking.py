@@ -269,7 +269,7 @@ def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
         user.clear_result()
         user.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
         assert cli.main(["rm", run.id]) == EXIT_REQUEST
-        assert f"run {user.id}, which has not ended, begins with the weights of run {run.id}" in capsys.readouterr().err
+        assert f"run {user.id}, which has not ended, needs run {run.id} (model.init_from" in capsys.readouterr().err
     for path in run.path.rglob("*"):
         os.utime(path, (1e9, 1e9))
     assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE

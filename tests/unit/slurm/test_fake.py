@@ -120,6 +120,15 @@ def test_nodes_are_excluded_from_pending_jobs_only(slurm: FakeSlurm) -> None:
     assert slurm.excluded == {job: "node2"}
 
 
+def test_a_pending_job_may_depend_on_others_and_a_running_one_may_not(slurm: FakeSlurm) -> None:
+    job = slurm.sbatch(["job.sh"])
+    slurm.depend(job, ["7", "8_1"])
+    assert (slurm.depends, slurm.show_job(job).reason) == ({job: ("7", "8_1")}, "Dependency")
+    slurm.start(job)
+    with pytest.raises(SlurmError, match="no longer pending"):
+        slurm.depend(job, ["7"])
+
+
 def test_requeueing_an_element_leaves_the_rest_of_the_array_alone(slurm: FakeSlurm) -> None:
     array = slurm.sbatch(["--array=0-2%2", "job.sh"])
     for index in range(3):

@@ -8,6 +8,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 
 EXAMPLES = (
     ("toolkit evaluate digits-ddp --checkpoint best", "judge the best checkpoint on this machine"),
+    ("toolkit evaluate digits-ddp --submit", "by a job of its own, when the run has completed"),
     ("toolkit evaluate digits-ddp --images photos --output classes.csv", "classify the images of a folder"),
 )
 
@@ -18,6 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_trust(parser)
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR")
     parser.add_argument("--images", metavar="FOLDER", help="classify the images in it, instead of the eval set")
+    parser.add_argument("--keep", action="store_true", help="write the figures into the run, as evaluation.json")
+    text = "--keep in a job of its own, on one node like the run's, when the run has completed"
+    parser.add_argument("--submit", action="store_true", help=text)
     parser.add_argument("--output", metavar="FILE", help="figures: .json; with --images: .csv or .jsonl")
     arguments.add_json(parser)
 
@@ -27,6 +31,11 @@ def run(args: Namespace) -> int:
     from toolkit.cli import show, trained
 
     run = arguments.trusted_run(args)
+    if args.submit:
+        from toolkit.cli import follow
+
+        follow.announce(trained.submit_evaluation(run, args))
+        return EXIT_DONE
     output = trained.refuse_output(args.output, (".json",) if args.images is None else (".csv", ".jsonl"))
     paths = trained.choose(run, args.checkpoint)
     logs.setup()
@@ -40,6 +49,8 @@ def run(args: Namespace) -> int:
         found = {**model.as_json(), "metrics": inference.figures(model), "recorded": recorded}
     if output is not None:
         fsio.write_json(output, found)
+    if args.keep:
+        fsio.write_json(run.path / "evaluation.json", found)
     print(show.as_json(found) if args.json else trained.page(found))
     return EXIT_DONE
 

@@ -3,6 +3,7 @@
 import os
 from argparse import ArgumentParser, Namespace
 
+from toolkit.cli import arguments
 from toolkit.errors import RequestError
 
 EXAMPLES = (
@@ -15,10 +16,11 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "toolkit exec [--name NAME] [--executor E] [--wait] [--follow] [key=value ...] -- CMD ..."
+    parser.usage = "toolkit exec [--name NAME] [--executor E] [--after RUN] [--wait] [--follow] [key=value ...] -- CMD"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
     parser.add_argument("--name", help="of the run; default: the script's")
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")
+    arguments.add_after(parser)
     parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     parser.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
 
@@ -31,7 +33,9 @@ def run(args: Namespace) -> int | None:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
     # Inside a job the script runs right here, in the job's allocation.
     if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
+        if args.after:
+            raise RequestError("--after: inside a job the script starts right here; submit it with --executor slurm")
         submit.supervise_command(args.words, args.overrides, name=args.name)
         return None
-    sent = submit.submit_command(args.words, args.overrides, name=args.name, executor=args.executor)
+    sent = submit.submit_command(args.words, args.overrides, name=args.name, executor=args.executor, after=args.after)
     return follow.see_through(sent, args)

@@ -12,6 +12,7 @@ EXAMPLES = (
     ("toolkit submit configs/digits_ddp.yaml --follow", "submit and watch it to its end"),
     ("toolkit submit configs/digits_ddp.yaml optim.lr=0.1 cluster.nodes=4", "with other values"),
     ("toolkit submit configs/digits_ddp.yaml --dry-run", "print the sbatch script and the config, submit nothing"),
+    ("toolkit submit configs/finetune.yaml --after gpt-fsdp", "start when the newest run of that name has completed"),
 )
 
 
@@ -19,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local, debug (one rank, right here)")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch script and config, submit nothing")
+    arguments.add_after(parser)
     arguments.add_wait(parser)
 
 
@@ -26,8 +28,9 @@ def run(args: Namespace) -> int | None:
     from toolkit.launch.submission import submit
 
     if args.dry_run:
-        print(submit.dry_run(args.config, args.overrides, executor=args.executor))
+        print(submit.dry_run(args.config, args.overrides, executor=args.executor, after=args.after))
         return None
     from toolkit.cli import follow
 
-    return follow.see_through(submit.submit(args.config, args.overrides, executor=args.executor), args)
+    sent = submit.submit(args.config, args.overrides, executor=args.executor, after=args.after)
+    return follow.see_through(sent, args)

@@ -29,6 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--metric", help=metric)
     halving = "end a run early unless it is among the best N-th of those at a 1/N, 1/N^2, ... of its steps; 3 is usual"
     parser.add_argument("--halving", type=int, metavar="N", help=halving)
+    arguments.add_after(parser)
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     parser.add_argument("--dry-run", action="store_true", help="check and list the points, submit nothing")
     parser.add_argument("--all", action="store_true", help="status: all rows, however many")

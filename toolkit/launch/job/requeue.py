@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -66,10 +66,11 @@ class JobRequeue:
             forbid_expedited_requeue(slurm, self._job_id)
             self._row = replace(row, can_requeue=False)
 
-    def requeue(self) -> JobFate:
-        """Have the run come back. Return REQUEUED if it does, CANCELLED if a user has ended it meanwhile.
+    def requeue(self, after: Sequence[str] = ()) -> JobFate:
+        """Have the run come back, and not before the jobs of ``after`` have ended.
 
-        Call it from outside the step and last of all, for a requeue ends this process too.
+        Return REQUEUED if it comes back, CANCELLED if a user has ended it meanwhile. Call it from outside the step and
+        last of all, for a requeue ends this process too.
         """
         seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
         if seen is JobFate.CANCELLED:
@@ -91,6 +92,11 @@ class JobRequeue:
             for job in self._follow_ups or [self._job_id]:
                 exclude = partial(self._slurm.exclude_nodes, job, excluded)
                 outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+        if after:
+            # A follow-up job waits for this one as well. Behind it others wait for its own end.
+            job, on = (self._follow_ups[0], [self._job_id, *after]) if self._follow_ups else (self._job_id, after)
+            depend = partial(self._slurm.depend, job, on)
+            outages.ask(depend, "the job may start too early, and then looks again", EXCLUDE_S)
         return JobFate.REQUEUED
 
     def _to_exclude(self) -> str | None:

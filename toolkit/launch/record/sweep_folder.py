@@ -18,8 +18,8 @@ from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.errors import DamagedFileError, RequestError, nearest
 from toolkit.json_record import FileRecord
-from toolkit.launch.record import ownership
-from toolkit.run_files import Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
+from toolkit.launch.record import after, ownership
+from toolkit.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
 from toolkit.rundir import RunDir
 
 FOLDER = ".sweeps"
@@ -46,6 +46,7 @@ class Point(FileRecord):
     run: str  #: name and id of its run
     values: Mapping[str, Anything] = field(default_factory=dict)
     changes: Mapping[str, Anything] = field(default_factory=dict)
+    after: AfterRecord | None = None  #: what must have completed before it starts
     index: int | None = None  #: its element of the array; None in a list that an earlier version has written
 
 
@@ -205,6 +206,8 @@ class SweepDir:
         place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric, halving=sweep.halving)
         fsio.write_json(run.path / "point.json", place.to_file())
         run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
+        if point.after is not None:
+            after.write(run, point.after)
         # The config comes last: a folder that has one is a whole run.
         fsio.write_atomic(run.config, configs.dump_config(config))
         self._mark_begun(point)

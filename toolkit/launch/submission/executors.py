@@ -23,7 +23,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.requeue import forbid_expedited_requeue
-from toolkit.launch.record import ownership
+from toolkit.launch.record import after, awaited, ownership
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.site_checks import profile_here
@@ -99,8 +99,11 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             executor.job_class = KnownJob
             parameters = sbatch.slurm_parameters(config, run, token)
             # Not in slurm_parameters: a follow-up job is never requeued.
+            flags = parameters["additional_parameters"]
             if _may_expedite(config):
-                parameters["additional_parameters"]["requeue"] = "expedite"
+                flags["requeue"] = "expedite"
+            if jobs := _awaited_jobs(run):
+                flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch printed, its others are like it
@@ -108,6 +111,12 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
         except OSError:
             _cancel(submitted)
             raise
+
+
+def _awaited_jobs(run: RunDir) -> Sequence[str]:
+    """Return the jobs that must have ended before the run can start. Whether that is enough, it finds out itself."""
+    record = after.record_of(run)
+    return () if record is None else awaited.outlook(record, Slurm().show_jobs).jobs
 
 
 def _may_expedite(config: JobConfig) -> bool:

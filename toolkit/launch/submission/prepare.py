@@ -33,7 +33,7 @@ def settle(config: JobConfig, project: Path | None) -> None:
     if project is not None and config.job.endswith(".py"):  # ranks use the copy, not the original file
         config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
     if config.model.init_from is not None:
-        config.model.init_from = str(origin.find(config.model.init_from).path)
+        config.model.init_from = str(origin.find(config.model.init_from, may_come=True).path)
 
 
 def within(project: Path, source: Path) -> str | None:

@@ -11,13 +11,14 @@ from toolkit.config import JobConfig
 from toolkit.config.live import LIVE
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
-from toolkit.launch.record import changes, ownership, stop_request
+from toolkit.launch.record import after, awaited, changes, ownership, stop_request
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
 
 
 def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto") -> Run:
@@ -36,6 +37,8 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
+    if (record := after.record_of(run)) is not None:
+        awaited.refuse_ended(record, Slurm().show_jobs)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.

@@ -15,7 +15,8 @@ from toolkit import fsio, rundir, staging
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.record import ownership
+from toolkit.launch.record import awaited, ownership
+from toolkit.launch.record.after import names, sentence, write
 from toolkit.launch.start.foreign import write_command
 from toolkit.launch.submission import executors, inside_allocation
 from toolkit.launch.submission.executors import choose_executor
@@ -24,17 +25,24 @@ from toolkit.launch.submission.prepare import check_submittable, new_run
 from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.launch.submission.site_checks import check_site
+from toolkit.run_files import AfterRecord
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
 
 
 def submit(
-    config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", project: str | Path = "."
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    executor: str = "auto",
+    project: str | Path = ".",
+    after: str | Sequence[str] = (),
 ) -> Run:
     """Submit ``config`` with ``key=value`` overrides; return at once. A script (``train.py``) may stand for ``config``.
 
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
-    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything is
-    created::
+    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
+    completed before it starts. Raises ConfigError or RequestError before anything is created::
 
         >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
         >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
@@ -42,45 +50,61 @@ def submit(
     """
     folder = Path(project).resolve()
     if str(config).endswith(".py") and not configs.is_job(str(config), folder):
-        return submit_command([str(staging.origin(sys.executable)), str(folder / config)], overrides, executor=executor)
+        command = [str(staging.origin(sys.executable)), str(folder / config)]
+        return submit_command(command, overrides, executor=executor, after=after)
     chosen = choose_executor(executor)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
     loaded = configs.load_config(config, overrides, project=folder)
-    check_submittable(loaded, chosen, folder)
-    return _send_new(new_run(loaded, folder), loaded, chosen)
+    origin_is_awaited = awaited.begin_with(loaded, waits_for)
+    check_submittable(loaded, chosen, folder, goes_on=origin_is_awaited)
+    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for)
 
 
-def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto") -> str:
+def dry_run(
+    config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", after: str | Sequence[str] = ()
+) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen = choose_executor(executor)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
     loaded = configs.load_config(config, overrides)
-    check_submittable(loaded, chosen, Path.cwd())
+    check_submittable(loaded, chosen, Path.cwd(), goes_on=awaited.begin_with(loaded, waits_for))
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     ranks = loaded.cluster.tasks_per_node
     script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
     if chosen == "slurm":
         script = sbatch_script(loaded, run)
+    if waits_for is not None:
+        script = f"{script.rstrip()}\n\n# {sentence(names(waits_for))}"
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
 
 
 def submit_command(
-    command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None, executor: str = "auto"
+    command: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    executor: str = "auto",
+    after: str | Sequence[str] = (),
 ) -> Run:
     """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
     chosen = choose_executor(executor)
     if chosen == "debug":
         raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
-    return submit_foreign(_foreign_config(command, overrides, name), command, chosen)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
 
 
-def submit_foreign(config: JobConfig, command: Sequence[str], executor: str) -> Run:
+def submit_foreign(
+    config: JobConfig, command: Sequence[str], executor: str, waits_for: AfterRecord | None = None
+) -> Run:
     """Submit ``command`` as the ranks of a valid config whose job is FOREIGN_JOB."""
     if executor == "slurm":
         check_site(config)
     if executor == "local":
         # Refuse what does not fit this machine before a run folder is made.
         Allocation.local(config.cluster)
-    return _send_new(_new_foreign_run(config, command), config, executor)
+    return _send_new(_new_foreign_run(config, command), config, executor, waits_for)
 
 
 def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
@@ -108,9 +132,11 @@ def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
     return run
 
 
-def _send_new(run: RunDir, config: JobConfig, executor: str) -> Run:
+def _send_new(run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None) -> Run:
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     with _removed_on_error(run):
+        if waits_for is not None:
+            write(run, waits_for)
         return executors.send(run, config, executor, ownership.submit_as(run, executor, ownership.take(run, 0)))
 
 

@@ -37,7 +37,7 @@ from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.staging import NodeStaging
 from toolkit.launch.start.store import refuse_too_many_ranks
-from toolkit.launch.supervise import budgets, left_over
+from toolkit.launch.supervise import budgets, left_over, turn
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import AttemptLoop
 from toolkit.launch.supervise.context import Context
@@ -154,8 +154,9 @@ class Supervisor:
         """Start anew; return None for a run that a user has ended."""
         left_over.close(self._context, earlier_death)
         self._journal.announce()
-        if self._context.asked():  # the request may date from the queue, or from before a requeue by Slurm
-            return None
+        ended = turn.wait(self._context, self._job_requeue)
+        if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
+            return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
         staging = NodeStaging(self._run, self._config, self._allocation, self._launcher, self._journal)

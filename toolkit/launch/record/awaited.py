@@ -1,0 +1,216 @@
+"""How the runs stand that another one waits for: they must have completed before it starts.
+
+A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
+job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
+their results when the waiting job starts, see `toolkit.launch.supervise.turn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import rundir, trust
+from toolkit.config import JobConfig
+from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError
+from toolkit.launch.record import after, ownership, sweep_folder
+from toolkit.launch.record.sweep_folder import SweepDir
+from toolkit.launch.submission.handle import ShowJobs, attach
+from toolkit.launch.supervise.facts import HALVED
+from toolkit.run_files import AfterRecord, RunResult, RunState
+from toolkit.rundir import RunDir
+from toolkit.slurm.jobs import base_id
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A run that has not completed, and what may still bring it to its end."""
+
+    run: RunDir
+    result: RunResult | None
+    jobs: tuple[str, ...] = ()  #: of Slurm
+    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not the last word
+    works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
+    is_starting: bool = False  #: whether it is being submitted at this moment
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How the runs stand that have not completed."""
+
+    ended: Sequence[str]  #: of those that have ended in another way: how each has
+    lost: Sequence[str]  #: the same of those without a result that have no job and no process any more
+    jobs: Sequence[str]  #: that are not over
+    working: Sequence[Awaited]  #: those that may still complete
+
+    @property
+    def is_met(self) -> bool:
+        """True if all have completed."""
+        return not (self.ended or self.lost or self.working)
+
+
+def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all stand. Asks Slurm once. Raises SlurmError, and DamagedFileError where a sweep cannot be read."""
+    awaited = list(_unfinished(record))
+    jobs = sorted({job for each in awaited if each.result is None or each.is_again for job in each.jobs})
+    answers = show_jobs(jobs) if jobs else {}
+    # A job that is missing in the answer is newer than the answer.
+    going = {job for job in jobs if job not in answers or ((row := answers[job]) is not None and not row.is_over)}
+    ended, lost, working = list[str](), list[str](), list[Awaited]()
+    for each in awaited:
+        name = f"run {each.run.name}/{each.run.id}"
+        if going & {*each.jobs} or each.works_here or each.is_starting:
+            working.append(each)
+        elif each.result is not None:
+            ended.append(f"{name} {_how(each.result)}; `toolkit resume {each.run.id}` goes on with it")
+        elif each.run.path.is_dir():
+            lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
+        else:
+            lost.append(f"{name} has no folder, and no job that would make it")
+    return Outlook(ended, lost, sorted(going), working)
+
+
+def _how(result: RunResult) -> str:
+    how = "has ended, and how cannot be read" if result.state is RunState.UNREADABLE else f"is {result.state}"
+    return f"{how} ({result.why})" if result.why else how
+
+
+def _unfinished(record: AfterRecord) -> Iterator[Awaited]:
+    for path in record.runs:
+        run = RunDir(Path(path))
+        result = run.result()
+        if result is not None and result.state is not RunState.COMPLETED:
+            yield Awaited(run, result)
+        elif result is None:
+            yield _at_work(run, ownership.jobs_of(run))
+    for path in record.sweeps:
+        yield from _unfinished_points(SweepDir(Path(path)))
+
+
+def _at_work(run: RunDir, jobs: Sequence[str]) -> Awaited:
+    """Return how a run without a result may still end."""
+    owner = ownership.read(run)
+    is_starting = ownership.is_being_submitted(run, owner)
+    if owner is None or owner.executor == "slurm":
+        return Awaited(run, None, tuple(jobs), is_starting=is_starting)
+    return Awaited(run, None, works_here=is_starting or not attach(run).is_over())
+
+
+def _unfinished_points(sweep: SweepDir) -> Iterator[Awaited]:
+    """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
+    damage: list[str] = []
+    newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
+    if damage or not newest:
+        raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {damage[0] if damage else sweep.path}")
+    works_here = sweep.works_here()
+    for point, array, index in newest.values():
+        run = sweep.run_of(point)
+        result, listed = run.result(), array.record()
+        is_halved = result is not None and (result.why or "").startswith(HALVED)
+        is_done = is_halved or (result is not None and result.state is RunState.COMPLETED)
+        if is_done or (point.id in begun and sweep.was_removed(point)):
+            continue
+        # Ids of whole arrays: there may be thousands of points.
+        own = array.job_of(index, listed)
+        jobs = tuple(dict.fromkeys(base_id(job) for job in (*([own] if own else ()), *ownership.jobs_of(run))))
+        if result is not None:
+            yield Awaited(run, result, jobs, is_again=sweep_folder.is_again(run, array, listed))
+        elif listed is not None and listed.executor == "local" and works_here:
+            yield Awaited(run, None, works_here=True)
+        else:
+            yield _at_work(run, jobs)
+
+
+# ---------------------------------------------------------------------------------------------------------- submitting
+
+
+def find(
+    wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs, of_sweep: str | None = None
+) -> AfterRecord | None:
+    """Return what these names mean for a run, or for the sweep ``of_sweep``, that is submitted now.
+
+    None if all have completed. Raises RequestError for what cannot be waited for: it is unknown, has ended in another
+    way, could be changed by others, is out of Slurm's sight, or waits for the sweep itself.
+    """
+    texts = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not texts:
+        return None
+    if executor == "debug":
+        raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
+    found = [_find(text) for text in texts]
+    for each in found:
+        trust.refuse_of_others(each.path, f"--after: others could say how {each.path.name} has ended")
+    record = AfterRecord(
+        runs=tuple(str(each.path) for each in found if isinstance(each, RunDir)),
+        sweeps=tuple(str(each.path) for each in found if isinstance(each, SweepDir)),
+    )
+    if of_sweep is not None:
+        _refuse_circle(record, sweep_folder.of_name(of_sweep))
+    stands = refuse_ended(record, show_jobs)
+    unseen = next((each.run for each in stands.working if each.works_here), None)
+    if executor == "slurm" and unseen is not None:
+        raise RequestError(
+            f"--after: run {unseen.name}/{unseen.id} runs on a machine without Slurm, where a job of Slurm cannot wait "
+            "for its end; use --executor local, or wait until it has completed"
+        )
+    return None if stands.is_met else record
+
+
+def begin_with(config: JobConfig, record: AfterRecord | None) -> bool:
+    """True if ``model.init_from`` names a run that is waited for; write its path there.
+
+    That run needs no checkpoint yet. A name must not come to mean an older run that has one.
+    """
+    if record is None or config.model.init_from is None:
+        return False
+    with contextlib.suppress(RunNotFoundError):
+        path = str(rundir.find(config.model.init_from).path)
+        if path in record.runs:
+            config.model.init_from = path
+            return True
+    return False
+
+
+def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all stand. Raises RequestError if one has ended without having completed."""
+    stands = outlook(record, show_jobs)
+    for why in (*stands.ended, *stands.lost):
+        raise RequestError(f"--after: {why}; until it works again it cannot be waited for")
+    return stands
+
+
+def _find(text: str) -> RunDir | SweepDir:
+    """Return the sweep of this name, else the run: a sweep's runs mostly have its name."""
+    sweep = sweep_folder.of_name(text)
+    if "/" not in text and (sweep.path / "sweep.json").exists():
+        return sweep
+    try:
+        return rundir.find(text)
+    except RunNotFoundError as error:
+        raise RunNotFoundError(f"--after: {error}") from None
+
+
+def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
+    """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
+    way, seen = [*record.sweeps, *record.runs], set[str]()
+    while way:
+        path = way.pop()
+        if path == str(sweep.path):
+            raise RequestError(
+                f"--after: {after.names(record)[0]} would wait for itself: the points are to be added to sweep "
+                f"{sweep.name}, for which it waits; use another --name"
+            )
+        if path not in seen:
+            seen.add(path)
+            way += [each for other in _waits_of(Path(path)) for each in (*other.sweeps, *other.runs)]
+
+
+def _waits_of(path: Path) -> list[AfterRecord]:
+    """Return what the run, or the points of the sweep, in this folder wait for."""
+    if path.parent.name != sweep_folder.FOLDER:
+        record = after.record_of(RunDir(path), [])
+        return [] if record is None else [record]
+    points = (point for point, _, _ in sweep_folder.newest(SweepDir(path).arrays(), []).values())
+    return [point.after for point in points if point.after is not None]
