@@ -19,7 +19,7 @@ from toolkit import fsio, rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, RunNotFoundError
+from toolkit.errors import RequestError, RunNotFoundError, SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import after, awaited, ownership, stop_request
@@ -208,7 +208,7 @@ def test_a_controller_that_is_away_lets_the_job_go_back_and_look_again() -> None
     run = waiting_for(slurm, submitted("first", slurm))
 
     def away(jobs: Sequence[str]) -> dict[str, None]:
-        raise commands.SlurmError("Unable to contact slurm controller")
+        raise SlurmError("Unable to contact slurm controller")
 
     slurm.show_jobs = away  # type: ignore[assignment]
     assert start_job(run, slurm) == 75
@@ -238,7 +238,7 @@ def test_a_local_run_waits_for_the_result_and_is_stopped_by_a_request() -> None:
     after.write(run, AfterRecord(runs=(str(first.path),), sweeps=()))
 
     def supervise(ranks: Ranks) -> int:
-        return Supervisor(run, JobConfig(), Allocation(("here",), (1,), 1), ranks, None).run()  # type: ignore[arg-type]
+        return Supervisor(run, JobConfig(), Allocation(("here",), (1,), 1), ranks, None).run()
 
     stopped = threading.Timer(0.1, stop_request.ask, (run, Intent.STOP))
     stopped.start()
@@ -301,7 +301,7 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
 def start_element(run: RunDir, slurm: FakeSlurm, job: str, token: str) -> int:
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
     config = configs.load_config(run.config, site=False)
-    return Supervisor(run, config, allocation, Ranks(), slurm, token=token).run()  # type: ignore[arg-type]
+    return Supervisor(run, config, allocation, Ranks(), slurm, token=token).run()
 
 
 def submit_with_after(slurm: FakeSlurm, *names: str, name: str | None = None) -> submission.Submitted:
@@ -363,7 +363,7 @@ def test_a_failed_wait_is_resumed_only_when_the_predecessor_works_again(monkeypa
     run = waiting_for(slurm, first)
     write_ended(first, RunState.FAILED, "a bad sample")
     start_job(run, slurm)
-    slurm.finish(*ownership.jobs_of(run), exit_code=1)
+    slurm.finish(ownership.jobs_of(run)[0], exit_code=1)
     monkeypatch.setattr(resume, "Slurm", lambda: slurm)
     with pytest.raises(RequestError, match=f"--after: run first/{first.id} is failed"):
         resume.resume(run, executor="slurm")
@@ -404,6 +404,6 @@ def test_status_says_what_a_run_waits_for(capsys: pytest.CaptureFixture[str], mo
     # A run that is waited for is not removed.
     write_ended(first, RunState.COMPLETED, "completed")
     slurm.start(*ownership.jobs_of(first))
-    slurm.finish(*ownership.jobs_of(first))
+    slurm.finish(ownership.jobs_of(first)[0])
     assert cli.main(["rm", first.id]) == 2
     assert f"run {run.id}, which has not ended, needs run {first.id}" in capsys.readouterr().err

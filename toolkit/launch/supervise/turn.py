@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 from queue import Empty
@@ -86,7 +87,8 @@ def _note(context: Context, state: RunState, record: AfterRecord) -> None:
     """Show in the status what is waited for, and that somebody waits."""
     status = context.run.status()
     why = after.sentence(after.names(record))
-    context.run.write_status(status.replace(state=state, why=why, updated=time.time()))
+    with contextlib.suppress(OSError):  # a disk that fails for a moment must not end the run
+        context.run.write_status(status.replace(state=state, why=why, updated=time.time()))
 
 
 def _fail(context: Context, why: str) -> Ending:
