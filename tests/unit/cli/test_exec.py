@@ -51,7 +51,7 @@ def test_what_follows_the_two_dashes_is_the_commands_word_for_word(
     calls: list[Call], argv: list[str], command: list[str], overrides: list[str], name: str | None
 ) -> None:
     assert cli.main(["exec", *argv]) == EXIT_DONE
-    assert calls == [("submit", command, overrides, {"name": name, "executor": "auto"})]
+    assert calls == [("submit", command, overrides, {"name": name, "executor": "auto", "after": []})]
 
 
 @pytest.mark.parametrize(("option", "code"), [("--wait", 5), ("--follow", 7)])
@@ -72,7 +72,17 @@ def test_inside_a_job_an_executor_that_is_named_submits_another(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     assert cli.main(["exec", "--executor", "slurm", "--", "x"]) == EXIT_DONE
-    assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm"})]
+    assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm", "after": []})]
+
+
+def test_inside_a_job_it_cannot_wait_for_another_run(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert cli.main(["exec", "--after", "gpt", "--", "x"]) == EXIT_REQUEST
+    assert "--after: inside a job the script starts right here" in capsys.readouterr().err
+    assert cli.main(["exec", "--after", "gpt", "--executor=slurm", "--", "x"]) == EXIT_DONE
+    assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm", "after": ["gpt"]})]
 
 
 @pytest.mark.parametrize("argv", [[], ["--"], ["cluster.nodes=2"], ["python", "train.py"]])

@@ -373,8 +373,9 @@ def test_a_failed_wait_is_resumed_only_when_the_predecessor_works_again(monkeypa
 def test_a_run_may_begin_with_the_weights_of_one_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm()
     monkeypatch.setattr(submit, "Slurm", lambda: slurm)
-    submitted("first", slurm)
-    older, first = rundir.all_runs()[0], submitted("first", slurm)
+    first = submitted("first", slurm)
+    older = RunDir(first.path.with_name("20260101-000000-00000000"))
+    shutil.copytree(first.path, older.path)
     (older.checkpoints / "step-00000001").mkdir()
     (older.checkpoints / "step-00000001/manifest.json").touch()
     asked = ["model.init_from=first"]
