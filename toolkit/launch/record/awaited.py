@@ -25,7 +25,7 @@ from toolkit.slurm.jobs import base_id
 
 
 @dataclass(frozen=True)
-class Awaited:
+class UnfinishedRun:
     """A run that has not completed, and what may still bring it to its end."""
 
     run: RunDir
@@ -43,7 +43,7 @@ class Outlook:
     ended: Sequence[str]  #: of those that have ended in another way: how each has
     lost: Sequence[str]  #: the same of those without a result that have no job and no process any more
     jobs: Sequence[str]  #: that are not over
-    working: Sequence[Awaited]  #: those that may still complete
+    working: Sequence[UnfinishedRun]  #: those that may still complete
 
     @property
     def is_met(self) -> bool:
@@ -58,7 +58,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     answers = show_jobs(jobs) if jobs else {}
     # A job that is missing in the answer is newer than the answer.
     going = {job for job in jobs if job not in answers or ((row := answers[job]) is not None and not row.is_over)}
-    ended, lost, working = list[str](), list[str](), list[Awaited]()
+    ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"
         if going & {*each.jobs} or each.works_here or each.is_starting:
@@ -77,28 +77,28 @@ def _how(result: RunResult) -> str:
     return f"{how} ({result.why})" if result.why else how
 
 
-def _unfinished(record: AfterRecord) -> Iterator[Awaited]:
+def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
     for path in record.runs:
         run = RunDir(Path(path))
         result = run.result()
         if result is not None and result.state is not RunState.COMPLETED:
-            yield Awaited(run, result)
+            yield UnfinishedRun(run, result)
         elif result is None:
             yield _at_work(run, ownership.jobs_of(run))
     for path in record.sweeps:
         yield from _unfinished_points(SweepDir(Path(path)))
 
 
-def _at_work(run: RunDir, jobs: Sequence[str]) -> Awaited:
+def _at_work(run: RunDir, jobs: Sequence[str]) -> UnfinishedRun:
     """Return how a run without a result may still end."""
     owner = ownership.read(run)
     is_starting = ownership.is_being_submitted(run, owner)
     if owner is None or owner.executor == "slurm":
-        return Awaited(run, None, tuple(jobs), is_starting=is_starting)
-    return Awaited(run, None, works_here=is_starting or not attach(run).is_over())
+        return UnfinishedRun(run, None, tuple(jobs), is_starting=is_starting)
+    return UnfinishedRun(run, None, works_here=is_starting or not attach(run).is_over())
 
 
-def _unfinished_points(sweep: SweepDir) -> Iterator[Awaited]:
+def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
     """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
     damage: list[str] = []
     newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
@@ -116,9 +116,9 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[Awaited]:
         own = array.job_of(index, listed)
         jobs = tuple(dict.fromkeys(base_id(job) for job in (*([own] if own else ()), *ownership.jobs_of(run))))
         if result is not None:
-            yield Awaited(run, result, jobs, is_again=sweep_folder.is_again(run, array, listed))
+            yield UnfinishedRun(run, result, jobs, is_again=sweep_folder.is_again(run, array, listed))
         elif listed is not None and listed.executor == "local" and works_here:
-            yield Awaited(run, None, works_here=True)
+            yield UnfinishedRun(run, None, works_here=True)
         else:
             yield _at_work(run, jobs)
 
