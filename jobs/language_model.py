@@ -15,6 +15,11 @@ A larger one, on four GPUs of each of two nodes::
         cluster.tasks_per_node=4 cluster.gpus_per_node=4 train.precision=bf16 train.accumulate=4 optim.lr=6e-4 \\
         strategy.activation_checkpointing=true train.max_steps=20000
 
+Texts as tokens of any tokenizer, instead of bytes::
+
+    toolkit data tokenize books/ more.jsonl --tokenizer tokenizer.json --out tokens
+    toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root=tokens
+
 Weights in Hugging Face's Llama format, of a model on whose tokens it goes on, and back::
 
     toolkit submit ... params.hf_config=/models/llama/config.json model.init_from=/models/llama
@@ -58,6 +63,7 @@ class Params:
     tied: bool = False  # the embedding is the head, too; not for pipelines
     hf_config: str | None = None  # a Llama's config.json, whose sizes replace those above
     length: int = 64  # tokens of a window
+    documents: bool = True  # no token sees another document; false: all of a window, which is faster on GPUs
 
 
 class LanguageModel(toolkit.Job):
@@ -66,21 +72,31 @@ class LanguageModel(toolkit.Job):
     eval_batch_size = 16
 
     def setup(self) -> None:
-        with self.main_first():  # which copies the text into the run's folder
-            self.text = toolkit.pack_text(self.config.data.root, self.folder, self.alive)
+        with self.main_first():  # which copies text into the run's folder
+            self.tokens = toolkit.load_tokens(self.config.data, self.folder, self.alive)
         self.sizes = self._sizes()
 
     def _sizes(self) -> LlamaSizes:
         p: Params = self.params
         if p.hf_config is None:
-            return LlamaSizes(256, p.layers, p.width, p.heads, p.kv_heads, p.hidden, p.rope_theta, p.norm_eps, p.tied)
-        return LlamaSizes.read(Path(p.hf_config).expanduser())
+            sizes = p.layers, p.width, p.heads, p.kv_heads, p.hidden, p.rope_theta, p.norm_eps, p.tied
+            return LlamaSizes(self.tokens.index.vocabulary, *sizes)
+        sizes = LlamaSizes.read(Path(p.hf_config).expanduser())
+        if sizes.vocabulary < self.tokens.index.vocabulary:
+            raise toolkit.ConfigError(
+                f"params.hf_config: its vocabulary is {sizes.vocabulary}, and the data's {self.tokens.index.vocabulary}"
+            )
+        return sizes
 
     def train_set(self) -> toolkit.Dataset:
-        return toolkit.TextWindows(self.text, self.params.length, held_out=False)
+        return self._windows(held_out=False)
 
     def eval_set(self) -> toolkit.Dataset:
-        return toolkit.TextWindows(self.text, self.params.length, held_out=True)
+        return self._windows(held_out=True)
+
+    def _windows(self, *, held_out: bool) -> toolkit.TokenWindows:
+        documents = self.params.documents
+        return toolkit.TokenWindows(self.tokens, self.params.length, held_out=held_out, documents=documents)
 
     def model(self) -> nn.Module:
         return Llama(self.sizes)

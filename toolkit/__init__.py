@@ -25,11 +25,11 @@ __all__ = [
     "ShardedData",
     "Share",
     "Streams",
-    "TextWindows",
+    "TokenWindows",
     "TrainingRun",
     "build_datasets",
     "load_config",
-    "pack_text",
+    "load_tokens",
     "staged",
     "start",
     "submit",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from toolkit.data.mixing import PairMixing
     from toolkit.data.shards.dataset import ShardedData
     from toolkit.data.stream import Streams
-    from toolkit.data.text import TextWindows, pack_text
+    from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.errors import ConfigError
     from toolkit.launch.submission.handle import Run
     from toolkit.launch.submission.submit import submit
@@ -67,11 +67,11 @@ _HOMES = {
     "ShardedData": "toolkit.data.shards.dataset",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
-    "TextWindows": "toolkit.data.text",
+    "TokenWindows": "toolkit.data.tokens.windows",
     "TrainingRun": "toolkit.train.own_loop",
     "build_datasets": "toolkit.data.datasets",
     "load_config": "toolkit.config",
-    "pack_text": "toolkit.data.text",
+    "load_tokens": "toolkit.data.tokens.windows",
     "staged": "toolkit.staging",
     "start": "toolkit.train.own_loop",
     "submit": "toolkit.launch.submission.submit",

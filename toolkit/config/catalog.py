@@ -25,6 +25,8 @@ _CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_bat
 _FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SPLITS = ("train", "val")
+#: The file of a folder of token shards that is written last.
+TOKEN_INDEX = "index.json"
 #: Folders of the standard library that hold others' code, or tests of it.
 _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 
@@ -54,6 +56,7 @@ CATALOG = {
     "image_folder": Entry((3, 224, 224), classes=None),
     "synthetic": Entry((3, 32, 32)),
     "text": Entry((1, 1, 1), classes=256),  # bytes; see text_files
+    "tokens": Entry((1, 1, 1), classes=None),  # what `toolkit data tokenize` has written
 }
 
 
@@ -99,6 +102,14 @@ def check_datasets(config: DataConfig) -> None:
         return
     if config.name == "text":
         text_files(config.root)
+        return
+    if config.name == "tokens":
+        if not (root / TOKEN_INDEX).is_file():
+            raise DataMissingError(
+                f"data.root: {root} has no {TOKEN_INDEX}: make token shards of your texts with\n"
+                f"    toolkit data tokenize TEXTS --tokenizer tokenizer.json --out {shlex.quote(str(root))}\n"
+                "which goes on where it was killed"
+            )
         return
     missing = missing_files(config.name, root)
     if missing:

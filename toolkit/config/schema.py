@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text", "tokens")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
 STRATEGIES = (
     *("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"),

@@ -73,9 +73,9 @@ def build_datasets(config: DataConfig) -> Datasets:
     (1437, (1, 8, 8))
     """
     catalog.check_datasets(config)
-    if config.name == "text":
+    if config.name in ("text", "tokens"):
         raise ConfigError(
-            "data.name: text has no images to classify; choose a data set of images, or jobs.language_model"
+            f"data.name: {config.name} has no images to classify; choose a data set of images, or jobs.language_model"
         )
     build = BUILDERS.get(config.name, _from_torchvision)
     return build(config)
@@ -191,6 +191,8 @@ def fetch(name: str, root: str | None = None) -> str:
     if origin.is_published(name):
         return _fetch_weights(name, root)
     if name not in _TORCHVISION_NAMES:
+        if name == "tokens":
+            raise RequestError("tokens are made from your own texts: see `toolkit data tokenize`")
         if catalog.entry_of(name).classes is None:
             raise RequestError(
                 f"{name} cannot be fetched: put images in {place}/train/CLASS/IMAGE and {place}/val/CLASS/IMAGE"

@@ -1,21 +1,65 @@
-"""data sets: `toolkit data fetch NAME`, on the login node"""
+"""data sets: fetch one, or make token shards of texts; on the login node"""
 
 from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
 
 EXAMPLES = (
     ("toolkit data fetch ResNet50_Weights.IMAGENET1K_V2", "weights that model.init_from can name"),
     ("toolkit data fetch mnist", "download it to $TOOLKIT_DATA, or ./data"),
     ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
+    ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; goes on after a kill"),
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("verb", choices=["fetch"])
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("--root", help="default: $TOOLKIT_DATA, or ./data")
+    parser.usage = (
+        "toolkit data fetch NAME [--root DIR]\n"
+        "       toolkit data tokenize IN [IN ...] --out DIR [--tokenizer FILE] [--end TOKEN] [--field NAME]\n"
+        "                [--shard-tokens N] [--json]"
+    )
+    parser.add_argument("verb", choices=["fetch", "tokenize"])
+    parser.add_argument("names", nargs="+", metavar="NAME|IN", help="a data set; tokenize: texts, .jsonl, folders")
+    parser.add_argument("--root", help="fetch: default $TOOLKIT_DATA, or ./data")
+    parser.add_argument("--out", metavar="DIR", help="tokenize: the folder of the token shards")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenize: a tokenizer.json; default: each byte is a token")
+    parser.add_argument("--end", metavar="TOKEN", help="tokenize: ends a document; default such as </s>")
+    parser.add_argument("--field", default="text", metavar="NAME", help="tokenize: the text in a .jsonl; default text")
+    parser.add_argument(
+        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokenize: of a file; default 100 million"
+    )
+    arguments.add_json(parser)
 
 
 def run(args: Namespace) -> None:
+    from toolkit.errors import RequestError
+
+    if args.verb == "tokenize":
+        _tokenize(args)
+        return
+    if len(args.names) > 1:
+        raise RequestError(f"toolkit data fetch {args.names[0]}: {args.names[1]!r} is one word too many")
     from toolkit.data.datasets import fetch
 
-    print(fetch(args.name, args.root))
+    print(fetch(args.names[0], args.root))
+
+
+def _tokenize(args: Namespace) -> None:
+    from toolkit import fsio, logs
+    from toolkit.cli import show
+    from toolkit.data.tokens.writer import Encoder, tokenize
+    from toolkit.errors import RequestError
+
+    if args.out is None:
+        raise RequestError("toolkit data tokenize: --out DIR says where to")
+    if args.shard_tokens < 1:
+        raise RequestError("toolkit data tokenize: --shard-tokens is to be 1 or more")
+    logs.setup()
+    out = fsio.expand(args.out).absolute()
+    encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
+    index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
+    if args.json:
+        print(show.as_json(index.to_file()))
+        return
+    print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
+    print(f"train on it: toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}")
