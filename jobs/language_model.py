@@ -79,8 +79,8 @@ class LanguageModel(toolkit.Job):
     def _sizes(self) -> LlamaSizes:
         p: Params = self.params
         if p.hf_config is None:
-            sizes = p.layers, p.width, p.heads, p.kv_heads, p.hidden, p.rope_theta, p.norm_eps, p.tied
-            return LlamaSizes(self.tokens.index.vocabulary, *sizes)
+            own = p.layers, p.width, p.heads, p.kv_heads, p.hidden, p.rope_theta, p.norm_eps, p.tied
+            return LlamaSizes(self.tokens.index.vocabulary, *own)
         sizes = LlamaSizes.read(Path(p.hf_config).expanduser())
         if sizes.vocabulary < self.tokens.index.vocabulary:
             raise toolkit.ConfigError(
