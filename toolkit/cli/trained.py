@@ -105,7 +105,25 @@ def page(told: Mapping[str, Any]) -> str:
     for name, value in told["metrics"].items():
         beside = f"   (the run's own: {own[name]:.6g})" if name in own else ""
         lines.append(f"{name:<{width}}  {value:.6g}{beside}")
+    if told.get("classes"):
+        lines += ["", *_class_table(told["classes"])]
     return "\n".join(lines)
+
+
+def _class_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each class, and their means: each class counts as much as another."""
+    names = ("recall", "precision", "f1")
+    width = min(max(len(str(row["class"])) for row in rows), 24)
+    lines = [f"{'class':<{max(width, 5)}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
+    means: dict[str, Any] = {"class": "mean", "samples": sum(row["samples"] for row in rows), "taken_for": None}
+    for name in names:
+        known = [row[name] for row in rows if row[name] is not None]
+        means[name] = sum(known) / len(known) if known else None
+    for row in (*rows, means):
+        recall, precision, f1 = ("-" if row[name] is None else f"{row[name]:.4f}" for name in names)
+        named = f"{str(row['class'])[:24]:<{max(width, 5)}}"
+        lines.append(f"{named} {row['samples']:>8} {recall:>8} {precision:>10} {f1:>8}  {row['taken_for'] or '-'}")
+    return lines
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -126,10 +144,13 @@ def exported(told: Mapping[str, Any], target: Path) -> str:
     """Return what was written, a line for each file."""
     lines = [f"{target}: step {told['step']} of {told['run']}, weights: {told['weights']}"]
     lines += [f"  {name}  {(target / name).stat().st_size:,} bytes" for name in [*told["sha256"], "model.json"]]
-    trial = told["program"]
-    if trial is not None:
+    for what in ("program", "compiled"):
+        trial = told[what]
+        if trial is None:
+            continue
         sizes = ", ".join(map(str, trial["batch_sizes"]))
         how = f"equal to {trial['largest_difference']:.2g} ({trial['bound']:.2g} is allowed)"
         how = "equal bit for bit" if trial["is_bit_for_bit"] else how
-        lines.append(f"  tried on batches of {sizes} real samples: outputs {how}")
+        which = "compiled, " if what == "compiled" else ""
+        lines.append(f"  {which}tried on batches of {sizes} real samples: outputs {how}")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
+from toolkit.data.loader import eval_batches
 from toolkit.data.pictures import Pictures
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.launch.start.user_job import job_class, load, params_of
@@ -28,7 +29,7 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
-from toolkit.strategies.objective import Measure, Sums, measured
+from toolkit.strategies.objective import Measure, Sums, given_to_model, measured
 from toolkit.strategies.protocol import AllNeeded, Strategy
 from toolkit.train.initial import fill
 from toolkit.train.job import Job
@@ -178,6 +179,45 @@ def figures(trained: Trained) -> dict[str, float]:
     means = evaluate(cast(Strategy, OneProcess(trained)), lambda: False)
     assert means is not None, "only a stop cuts an evaluation short, and there is none here"
     return {f"eval/{name}": value for name, value in means.items()}
+
+
+def by_class(trained: Trained) -> list[dict[str, Any]]:
+    """Return for each class its samples in the eval set, recall, precision, F1, and what it is most often taken for.
+
+    A figure whose divisor is 0 is None. Raises RequestError where the job is no classifier of pairs (input, class).
+    """
+    job, classes = trained.job, trained.job.classes
+    eval_set = job.eval_set()
+    if not classes or eval_set is None:
+        raise RequestError(
+            f"--per-class: {trained.config.job} says no `classes`, or has no eval_set() to count them in"
+        )
+    count = len(classes)
+    taken = torch.zeros(count * count, dtype=torch.int64)  # by the true class, then by the predicted one
+    for batch in eval_batches(eval_set, Share(0, 1), job.eval_batch_size, collate=job.collate):
+        assert batch is not None
+        here = batch.to(trained.device)
+        args, kwargs = given_to_model(job.evaluate, here) or ((), {})
+        with torch.no_grad(), precision(trained):
+            predicted = trained.model(*args, **kwargs).argmax(dim=1).cpu()
+        taken += torch.bincount(batch.targets * count + predicted, minlength=count * count)
+    table = taken.view(count, count)
+    rows = []
+    for number, name in enumerate(classes):
+        right, samples, chosen = int(table[number, number]), int(table[number].sum()), int(table[:, number].sum())
+        others = table[number].clone()
+        others[number] = 0
+        rows.append(
+            {
+                "class": name,
+                "samples": samples,
+                "recall": right / samples if samples else None,
+                "precision": right / chosen if chosen else None,
+                "f1": 2 * right / (samples + chosen) if samples + chosen else None,
+                "taken_for": classes[int(others.argmax())] if others.any() else None,
+            }
+        )
+    return rows
 
 
 def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterator[dict[str, Any]]:

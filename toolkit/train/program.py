@@ -2,6 +2,7 @@
 
     model.safetensors    the weights, under the model's own names
     model.pt2            the whole computation, by torch.export: torch alone loads and runs it
+    compiled.pt2         with --aot: the same, compiled to machine code by AOTInductor
     model.json           inputs, outputs, origin, the files' digests
     ...                  what the job adds (``Job.export_files``)
 
@@ -13,6 +14,7 @@ model on real samples.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,14 @@ from toolkit.ranks.batch import Share
 from toolkit.strategies.objective import given_to_model
 from toolkit.train.inference import Trained
 
-WEIGHTS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "model.json"
+WEIGHTS, PROGRAM, COMPILED, ABOUT = "model.safetensors", "model.pt2", "compiled.pt2", "model.json"
 FORMATS = {"safetensors": (WEIGHTS,), "program": (PROGRAM,), "both": (WEIGHTS, PROGRAM)}
 #: Real samples that a program is tried on: all of them, all but one, and one alone.
 SAMPLES = 8
 #: How much a loaded program may differ from the model, relative to the largest output: fp32 has seven digits.
 TOLERANCE = 1e-5
+#: The same for a compiled program, whose sums are in another order.
+COMPILED_TOLERANCE = 1e-4
 
 log = logs.get(__name__)
 
@@ -47,8 +51,10 @@ class Trial:
     bound: float
 
 
-def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
+def export(trained: Trained, target: Path, form: str, *, compiles: bool = False) -> dict[str, Any]:
     """Write the new folder ``target``; ``form`` is one of ``FORMATS``. Return the content of ``model.json``.
+
+    ``compiles`` the program as well, for which this machine needs a C++ compiler.
 
     Raises FileExistsError where the folder exists, CheckpointError for damage, and JobFailedError where torch.export
     cannot take the model or its program differs from the model. With ``both`` the weights are written even then.
@@ -56,6 +62,7 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
     example = _example(trained)
     model = trained.model.cpu()  # also where there is a GPU: a program is bound to the device that it was made on
     trial: Trial | None = None
+    compiled: Trial | None = None
     failure: JobFailedError | None = None
     # The folder appears under its name only when it is complete.
     with fsio.new_path(target) as folder:
@@ -68,16 +75,18 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
         if PROGRAM in FORMATS[form]:
             try:
                 trial = write_program(model, example, folder / PROGRAM)
+                if compiles:
+                    compiled = compile_program(model, example, folder / PROGRAM, folder / COMPILED)
             except JobFailedError as error:
                 if form == "program":
                     raise
                 failure = error  # raised below, when the folder with the weights is complete
         for name, text in trained.job.export_files().items():
             fsio.write_new(folder / name, text.encode())
-        about = _about(trained, model, example, trial, folder)
+        about = _about(trained, model, example, (trial, compiled), folder)
         fsio.write_json(folder / ABOUT, about)
     if failure is not None:
-        raise JobFailedError(f"{failure}\n{target} has the weights, without a program")
+        raise JobFailedError(f"{failure}\n{target} has what was written before that")
     return about
 
 
@@ -111,24 +120,51 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
         with torch.no_grad():
             program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
-        loaded = torch.export.load(path).module()
-        # All samples, all but one, and one alone: the program must fit any number.
-        sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
-        with torch.no_grad():
-            outputs = [(model(example[:size]), loaded(example[:size])) for size in sizes]
-        difference = max(float((one - other).abs().max()) for one, other in outputs)
-        largest = max(1.0, *(float(one.abs().max()) for one, _ in outputs))
+        trial = _tried(model, torch.export.load(path).module(), example, TOLERANCE)
     except Exception as error:  # the model's own code, the tracer and the serializer may raise anything
         path.unlink(missing_ok=True)
         log.info("torch.export failed", exc_info=True)
-        reason = str(error).strip().split("\n")[0]
         raise JobFailedError(
-            f"torch.export cannot take this model ({type(error).__name__}: {reason}). Mostly its forward() asks for "
+            f"torch.export cannot take this model ({_reason(error)}). Mostly its forward() asks for "
             "the value of a tensor, or fixes the number of samples: rewrite that line, or use --format safetensors"
         ) from error
+    return _kept(trial, path)
+
+
+def compile_program(model: nn.Module, example: Tensor, program: Path, path: Path) -> Trial:
+    """Compile the file ``program`` to machine code, as ``path``: for processors like this one, and no other.
+
+    Raises JobFailedError where that fails, or its result differs from ``model``.
+    """
+    try:
+        torch._inductor.aoti_compile_and_package(torch.export.load(program), package_path=str(path))
+        trial = _tried(model, torch._inductor.aoti_load_package(str(path)), example, COMPILED_TOLERANCE)
+    except Exception as error:  # of the compiler
+        path.unlink(missing_ok=True)
+        log.info("AOTInductor failed", exc_info=True)
+        raise JobFailedError(
+            f"AOTInductor cannot compile this model ({_reason(error)}); is a C++ compiler on the PATH? Leave out --aot"
+        ) from error
+    return _kept(trial, path)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, loaded: Callable[[Tensor], Tensor], example: Tensor, tolerance: float) -> Trial:
+    # All samples, all but one, and one alone: the program must fit any number.
+    sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
+    outputs = [(model(example[:size]), loaded(example[:size])) for size in sizes]
+    difference = max(float((one - other).abs().max()) for one, other in outputs)
+    largest = max(1.0, *(float(one.abs().max()) for one, _ in outputs))
+    return Trial(sizes, difference, tolerance * largest)
+
+
+def _kept(trial: Trial, path: Path) -> Trial:
+    """Refuse a program that loads and runs, and computes something else."""
     path.chmod(fsio.FILE_MODE)
-    # A program that loads and runs may still compute something else.
-    trial = Trial(sizes, difference, TOLERANCE * largest)
     if not trial.largest_difference <= trial.bound:  # a NaN is refused as well
         path.unlink()
         raise JobFailedError(
@@ -139,13 +175,18 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
 
 
 @torch.no_grad()
-def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | None, folder: Path) -> dict[str, Any]:
+def _about(
+    trained: Trained, model: nn.Module, example: Tensor, trials: Sequence[Trial | None], folder: Path
+) -> dict[str, Any]:
     config, job, manifest = trained.config, trained.job, trained.manifest
     digests: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    tried = None if trial is None else {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
+    program, compiled = (
+        None if trial is None else {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
+        for trial in trials
+    )
     return {
         "model": config.model.name,
         "job": config.job,
@@ -158,7 +199,8 @@ def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | N
         "input": _tensor(example),
         "output": _tensor(model(example)),
         "preprocessing": None if job.pictures is None else job.pictures.as_json(),
-        "program": tried,
+        "program": program,
+        "compiled": compiled,
         "versions": {"torch": torch.__version__, "toolkit": __version__},
         "sha256": digests,
     }

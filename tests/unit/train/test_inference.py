@@ -352,3 +352,91 @@ def test_another_users_weights_are_read_without_running_their_sources(strange: R
     found = checkpoint_weights.read(origin.find(str(strange.path))).tensors
     assert found.keys() == weights(30).keys()
     assert not (tmp_path / "mark").exists()
+
+
+def test_the_figures_of_each_class_are_those_counted_by_hand(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = answer(capsys, "evaluate", run.id, "--per-class", "--weights", "raw")["classes"]
+    data = build_datasets(DataConfig()).eval
+    inputs, targets = data.batch(np.arange(len(data)))  # type: ignore[union-attr]
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(weights(30))
+    pairs = [*zip(targets.tolist(), model(inputs).argmax(1).tolist(), strict=True)]
+    assert [row["class"] for row in rows] == [str(digit) for digit in range(10)]
+    for digit, row in enumerate(rows):
+        mine = [guess for truth, guess in pairs if truth == digit]
+        claimed = [truth for truth, guess in pairs if guess == digit]
+        right, wrong = mine.count(digit), [guess for guess in mine if guess != digit]
+        recall = right / len(mine)
+        precision = right / len(claimed) if claimed else None
+        assert (row["samples"], row["recall"], row["precision"]) == (len(mine), recall, precision)
+        harmonic = 2 * recall * precision / (recall + precision) if precision else 0.0
+        assert row["f1"] == pytest.approx(harmonic)
+        assert row["taken_for"] in ([None] if not wrong else [str(g) for g in wrong if wrong.count(g) == most(wrong)])
+
+
+def most(values: list[int]) -> int:
+    return max(values.count(value) for value in values)
+
+
+def test_the_table_of_classes_fits_a_terminal_and_ends_with_the_means(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", run.id, "--per-class"]) == EXIT_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-12:]] == ["class", *map(str, range(10)), "mean"]
+    assert lines[-1].split()[1] == "360"
+    assert max(map(len, lines[-12:])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["evaluate", "RUN", "--per-class", "--images", "."], "--per-class: the classes of --images are not known"),
+        (["export", "RUN", "OUT", "--aot", "--format", "safetensors"], "--aot: compiles the program"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    run: RunDir, argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [{"RUN": run.id, "OUT": str(tmp_path / "out")}.get(word, word) for word in argv]
+    assert cli.main(words) == EXIT_REQUEST
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_compiled_program_computes_what_the_model_does(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = answer(capsys, "export", run.id, str(tmp_path / "out"), "--aot", "--weights", "raw")
+    assert about["compiled"]["largest_difference"] <= about["compiled"]["bound"]
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(weights(30))
+    compiled = torch._inductor.aoti_load_package(str(tmp_path / "out/compiled.pt2"))
+    images = torch.randn(5, 1, 8, 8)
+    assert torch.allclose(compiled(images), model(images), atol=1e-4)
+    assert set(about["sha256"]) == {"compiled.pt2", "model.pt2", "model.safetensors"}
+
+
+def test_a_compiler_that_fails_leaves_the_weights_and_the_program(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
+    assert cli.main(["export", run.id, str(tmp_path / "out"), "--aot"]) == EXIT_FAILED
+    says = capsys.readouterr().err
+    assert "AOTInductor cannot compile this model (RuntimeError: no C++ compiler)" in says
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.json", "model.pt2", "model.safetensors"}
+
+
+def test_a_compiled_program_that_computes_something_else_is_refused(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = nn.Linear(2, 2).eval(), tmp_path / "compiled.pt2"
+    torch.export.save(torch.export.export(model, (torch.ones(2, 2),)), tmp_path / "model.pt2")
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, package_path: Path(package_path).touch())
+    monkeypatch.setattr("torch._inductor.aoti_load_package", lambda path: lambda inputs: model(inputs) + 1)
+    with pytest.raises(JobFailedError, match="the exported program is not the model: outputs differ by up to 1"):
+        program.compile_program(model, torch.ones(2, 2), tmp_path / "model.pt2", path)
+    assert not path.exists()

@@ -4,11 +4,12 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
 EXAMPLES = (
     ("toolkit evaluate digits-ddp --checkpoint best", "judge the best checkpoint on this machine"),
     ("toolkit evaluate digits-ddp --submit", "by a job of its own, when the run has completed"),
+    ("toolkit evaluate digits-ddp --per-class", "recall, precision and F1 of each class, and what it is taken for"),
     ("toolkit evaluate digits-ddp --images photos --output classes.csv", "classify the images of a folder"),
 )
 
@@ -18,6 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_checkpoint(parser)
     arguments.add_trust(parser)
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR")
+    parser.add_argument("--per-class", action="store_true", help="recall, precision and F1 of each class as well")
     parser.add_argument("--images", metavar="FOLDER", help="classify the images in it, instead of the eval set")
     parser.add_argument("--keep", action="store_true", help="write the figures into the run, as evaluation.json")
     text = "--keep in a job of its own, on one node like the run's, when the run has completed"
@@ -30,6 +32,8 @@ def run(args: Namespace) -> int:
     from toolkit import fsio, logs
     from toolkit.cli import show, trained
 
+    if args.per_class and args.images is not None:
+        raise RequestError("--per-class: the classes of --images are not known; leave out one of them")
     run = arguments.trusted_run(args)
     if args.submit:
         from toolkit.cli import follow
@@ -47,6 +51,8 @@ def run(args: Namespace) -> int:
             return _classify(model, args, output)
         recorded = {} if args.data else model.recorded()
         found = {**model.as_json(), "metrics": inference.figures(model), "recorded": recorded}
+        if args.per_class:
+            found["classes"] = inference.by_class(model)
     if output is not None:
         fsio.write_json(output, found)
     if args.keep:

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
+from toolkit.errors import RequestError
 
 EXAMPLES = (("toolkit export digits-ddp exported", "weights and a program that torch alone runs, in a new folder"),)
 
@@ -14,6 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_trust(parser)
     forms = ["safetensors", "program", "both"]
     parser.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")
+    parser.add_argument("--aot", action="store_true", help="compile the program, too, for processors like this one")
     arguments.add_json(parser)
 
 
@@ -21,6 +23,8 @@ def run(args: Namespace) -> None:
     from toolkit import logs
     from toolkit.cli import show, trained
 
+    if args.aot and args.form == "safetensors":
+        raise RequestError("--aot: compiles the program, and --format safetensors makes none; leave out one of them")
     target = arguments.new_path("toolkit export", args.out)
     paths = trained.choose(run := arguments.trusted_run(args), args.checkpoint)
     logs.setup()
@@ -28,5 +32,5 @@ def run(args: Namespace) -> None:
     from toolkit.train import inference, program
 
     with inference.trained(run, paths, weights=args.weights) as model:
-        found = program.export(model, target, args.form)
+        found = program.export(model, target, args.form, compiles=args.aot)
     print(show.as_json(found) if args.json else trained.exported(found, target))
