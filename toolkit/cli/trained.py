@@ -91,7 +91,8 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
     config = JobConfig(name=f"evaluate-{run.name}", job=FOREIGN_JOB, cluster=one)
     validate(config)
     words = ["--checkpoint", args.checkpoint, *(["--weights", args.weights] if args.weights else [])]
-    words += [*(["--data", *args.data] if args.data else []), *(["--trust"] if args.trust else []), "--keep"]
+    words += [*(["--per-class"] if args.per_class else []), *(["--data", *args.data] if args.data else [])]
+    words += [*(["--trust"] if args.trust else []), "--keep"]
     command = [str(staging.origin(sys.executable)), "-m", "toolkit", "evaluate", str(run.path), *words]
     chosen = choose_executor("auto")
     return submit_foreign(config, command, chosen, awaited.find(str(run.path), chosen, Slurm().show_jobs))
