@@ -20,6 +20,7 @@ __all__ = [
     "JobConfig",
     "Loss",
     "PairMixing",
+    "RawTokens",
     "Rows",
     "Run",
     "ShardedData",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
     from toolkit.data.shards.dataset import ShardedData
+    from toolkit.data.shards.raw_tokens import RawTokens
     from toolkit.data.stream import Streams
     from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.errors import ConfigError
@@ -62,6 +64,7 @@ _HOMES = {
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
     "PairMixing": "toolkit.data.mixing",
+    "RawTokens": "toolkit.data.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.launch.submission.handle",
     "ShardedData": "toolkit.data.shards.dataset",

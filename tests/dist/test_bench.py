@@ -51,6 +51,10 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "monitor": (["2"], ["monitor of 73 processes"]),
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
+    "shards": (
+        ["--mib", "16", "--rounds", "1", "--rows", "1000000"],
+        ["index, cache", "parquet   ours", "bin       ours"],
+    ),
     "startup": (["--rounds", "1"], ["seconds to", "ours, no preflight", "ours"]),
     "sweep": (["--points", "300"], ["submit 300 points", "status of all", "calls of sbatch: 1 "]),
     "strategies": ([], ["ddp", "fsdp"]),

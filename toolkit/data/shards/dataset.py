@@ -13,14 +13,16 @@ import torch
 
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
-from toolkit.data.shards.index import OpenBlock, ShardFile, ShardFormat, ShardIndex, index_of
+from toolkit.data.shards.index import REFUSED, OpenBlock, ShardFile, ShardFormat, ShardIndex, index_of
+from toolkit.data.shards.mds import MdsFormat
 from toolkit.data.shards.order import BlockOrder
 from toolkit.data.shards.parquet import ParquetFormat
+from toolkit.data.shards.tar import TarFormat
 from toolkit.data.workers import stacked
 from toolkit.errors import ConfigError, JobFailedError, nearest
 
 #: The kinds of files, in the order in which a folder is searched for them.
-FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat,)
+FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat, MdsFormat, TarFormat)
 #: Lanes of an order; see order.py.
 LANES = 32
 #: An open block is dropped when so many samples were read since a sample of it was.
@@ -53,7 +55,7 @@ class ShardedData:
         self._format = kind
         self._index: ShardIndex = index_of(root, kind)
         self._lanes = lanes
-        kind.prepare(self._index.files)
+        kind.prepare(root, self._index.files)
         self.columns = _agreed_columns(self._index, kind, columns)
         self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
         self._read, self._kept = 0, KEPT_SAMPLES
@@ -65,10 +67,10 @@ class ShardedData:
         """Return one sample. Raises OSError with file and row group or member for one that cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        block = int(np.searchsorted(self._index.starts, index, side="right")) - 1
+        block, number = self._index.place_of(index)
         self._read += 1
         with self._block(block) as opened:
-            return opened.row(index - int(self._index.starts[block]))
+            return opened.row(number)
 
     def batch(self, indices: Indices) -> Any:
         """Return samples ``indices`` (n,) by column, stacked. Raises as :meth:`__getitem__` does."""
@@ -87,6 +89,12 @@ class ShardedData:
     def map(self, transform: Callable[[Any], Any]) -> MappedData:
         """Return the data set of ``transform(sample)``, which may draw random numbers: each sample has its own seed."""
         return MappedData(self, transform)
+
+    def describe(self, index: int) -> str:
+        """Return where sample ``index`` lies: the file, and the row or member."""
+        block, number = self._index.place_of(index)
+        file, inside = self._index.block_of(block)
+        return f"{self._index.root / file.name}, {self._format.describe(file, inside, number)}"
 
     def fingerprint(self) -> str:
         """Return what identifies the shards and the order that follows from them; see fingerprint.py."""
@@ -109,7 +117,7 @@ class ShardedData:
             path = self._index.root / file.name
             code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             text = " ".join(str(error).split())
-            raise OSError(code, f"{self._format.describe(block)}: {text}", str(path)) from error
+            raise OSError(code, f"{self._format.describe(file, block, None)}: {text}", str(path)) from error
 
     def _opened(self, number: int, file: ShardFile, block: int) -> OpenBlock:
         if number not in self._open:
@@ -130,7 +138,9 @@ class ShardedData:
             if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise ValueError("the shard has changed since this run began; put the old one back, or start a new run")
             return self._format.open(path, file, block, self.columns)
-        except (OSError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             return error
 
 
@@ -145,7 +155,13 @@ class MappedData:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Any:
-        return self._transform(self._data[index])
+        sample = self._data[index]
+        try:
+            return self._transform(sample)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{self._data.describe(index)}: {type(error).__name__}: {error}") from error
 
 
 def _format_of(root: Path) -> ShardFormat:
@@ -173,6 +189,8 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
         for name in columns:
             if name not in schema:
                 raise ConfigError(f"{path}: has no column {name!r}; {nearest(name, schema)}it has {', '.join(schema)}")
+            if schema[name].startswith(REFUSED):
+                raise ConfigError(f"{path}: column {name!r} cannot be read: {schema[name].removeprefix(REFUSED)}")
             if schema[name] != first[name]:
                 raise ConfigError(
                     f"{path}: column {name!r} is {schema[name]}, and in {files[0].name} it is {first[name]}; write all "

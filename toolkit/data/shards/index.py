@@ -27,8 +27,9 @@ from toolkit.user_cache import cache_dir
 #: Changes with the meaning of what a cached index holds.
 VERSION = 1
 
-#: The columns of a file, each with its type.
+#: The columns of a file, each with its type; a type that begins with REFUSED says why the column cannot be read.
 Schema = tuple[tuple[str, str], ...]
+REFUSED = "!"
 
 log = logs.get(__name__)
 
@@ -78,19 +79,19 @@ class ShardFormat(Protocol):
     suffix: str
 
     def scan(self, path: Path) -> Scan:
-        """Return what the file says of itself. Raises OSError or ValueError for one that is damaged."""
+        """Return what the file says of itself. Raises any error for one that is damaged."""
 
     def schema(self, file: ShardFile) -> Schema:
         """Return the columns that ``file`` has, those that its folders give included."""
 
-    def prepare(self, files: Sequence[ShardFile]) -> None:
-        """Learn what follows from all files together; called once, before any block is opened."""
+    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
+        """Learn and check what follows from all files together; called once, before any block is opened."""
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> OpenBlock:
-        """Read a block. Raises OSError or ValueError, with the row group or member, for one that is damaged."""
+        """Read a block. Raises any error for one that is damaged."""
 
-    def describe(self, block: int) -> str:
-        """Return what a reader calls a block of a file, such as ``row group 3``."""
+    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
+        """Return what a reader calls a block of a file, such as ``row group 3``, or sample ``number`` of the block."""
 
 
 class ShardIndex:
@@ -112,6 +113,11 @@ class ShardIndex:
     def block_of(self, number: int) -> tuple[ShardFile, int]:
         """Return the file that has block ``number``, and which of the file's blocks it is."""
         return self.files[self._file[number]], int(self._block[number])
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Return the block that has sample ``index``, and which of its samples it is."""
+        block = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return block, index - int(self.starts[block])
 
     def digest(self) -> str:
         """Return a digest of the names and of what the files say of themselves; the folder may be anywhere."""
@@ -196,7 +202,9 @@ def _folders_without(root: Path, names: list[str]) -> list[str]:
 def _scan(path: Path, kind: ShardFormat) -> Scan:
     try:
         return kind.scan(path)
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # each library has errors of its own for a damaged file
         raise ConfigError(
             f"{path}: its samples cannot be counted: {error}. Write this shard again, or remove it from the folder"
         ) from error

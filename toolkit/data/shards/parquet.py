@@ -46,7 +46,7 @@ class ParquetFormat:
     def schema(self, file: ShardFile) -> Schema:
         return *file.scan.schema, *((name, "partition") for name, _ in partitions_of(file.name))
 
-    def prepare(self, files: Sequence[ShardFile]) -> None:
+    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
         """Find the type of each partition column over all files: int where all values are whole numbers, else str."""
         for file in files:
             for column, value in partitions_of(file.name):
@@ -67,8 +67,8 @@ class ParquetFormat:
             values[name] = np.full(count, int(value)) if is_int and value is not None else [value] * count
         return ParquetBlock({name: values[name] for name in columns})
 
-    def describe(self, block: int) -> str:
-        return f"row group {block}"
+    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
+        return f"row group {block}" if number is None else f"row {number} of row group {block}"
 
 
 def _footer(path: Path) -> bytes:

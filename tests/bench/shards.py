@@ -1,0 +1,227 @@
+"""How fast shards are read, beside the disk's own sequential rate and the loaders of others; and an index of 10^8 rows.
+
+Each way reads one shuffled epoch of the same samples (``--mib`` of random bytes in samples of 64 KiB) in one process
+without workers, from a cold page cache, and touches all bytes. ``share`` is the rate beside a plain sequential read of
+files of as many bytes, read just before. The peers run where they are installed (``--peers FOLDER``: a folder to import
+them from).
+
+    python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--peers FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.data.loader import Loader
+from toolkit.data.shards.dataset import ShardedData
+from toolkit.data.shards.raw_tokens import RawTokens
+from toolkit.ranks.batch import Share
+
+SAMPLE_BYTES, BATCH, FILES = 64 << 10, 64, 8
+MIB = 1 << 20
+#: Rows of each file, and of each of its row groups, for the index.
+FILE_ROWS, GROUP_ROWS = 1_000_000, 100_000
+
+#: Yields the number of bytes of each batch of an epoch.
+Epoch = Callable[[Path], Iterator[int]]
+
+
+def contents(mib: int) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the samples of each file."""
+    count = mib * MIB // SAMPLE_BYTES // FILES
+    for file in range(FILES):
+        numbers = np.random.default_rng(file)
+        yield file, [numbers.bytes(SAMPLE_BYTES) for _ in range(count)]
+
+
+def write_parquet(folder: Path, mib: int) -> None:
+    pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
+    for file, samples in contents(mib):
+        # Random bytes have no repeats that a dictionary or a codec could use.
+        pq.write_table(
+            pa.table({"raw": samples}), folder / f"part-{file}.parquet", row_group_size=128, compression="none",
+            use_dictionary=False,
+        )  # fmt: skip
+
+
+def write_tars(folder: Path, mib: int) -> None:
+    for file, samples in contents(mib):
+        with tarfile.open(folder / f"shard-{file:05d}.tar", "w") as archive:
+            for number, sample in enumerate(samples):
+                member = tarfile.TarInfo(f"{file:03d}{number:06d}.raw")
+                member.size = len(sample)
+                archive.addfile(member, io.BytesIO(sample))
+
+
+def write_mds(folder: Path, mib: int) -> None:
+    writer: Any = import_module("streaming").MDSWriter(out=str(folder), columns={"raw": "bytes"})
+    with writer:
+        for _, samples in contents(mib):
+            for sample in samples:
+                writer.write({"raw": sample})
+
+
+def write_tokens(folder: Path, mib: int) -> None:
+    for file, samples in contents(mib):
+        (folder / f"tokens-{file:05d}.bin").write_bytes(b"".join(samples) + b"\0\0")
+
+
+def ours(folder: Path) -> Iterator[int]:
+    data = ShardedData(folder, columns=["raw"])
+    loader = Loader(data, global_batch_size=BATCH, seed=0, share=Share(0, 1))
+    for step in range(len(data) // BATCH):
+        batch = loader.at(step)
+        yield sum(map(len, batch["raw"]))
+
+
+def our_windows(folder: Path) -> Iterator[int]:
+    data = RawTokens(folder, SAMPLE_BYTES // 2)
+    loader = Loader(data, global_batch_size=BATCH, seed=0, share=Share(0, 1))
+    for step in range(len(data) // BATCH):
+        yield 2 * loader.at(step).inputs.numel()
+
+
+def hugging_face(folder: Path) -> Iterator[int]:
+    """Stream, with the shuffle buffer of its pages; it has no exact shuffle of Parquet without a copy of its own."""
+    datasets: Any = import_module("datasets")
+    files = [str(path) for path in sorted(folder.glob("*.parquet"))]
+    data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    for rows in data.shuffle(seed=0, buffer_size=1000).iter(BATCH):
+        yield sum(map(len, rows["raw"]))
+
+
+def webdataset(folder: Path) -> Iterator[int]:
+    wds: Any = import_module("webdataset")
+    urls = [str(path) for path in sorted(folder.glob("*.tar"))]
+    data = wds.WebDataset(urls, shardshuffle=FILES, seed=0).shuffle(1000).to_tuple("raw").batched(BATCH)
+    for (raw,) in data:
+        yield sum(map(len, raw))
+
+
+def streaming(folder: Path) -> Iterator[int]:
+    data: Any = import_module("streaming").StreamingDataset(
+        local=str(folder), shuffle=True, batch_size=BATCH, shuffle_seed=0
+    )
+    size = 0
+    for number, sample in enumerate(data, 1):
+        size += len(sample["raw"])
+        if number % BATCH == 0:
+            yield size
+            size = 0
+
+
+#: Kind of shards, what writes them, and who reads them.
+KINDS: dict[str, tuple[Callable[[Path, int], None], dict[str, Epoch]]] = {
+    "parquet": (write_parquet, {"ours": ours, "datasets, streamed": hugging_face}),
+    "tar": (write_tars, {"ours": ours, "webdataset": webdataset}),
+    "mds": (write_mds, {"ours": ours, "streaming": streaming}),
+    "bin": (write_tokens, {"ours": our_windows}),
+}
+
+
+def forget(folder: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def sequential(folder: Path) -> Iterator[int]:
+    buffer = bytearray(4 * MIB)
+    for path in sorted(folder.rglob("*")):
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                yield size
+
+
+def rate(epoch: Epoch, folder: Path) -> tuple[float, float]:
+    """Return the MiB/s of an epoch from a cold cache, and the share of the bytes that it gave."""
+    forget(folder)
+    started = time.perf_counter()
+    size = sum(epoch(folder))
+    return size / MIB / (time.perf_counter() - started), size
+
+
+def compare(mib: int, rounds: int, scratch: Path) -> None:
+    print(f"{'kind':9} {'reader':20} {'MiB/s':>7} {'samples/s':>10} {'of the disk':>12}")
+    for kind, (write, readers) in KINDS.items():
+        folder = scratch / kind
+        folder.mkdir()
+        try:
+            write(folder, mib)
+        except ImportError as error:
+            print(f"{kind:9} not run: {error.name} is not installed")
+            continue
+        for name, epoch in readers.items():
+            shares, rates = [], []
+            try:
+                next(epoch(folder))  # the index is made once, and so is what peers prepare
+                for _ in range(rounds):
+                    disk = rate(sequential, folder)[0]
+                    own = rate(epoch, folder)[0]
+                    rates.append(own)
+                    shares.append(own / disk)
+            except ImportError as error:
+                print(f"{kind:9} {name:20} not run: {error.name} is not installed")
+                continue
+            mean = statistics.median(rates)
+            print(
+                f"{kind:9} {name:20} {mean:7.0f} {mean * MIB / SAMPLE_BYTES:10.0f} "
+                f"{100 * statistics.median(shares):10.0f} %",
+                flush=True,
+            )
+
+
+def index(rows: int, scratch: Path) -> None:
+    """Time the index of Parquet files of ``rows`` rows; each file is a link to one, whose footer is read anew."""
+    pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
+    folder = scratch / "rows"
+    folder.mkdir()
+    size = min(rows, FILE_ROWS)
+    pq.write_table(pa.table({"x": np.arange(size)}), scratch / "one.parquet", row_group_size=GROUP_ROWS)
+    for number in range(rows // size):
+        (folder / f"part-{number:06d}.parquet").hardlink_to(scratch / "one.parquet")
+    for what in ("index, cache empty", "index, cache full"):
+        started = time.perf_counter()
+        data = ShardedData(folder)
+        print(f"{what:20} {len(data):,} rows in {rows // size} files: {time.perf_counter() - started:.2f} s")
+    started = time.perf_counter()
+    Loader(data, global_batch_size=1024, seed=0, share=Share(0, 8)).at(0)
+    print(f"{'first batch':20} of 1,024 samples on 8 ranks: {time.perf_counter() - started:.2f} s", flush=True)
+
+
+def main() -> None:
+    """Run all and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=10**8)
+    parser.add_argument("--peers", type=Path)
+    args = parser.parse_args()
+    if args.peers is not None:
+        sys.path.append(str(args.peers))
+    with tempfile.TemporaryDirectory(dir=".") as scratch:
+        os.environ["XDG_CACHE_HOME"] = scratch  # no index of an earlier run
+        os.environ["HF_HOME"] = scratch
+        index(args.rows, Path(scratch).resolve())
+        compare(args.mib, args.rounds, Path(scratch).resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Files of token numbers end to end and nothing else, such as nanoGPT writes: windows of one length.
+
+What ``toolkit data tokenize`` writes has an index, and documents: tokens/windows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.config import catalog
+from toolkit.data.permutation import Indices
+from toolkit.data.shards import runs
+from toolkit.data.shards.dataset import LANES, ShardedData
+from toolkit.data.shards.index import Scan, Schema, ShardFile
+from toolkit.errors import ConfigError
+
+DTYPES = ("uint16", "uint32")
+
+
+class RawTokenFormat:
+    suffix = ".bin"
+
+    def __init__(self, length: int, dtype: str) -> None:
+        self.name = f"{dtype} windows of {length}"
+        self._length, self._dtype = length, np.dtype(dtype).newbyteorder("<")
+        self._per_block = max(runs.BLOCK_BYTES // (length * self._dtype.itemsize), 1)
+
+    def scan(self, path: Path) -> Scan:
+        size, width = path.stat().st_size, self._dtype.itemsize
+        if size % width:
+            raise ValueError(f"its {size} bytes are no whole number of {self._dtype.name} tokens")
+        windows = max(size // width - 1, 0) // self._length
+        whole, rest = divmod(windows, self._per_block)
+        rows = [self._per_block] * whole + [rest] * bool(rest)
+        return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), runs.digest_of(path))
+
+    def schema(self, file: ShardFile) -> Schema:
+        return file.scan.schema
+
+    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
+        """Do nothing: each file says all of itself."""
+
+    def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
+        first, stop = runs.samples_of(file, block)
+        width = self._length * self._dtype.itemsize
+        content = runs.read(path, first * width, stop * width + self._dtype.itemsize)
+        return RawTokenBlock(np.frombuffer(content, self._dtype), self._length)
+
+    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
+        first, stop = runs.samples_of(file, block)
+        return f"windows {first} to {stop - 1}" if number is None else f"window {first + number}"
+
+
+class RawTokenBlock:
+    """Windows in a row, in memory. Each has the first token of the next one as its last."""
+
+    def __init__(self, tokens: Any, length: int) -> None:
+        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+
+    def row(self, number: int) -> dict[str, Any]:
+        return {"tokens": torch.from_numpy(self._windows[number].astype(np.int64))}
+
+    def rows(self, numbers: Indices) -> dict[str, Any]:
+        return {"tokens": self._windows[numbers].astype(np.int64)}
+
+
+class RawTokens(ShardedData):
+    """The windows of ``length`` tokens of all ``.bin`` files below ``root``, and the token after each; none overlap.
+
+    Files hold little-endian ``uint16`` or ``uint32`` and nothing else. A rest shorter than a window is left out::
+
+        >>> numpy.arange(1000, dtype="uint16").tofile(folder / "tokens-00000.bin")
+        >>> train_set = toolkit.RawTokens(folder, length=64)
+        >>> inputs, targets = train_set.batch(numpy.arange(8))
+        >>> len(train_set), inputs.shape, int(inputs[1, 0]), bool((targets == inputs + 1).all())
+        (15, torch.Size([8, 64]), 64, True)
+    """
+
+    def __init__(self, root: str | Path | None, length: int, *, dtype: str = "uint16", lanes: int = LANES) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype: {dtype} is no kind of tokens; use {' or '.join(DTYPES)}")
+        if length < 1 or lanes < 1:
+            raise ConfigError(f"length: {length}, lanes: {lanes}: each must be 1 or more")
+        self._setup(catalog.data_root(None if root is None else str(root)), RawTokenFormat(length, dtype), None, lanes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        return tokens[:-1], tokens[1:]
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Return tokens (n, length) int64 of the windows ``indices`` (n,), and the token that follows each of them."""
+        tokens = super().batch(indices)["tokens"]
+        return tokens[:, :-1], tokens[:, 1:]
