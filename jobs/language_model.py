@@ -34,11 +34,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -63,7 +64,14 @@ class Params:
     tied: bool = False  # the embedding is the head, too; not for pipelines
     hf_config: str | None = None  # a Llama's config.json, whose sizes replace those above
     length: int = 64  # tokens of a window
+    peak_flops: float | None = None  # of a device, for MFU; null: by the GPU's name, without MFU on CPUs
     documents: bool = True  # no token sees another document; false: all of a window, which is faster on GPUs
+
+
+#: Operations a second of GPUs in bf16 without sparsity, by a part of the name, as NVIDIA's data sheets have them.
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+#: Tokens that a sample begins with, and that the model adds.
+PROMPT, SAMPLED = 64, 32
 
 
 class LanguageModel(toolkit.Job):
@@ -107,9 +115,52 @@ class LanguageModel(toolkit.Job):
     def summary(self, figures: Mapping[str, Any]) -> dict[str, float]:
         return {**figures, "perplexity": math.exp(figures["loss"])}
 
+    def speed(self, samples_per_s: float) -> dict[str, float]:
+        tokens_per_s = samples_per_s * self.params.length
+        found = {"train/tokens_per_s": tokens_per_s}
+        if peak := peak_flops(self.device, self.params.peak_flops):
+            needed = tokens_per_s * self.sizes.flops_per_token(self.params.length)
+            found["train/mfu"] = needed / (peak * self.config.cluster.nodes * self.config.cluster.tasks_per_node)
+        return found
+
+    def show(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, str]:
+        """Return what the model makes of the beginning of a held-out text."""
+        if self.config.strategy.name == "pipeline":  # an evaluation is one pass there
+            return {}
+        window = batch.inputs[:1, :, 0] if self.params.documents else batch.inputs[:1]
+        begin = min(PROMPT, self.params.length // 2)
+        tokens = continued(model, window, begin, begin + SAMPLED, self.alive)[0].cpu().numpy()
+        return {"eval/sample": f"{self.tokens.text(tokens[:begin])}[...]{self.tokens.text(tokens[begin:])}"}
+
     def export_files(self) -> dict[str, str]:
         config = self.sizes.hugging_face(self.params.length)
         return {"config.json": json.dumps(config, indent=2) + "\n"}
+
+
+@torch.no_grad()
+def continued(
+    model: toolkit.Forward, window: Tensor, begin: int, end: int, alive: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Return tokens (1, ``end`` at most) of ``window`` (1, length) with those from ``begin`` on drawn by the model.
+
+    Every pass is over a whole window: what comes after a token changes nothing, and ranks that share sequences need
+    their length. All ranks make equally many passes, and draw the same.
+    """
+    tokens, draw = window.clone(), torch.Generator().manual_seed(0)
+    end = min(end, tokens.shape[1])
+    for place in range(begin, end):
+        odds = model(tokens)[0, place - 1].float().softmax(-1)
+        tokens[0, place] = torch.multinomial(odds.cpu(), 1, generator=draw)
+        alive()
+    return tokens[:, :end]
+
+
+def peak_flops(device: torch.device, given: float | None) -> float | None:
+    """Return the operations a second that ``device`` can make: those ``given``, or by its name; None: not known."""
+    if given is not None or device.type != "cuda":
+        return given
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def next_token(logits: Tensor, targets: Tensor) -> toolkit.Loss:

@@ -177,6 +177,7 @@ class StrategyConfig:
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     find_unused: bool = False  #: ddp: parameters that a step does not use get a gradient of zero, not an error
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    activation_checkpointing_every: int = 1  #: with it: of every so many blocks the last one
     cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
     sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence

@@ -325,6 +325,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "retry.no_progress_attempts": (1, _MANY),
     "dist.timeout_s": (1, 7 * 86_400),
     "strategy.compression_rank": (1, 65_536),
+    "strategy.activation_checkpointing_every": (1, 10_000),
     "strategy.mesh.replicas": (1, _MANY),
     "strategy.mesh.shards": (1, _MANY),
     "strategy.mesh.tensor": (1, _MANY),

@@ -9,6 +9,7 @@ from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, 
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
+from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.alone import LocalReplica, data_parallel
@@ -85,7 +86,7 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
     how: dict[str, Any] = {
         "precision": train.precision,
         "compile": train.compile,
-        "recompute": config.activation_checkpointing,
+        "recompute": recomputed(config),
     }
     match name:
         case "ddp":

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.config import StrategyConfig
 from toolkit.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -31,9 +32,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block keep only its inputs for the backward pass and compute the rest again there. Names stay.
+def recomputed(config: StrategyConfig) -> int:
+    """Return of how many blocks one is to compute its activations again; 0: none."""
+    return config.activation_checkpointing_every if config.activation_checkpointing else 0
 
+
+def checkpoint_activations(model: nn.Module, every: int = 1) -> None:
+    """Let blocks keep only their inputs for the backward pass and compute the rest again there. Names stay.
+
+    Of ``every`` blocks in a row it is the last one.
     Raises ConfigError if there is no block, or if a second pass would change more than it computes.
     """
     parts = blocks(model)
@@ -49,5 +56,10 @@ def checkpoint_activations(model: nn.Module) -> None:
                 f"strategy.activation_checkpointing: {name} would count each batch twice in its running statistics; "
                 "set it to false, or use a model without BatchNorm"
             )
-    for part in parts:
+    if every > len(parts):
+        raise ConfigError(
+            f"strategy.activation_checkpointing_every: this model has {len(parts)} blocks, fewer than {every}; use a "
+            "smaller number, or set strategy.activation_checkpointing to false"
+        )
+    for part in parts[every - 1 :: every]:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)

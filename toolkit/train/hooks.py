@@ -17,6 +17,13 @@ class Hooks:
         Called again where a run resumes from there.
         """
 
+    def speed(self, samples_per_s: float) -> Mapping[str, float]:
+        """Return more figures of the speed by tag, such as tokens per second. Called at each logging step.
+
+        ``samples_per_s`` are those of all ranks together.
+        """
+        return {}
+
     def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
         """Return True to end the training early. Called after each evaluation.
 

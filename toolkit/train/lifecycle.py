@@ -6,10 +6,13 @@ make the same calls in the same order.
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from toolkit.agent import preimports
 from toolkit.checkpoint.reader import Loaded
@@ -182,11 +185,16 @@ class Lifecycle:
                 kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
                 self._checkpoints.copies.keep(self.step, kept, began_s)
 
-    def figures(self) -> dict[str, float]:
-        """Return what every loop logs: its speed, the attempt's number and where the time went."""
+    def figures(self, speed: Callable[[float], Mapping[str, float]] = lambda samples_per_s: {}) -> dict[str, float]:
+        """Return what every loop logs: its speed, memory, the attempt's number and where the time went.
+
+        ``speed(samples_per_s)`` adds the job's own figures.
+        """
         return {
             "train/samples_per_s": self.throughput.samples_per_s,
             "train/data_wait_fraction": self.throughput.data_wait_fraction,
+            "train/memory_peak_gib": memory_peak_bytes(self._session.device) / (1 << 30),
+            **speed(self.throughput.samples_per_s),
             **self._history.scalars(self.step),
         }
 
@@ -214,6 +222,13 @@ class Lifecycle:
         if total is not None:
             progress["eta_s"] = self.throughput.eta_s(total - self.step)
         self._session.progress(**progress)
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has used: of its GPU by torch, without one of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _figures(value: Any) -> dict[str, float]:

@@ -220,7 +220,7 @@ class Trainer:
         losses, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/lr": self._lr(self._step - 1),
-            **self._life.figures(),
+            **self._life.figures(self._hooks.speed),
             **self._pace.compare(own_s),
             **self._balance.update(self._step, own_s),
             **self._skipped.figures(),

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from jobs import language_model
-from jobs.language_model import next_token
+from jobs.language_model import LanguageModel, Params, continued, next_token
 from jobs.llama import Llama, LlamaSizes
-from toolkit import ConfigError
+from toolkit import ConfigError, JobConfig
 
 SIZES = LlamaSizes(50, layers=2, width=24, heads=6, kv_heads=2, hidden=40)
 
@@ -120,6 +120,29 @@ def test_the_operations_of_a_token_are_six_for_each_weight_and_those_of_attentio
     weights = sum(parameter.numel() for parameter in llama().parameters() if parameter.ndim == 2)
     embedding = 50 * 24
     assert SIZES.flops_per_token(64) == 6 * (weights - embedding) + 12 * 2 * 24 * 64
+
+
+def test_a_continuation_keeps_its_beginning_and_is_drawn_from_the_model() -> None:
+    model, window = llama(), torch.randint(50, (1, 12))
+    kept = window.clone()
+    found = continued(model, window, 4, 9)
+    assert torch.equal(window, kept)
+    assert found.shape == (1, 9)
+    assert torch.equal(found[:, :4], window[:, :4])
+    assert torch.equal(found, continued(model, window, 4, 9))
+    # Of a model that is sure of what follows nothing else is drawn.
+    sure = continued(lambda tokens: 1e4 * functional.one_hot((tokens + 1) % 50, 50), window, 4, 99)
+    assert sure[0, 4:].tolist() == [(window[0, 3].item() + n) % 50 for n in range(1, 9)]
+
+
+def test_the_speed_is_in_tokens_and_in_parts_of_what_the_devices_can_do() -> None:
+    config = JobConfig(job="jobs.language_model")
+    config.cluster.tasks_per_node = 2
+    job = object.__new__(LanguageModel)
+    job.config, job.params, job.device, job.sizes = config, Params(length=64), torch.device("cpu"), SIZES
+    assert job.speed(10.0) == {"train/tokens_per_s": 640.0}
+    job.params.peak_flops = 1e6
+    assert job.speed(10.0)["train/mfu"] == pytest.approx(640 * SIZES.flops_per_token(64) / 2e6)
 
 
 def test_the_job_is_short_enough_to_copy() -> None:

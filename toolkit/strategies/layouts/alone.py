@@ -49,7 +49,7 @@ class LocalReplica(Replicas):
         """Do nothing: no gradient is averaged."""
 
 
-def data_parallel(session: Session, *, precision: str, compile: bool, recompute: bool) -> LocalReplica:
+def data_parallel(session: Session, *, precision: str, compile: bool, recompute: int) -> LocalReplica:
     """Return the layout of ``nn.DataParallel``: one process gives each of its GPUs a part of every batch.
 
     Each GPU has a thread. Raises ConfigError for several ranks, and for settings that do not work on the copies that it
@@ -69,4 +69,4 @@ def data_parallel(session: Session, *, precision: str, compile: bool, recompute:
         "ddp with a rank for each GPU does neither, is faster and goes over several nodes",
         f"the {gpus} GPUs" if gpus > 1 else f"the only {'GPU' if gpus else 'processor'}",
     )
-    return LocalReplica(session, precision=precision, compile=False, recompute=False, wrap=nn.DataParallel)
+    return LocalReplica(session, precision=precision, compile=False, recompute=0, wrap=nn.DataParallel)

@@ -45,7 +45,7 @@ class Replicas(Layout):
         *,
         precision: str,
         compile: bool,
-        recompute: bool,
+        recompute: int,
         channels_last: bool = False,
         find_unused: bool = False,
     ) -> None:
@@ -74,7 +74,7 @@ class Replicas(Layout):
         if self._channels_last:
             use_channels_last(model)
         if self._recompute:
-            checkpoint_activations(model)
+            checkpoint_activations(model, self._recompute)
         if self._compile:
             model.compile()  # in place: the names in state() stay those of the model
         return model

@@ -54,7 +54,7 @@ class Shards(Layout):
         *,
         precision: str,
         compile: bool,
-        recompute: bool,
+        recompute: int,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         plan: TensorPlan | None = None,
@@ -145,7 +145,7 @@ class Shards(Layout):
             offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         parts = blocks(model)
         if self._recompute:
-            checkpoint_activations(model)
+            checkpoint_activations(model, self._recompute)
         for part in parts or [model] if self._compile else ():
             part.compile()
         # Blocks first: the root then shards only what no block has.

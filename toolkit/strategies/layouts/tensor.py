@@ -46,7 +46,7 @@ class TensorParallel(Layout):
     _replicas: DeviceMesh | None
 
     def __init__(
-        self, session: Session, sizes: MeshConfig, plan: TensorPlan, *, precision: str, compile: bool, recompute: bool
+        self, session: Session, sizes: MeshConfig, plan: TensorPlan, *, precision: str, compile: bool, recompute: int
     ) -> None:
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)
@@ -73,7 +73,7 @@ class TensorParallel(Layout):
             tie(model, ties)  # to_empty() made two of each shared one
         hand_out(whole, model.to(self._device), self._device, self._cut.uncut)
         if self._recompute:
-            checkpoint_activations(model)
+            checkpoint_activations(model, self._recompute)
         for part in blocks(model) or [model] if self._compile else ():
             part.compile()
         log.info("a mesh of %s", describe(self._sizes))

@@ -25,6 +25,7 @@ from __future__ import annotations
 from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
+from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.strategies.parameter_server.worker import Worker
 
@@ -42,7 +43,7 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncS
         "strategy.parameter_server.mode", chosen.mode, {"sync": None, "async": None, "bounded": chosen.staleness}
     )
     if session.rank >= chosen.servers:
-        return Worker(session, chosen, train, recompute=config.activation_checkpointing)
+        return Worker(session, chosen, train, recompute=recomputed(config))
     if chosen.mode == "sync":
         return SyncServer(session, chosen, train)
     return AsyncServer(session, chosen, train, ahead=ahead)

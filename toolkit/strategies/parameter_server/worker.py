@@ -39,7 +39,7 @@ class Worker(Side):
 
     _objective: Objective
 
-    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: bool) -> None:
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: int) -> None:
         super().__init__(session, config, train)
         self._mine = self._rank - config.servers  #: its share in training
         self._recompute = recompute
@@ -56,7 +56,7 @@ class Worker(Side):
         sample = shareable(sample, self._count, "workers")
         self._model = model
         if self._recompute:
-            checkpoint_activations(model)
+            checkpoint_activations(model, self._recompute)
         if self._train.compile:
             model.compile()
         # For each server: the parameters that concern it, and their places in its messages.

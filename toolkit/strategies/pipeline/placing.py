@@ -21,7 +21,7 @@ from toolkit.strategies.protocol import ModelFactory
 
 
 def place(
-    make: ModelFactory, inputs: Tensor, grid: Grid, device: torch.device, *, split: list[str], recompute: bool
+    make: ModelFactory, inputs: Tensor, grid: Grid, device: torch.device, *, split: list[str], recompute: int
 ) -> tuple[nn.Module, StagePlan]:
     """Return the model with this rank's layers only, on ``device`` with rank 0's weights, and the plan of the stages.
 
@@ -31,7 +31,7 @@ def place(
     model = make_on_rank_0(make)
     refuse_extra_state(model, "a pipeline")
     if recompute:
-        checkpoint_activations(model)
+        checkpoint_activations(model, recompute)
     here = next(model.parameters()).device  # the inputs may be on the GPU already
     # Only rank 0's model has values, so it plans for all. Its refusal is raised on every rank.
     plan: StagePlan | None = None

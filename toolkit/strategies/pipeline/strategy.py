@@ -41,6 +41,7 @@ from toolkit.ranks.collectives import (
 )
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.mesh import open_mesh
 from toolkit.strategies.learnt_criterion import refuse_learnt
@@ -125,7 +126,7 @@ class Pipeline(AllNeeded):
         """Put this rank's layers on its device, and make stages and schedule of them."""
         # The plan needs two samples: the first one is given twice.
         inputs = torch.cat([_model_input(self._objective, sample.part(0, 1))] * 2)
-        split, recompute = self._config.pipeline.split, self._config.activation_checkpointing
+        split, recompute = self._config.pipeline.split, recomputed(self._config)
         self._model, plan = place(model, inputs, self._grid, self._device, split=split, recompute=recompute)
         # Each stage calls its layers in a row; forward passes and torch's schedule share the stages.
         self._parts = []

@@ -1,0 +1,52 @@
+"""The language model as users run it: killed and resumed bit for bit, exported, and loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.llama import Llama, LlamaSizes
+from toolkit.cli.main import main
+from toolkit.data.tokens.folder import Tokens
+from toolkit.rundir import all_runs
+
+pytestmark = pytest.mark.dist
+SMALL = [
+    "params.layers=2",
+    "params.width=32",
+    "params.hidden=64",
+    "data.global_batch_size=8",
+    "checkpoint.every_steps=4",
+]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Token shards of a few hundred documents."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    path = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": f"{number} and {number + 1} are {2 * number + 1}. " * 3}) for number in range(300)]
+    path.write_text("\n".join(lines))
+    assert main(["data", "tokenize", str(path), "--out", str(tmp_path / "tokens"), "--shard-tokens", "5000"]) == 0
+    return tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.soak)])
+def test_a_killed_run_has_the_same_bits_and_its_export_is_transformers_model(
+    strategy: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["data.name=tokens", f"data.root={texts}", f"strategy.name={strategy}", *SMALL]
+    command = ["resume-check", "configs/gpt_fsdp.yaml", *options, "--steps", "12", "--at", "7", "--executor", "local"]
+    assert main([*command, "--seed", "1"]) == 0, capsys.readouterr().out
+    out = tmp_path / "exported"
+    assert main(["export", str(all_runs()[-1].path), str(out), "--format", "safetensors"]) == 0
+    transformers: Any = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    ours = Llama(LlamaSizes.read(out / "config.json")).eval()
+    assert not ours.load_state_dict(theirs.state_dict()).missing_keys
+    tokens = torch.from_numpy(Tokens(texts).read(0, 128)).view(2, 64)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
