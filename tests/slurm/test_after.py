@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -59,6 +60,38 @@ def test_a_run_starts_only_when_the_one_it_waits_for_has_completed(site: Site) -
     assert second.result().state == "completed"
     assert len(second.attempts()) == 1, "that it had waited is no attempt"
     assert '"state": "completed"' in seen.read_text()
+
+
+@pytest.mark.soak
+def test_the_elements_of_an_array_go_back_behind_the_run_that_they_wait_for(site: Site) -> None:
+    project, go = site.project(), site.folder / "go"
+    (project / "first.py").write_text(FIRST.format(go=go))
+    (project / "points.py").write_text(FIRST.format(go=go))
+    small = ["cluster.mem_gb=0.2", "cluster.tasks_per_node=1"]
+    site.run("toolkit", "submit", "first.py", *small, cwd=project)
+    first = site.find("first")
+    job = site.job_of(first)
+    site.run("toolkit", "sweep", "points.py", "train.seed=0..1", *small, "--after=first", cwd=project)
+    (array,) = site.runs.glob(".sweeps/points/arrays/*.json")
+    array_job = json.loads(array.read_text())["job_id"]
+    reached(first, 5)
+    site.box.run(["scontrol", "update", f"JobId={array_job}", "Dependency="])
+
+    def waiting() -> int:
+        text = site.run("scontrol", "show", "job", array_job)
+        return len(re.findall(rf"JobState=PENDING .*Dependency=afterany:{job}\b", text))
+
+    logs = lambda: [path.read_text() for path in site.runs.glob("points/*/logs/supervisor.log")]  # noqa: E731
+    wait_for(lambda: sum("back into the queue" in log for log in logs()) == 2, START_S, "both elements, which go back")
+    wait_for(lambda: waiting() == 2, START_S, "their dependencies")
+    assert f"waits until run first/{first.id} has completed" in site.run("toolkit", "sweep", "status", "points")
+    go.touch()
+    wait_for(lambda: len(list(site.runs.glob("points/*/result.json"))) == 2, END_S, "the end of all")
+    ends = [json.loads(path.read_text()) for path in site.runs.glob("points/*/result.json")]
+    assert [end["state"] for end in ends] == ["completed", "completed"]
+    assert [end["attempts"] for end in ends] == [1, 1]
+    assert [log.count("back into the queue") for log in logs()] == [1, 1], "they started when it was their turn"
+    assert first.result().state == "completed"
 
 
 def log_of(run: RunDir) -> str:

@@ -177,6 +177,8 @@ def test_a_run_whose_predecessor_did_not_complete_ends_and_names_it(
         f"never started: run first/{first.id} is {state} (a bad sample); `toolkit resume"
     )
     assert run.attempts() == []
+    with pytest.raises(RequestError, match=rf"run second/{run.id} is failed \(never started\); `toolkit resume"):
+        awaited.find(run.id, "slurm", slurm.show_jobs)
     for command in ("why", "status"):
         cli.main([command, run.id])
         assert f"run first/{first.id} is {state} (a bad sample)" in capsys.readouterr().out

@@ -8,6 +8,9 @@ from toolkit import fsio
 from toolkit.run_files import AfterRecord
 from toolkit.rundir import RunDir
 
+#: Begins the cause of a run that has failed because it waited in vain.
+NEVER_STARTED = "never started"
+
 
 def record_of(run: RunDir, damage: list[str] | None = None) -> AfterRecord | None:
     """Return what the run waits for; None if it waits for nothing, or no longer does.

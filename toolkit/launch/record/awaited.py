@@ -74,7 +74,9 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
 
 def _how(result: RunResult) -> str:
     how = "has ended, and how cannot be read" if result.state is RunState.UNREADABLE else f"is {result.state}"
-    return f"{how} ({result.why})" if result.why else how
+    # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
+    why = after.NEVER_STARTED if (result.why or "").startswith(after.NEVER_STARTED) else result.why
+    return f"{how} ({why})" if why and why != result.state else how
 
 
 def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:

@@ -92,7 +92,7 @@ def _note(context: Context, state: RunState, record: AfterRecord) -> None:
 
 
 def _fail(context: Context, why: str) -> Ending:
-    line = f"never started: {why}, then `toolkit resume {context.run.id}`"
+    line = f"{after.NEVER_STARTED}: {why}, then `toolkit resume {context.run.id}`"
     log.error("%s", line)
     outages.persist(lambda: write_ended(context.run, RunState.FAILED, line), context.run.path)
     return Ending(Cause.CANCELLED, Decision.GIVE_UP, line)
