@@ -1,0 +1,106 @@
+"""A run of two nodes is asked while it trains: its stacks, other values, a profile; these outlive what Slurm does."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
+from tests.slurm.test_stop import completed, slow_project, submit
+from tests.waiting import wait_for
+from toolkit.rundir import RunDir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.soak]
+
+STEPS = 1200
+
+
+def set_values(site: Site, run: RunDir, *values: str) -> int:
+    """Set them, and return the step from which they hold."""
+    said = site.run("toolkit", "set", run.id, *values)
+    match = re.search(rf"run {run.id}: {re.escape(', '.join(values))} from step (\d+) on", said)
+    assert match is not None, said
+    return int(match[1])
+
+
+def logged(run: RunDir) -> dict[int, float]:
+    """The learning rate after each logged step, by the file that rank 0 has written."""
+    lines = map(json.loads, (run.tensorboard / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/lr"] for line in lines if "train/lr" in line}
+
+
+def stacks(site: Site, run: RunDir) -> dict[str, Any]:
+    said = site.run("toolkit", "stacks", run.id, "--json")
+    found: dict[str, Any] = json.loads(said[said.index("{") :])
+    return found
+
+
+def test_two_nodes_answer_and_keep_what_is_set_over_a_kill_and_a_preemption(site: Site) -> None:
+    project = slow_project(site, 0.04)
+    source = (project / "jobs/slow.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(source, 1) if "time.sleep(" in text)
+    run = submit(site, project, f"train.max_steps={STEPS}", "optim.schedule=constant")
+    reached(run, 50)
+
+    # The ranks of both nodes, each at the line where it spends its time.
+    def both_sleep() -> bool:
+        groups = stacks(site, run)["groups"]
+        assert sorted(rank for group in groups for rank in group["ranks"]) == [0, 1]
+        here = re.compile(rf'/jobs/slow\.py", line {line}, in at')
+        return all(any(here.search(frame) for frame in group["stack"]) for group in groups)
+
+    wait_for(both_sleep, START_S, "both ranks in the pause of a step")
+    assert f"jobs/slow.py:{line} at" in site.run("toolkit", "stacks", run.id)
+
+    # A profile of the other node's rank: each of its steps is in it, with what torch has done there.
+    said = site.run("toolkit", "profile", run.id, "--rank", "1", "--steps", "3")
+    [path] = (run.path / "profiles").glob("*.json.gz")
+    assert str(path) in said
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    first = int(path.name.split("-")[1])
+    marked = {event["name"]: event for event in events if re.fullmatch(r"step \d+", event.get("name", ""))}
+    assert {*marked} == {f"step {step}" for step in range(first, first + 3)}
+    for event in marked.values():
+        assert event["dur"] > 40_000, "the pause of 0.04 s, in microseconds"
+    assert any("Backward" in event.get("name", "") for event in events)
+
+    # Another value is asked for while the supervisor is stopped; the one in its place carries it out.
+    changed = [set_values(site, run, "optim.lr=0.02", "train.log_every=5")]
+    supervisor, before = pid_of_supervisor(site, run), run.status().pid
+    os.kill(supervisor, signal.SIGSTOP)
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.append(set_values(site, run, "optim.lr=0.03")))
+    asking.start()
+    wait_for(lambda: list((run.path / "requests").glob("*.json")), START_S, "the request")
+    os.kill(supervisor, signal.SIGKILL)
+    asking.join(END_S)
+    changed += answers
+    assert len(changed) == 2
+    wait_for(lambda: run.status().pid not in (None, before), START_S, "another supervisor")
+    assert run.status().attempt == 1, "the ranks have gone on"
+
+    # A preemption: the next attempt begins with what was set.
+    reached(run, changed[1] + 20)
+    site.preempt()
+    attempts_of(run, 1)
+    completed(site, run)
+    nothing_lost(run)
+    assert "preempted" in [attempt.cause for attempt in run.attempts()]
+    assert run.attempts()[-1].step_start > changed[1]
+    for step, rate in logged(run).items():
+        expected = 0.05 if step <= changed[0] else 0.02 if step <= changed[1] else 0.03
+        assert rate == pytest.approx(expected), step
+    assert {step % 10 for step in logged(run) if step <= changed[0]} == {0}
+    assert {step % 10 for step in logged(run) if step > changed[0]} == {0, 5}
+    assert max(logged(run)) == STEPS
+    status = site.run("toolkit", "status", run.id)
+    assert f"since step {changed[1]}: optim.lr=0.03" in status
+    assert f"since step {changed[0]}: train.log_every=5" in status
+    assert "has ended (completed)" in site.run("toolkit", "stacks", run.id, check=False)
