@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit.errors import RequestError, TrackerError
@@ -48,6 +48,8 @@ class Wandb:
             self._api = self._wandb.Api(timeout=_TIMEOUT_S)
             self._id = remote or self._run.id
             is_found = self._found() is not None
+            if remote is None and not is_found and (other := self._newest_copy()) is not None:
+                self._id, is_found = other, True
         if remote is not None and not is_found:
             self._id = self._new_id()
         return self._id, is_found
@@ -59,8 +61,19 @@ class Wandb:
     def _found(self) -> Any:
         """Return the run as the server has it now; None if it has none."""
         self._api.flush()  # it remembers what it has read
+        return self._looked_up(lambda: self._api.run(f"{self._run.project}/{self._id}"))
+
+    def _newest_copy(self) -> str | None:
+        """Return the id of the copy that has taken a deleted one's place, if the record that named it is lost."""
+        filters = {"display_name": self._run.id}
+        copies = self._looked_up(lambda: [*self._api.runs(self._run.project, filters=filters, order="-created_at")])
+        ids = [str(copy.id) for copy in copies or []]
+        return next((each for each in ids if each.startswith(f"{self._run.id}-")), None)
+
+    def _looked_up(self, look: Callable[[], Any]) -> Any:
+        """Return what ``look`` does; None for what the server does not have."""
         try:
-            return self._api.run(f"{self._run.project}/{self._id}")
+            return look()
         except (ValueError, self._wandb.errors.CommError) as error:
             if "could not find" in str(error).lower():
                 return None

@@ -203,18 +203,29 @@ class WandbInMemory:
     def __init__(self) -> None:
         self.histories: dict[str, list[int]] = {}
         self.deleted: set[str] = set()
+        self.names: dict[str, str] = {}
 
     def setup(self) -> Any:
         return SimpleNamespace(settings=SimpleNamespace(mode="online", base_url="https://wandb.test"))
 
     def Api(self, timeout: float) -> Any:
-        return SimpleNamespace(flush=lambda: None, run=self._look)
+        return SimpleNamespace(flush=lambda: None, run=self._look, runs=self._search)
 
     def Settings(self, **_: Any) -> None: ...
 
-    def init(self, id: str, **_: Any) -> Any:
+    def _search(self, project: str, filters: dict[str, str], order: str) -> Any:
+        """Yield the runs with this name, the newest first. The library asks only when it is iterated."""
+        if not self.names:
+            raise ValueError(f"Could not find project {project}")
+        assert order == "-created_at"
+        for id in reversed(self.histories):
+            if self.names[id] == filters["display_name"]:
+                yield SimpleNamespace(id=id)
+
+    def init(self, id: str, name: str, **_: Any) -> Any:
         if id in self.deleted:
             raise self.errors.CommError(f"run {id} was previously created and deleted")
+        self.names[id] = name
         steps = self.histories.setdefault(id, [])
         return SimpleNamespace(log=lambda _, step: steps.append(step), finish=lambda: None)
 
@@ -250,6 +261,33 @@ def test_a_copy_that_was_deleted_in_wandb_is_made_again_under_another_id(
         assert library.histories[copy] == first
     send()
     assert library.histories == {copy: first}, "a copy that is there is kept"
+    # The record of its id is lost: it is found by its name and, as wandb does not tell what it has, made anew.
+    for path in story.run.trackers.glob("*.json"):
+        path.unlink()
+    send()
+    assert [*library.histories.values()] == [first], "there is one, and it is whole"
+    assert copy in library.deleted
+
+
+def test_a_deleted_copy_whose_record_is_lost_is_named_and_then_made_again(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = WandbInMemory()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    story.end()
+
+    def send() -> int:
+        return RunSync(story.run, "wandb", Wandb(identity(story.run, None))).send().points_sent
+
+    count = send()
+    first = library.histories[story.run.id]
+    library.delete(story.run.id)
+    for path in story.run.trackers.glob("*.json"):
+        path.unlink()
+    with pytest.raises(TrackerError, match="previously created and deleted"):
+        send()
+    assert send() == count
+    assert [*library.histories.values()] == [first]
 
 
 # ----------------------------------------------------------------------------------------------------------------- csv
