@@ -8,7 +8,6 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +81,8 @@ def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.Add
 
     A name is left out if no name server answers.
     """
+    from concurrent.futures import ThreadPoolExecutor, wait  # a listing need not load them
+
     pool = ThreadPoolExecutor(LOOK_UPS)
     futures = {name: pool.submit(_addresses, name, port) for name in names}
     # After LOOK_UP_S a look-up that hangs is left behind: its name counts as not asked.

@@ -15,7 +15,7 @@ from tests.bench.listing import make_runs
 from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import run_rows, show
-from toolkit.cli.run_rows import RowCache, read_row
+from toolkit.cli.run_rows import RowCache, read_config, read_row
 from toolkit.cli.selection import parse_since
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.run_files import RunResult, RunState, RunStatus
@@ -112,6 +112,7 @@ def test_an_error_of_the_file_system_that_passes_is_not_kept(
 ) -> None:
     runs = [run for run in rundir.all_runs(root) if run.result()]
     cache = RowCache(tmp_path / "c.sqlite")
+    read_config(runs[0])  # what it imports has files of its own
 
     def fail(path: Path, *_: Any) -> Any:
         raise OSError(5, "Input/output error", str(path))
