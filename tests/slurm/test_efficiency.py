@@ -67,7 +67,7 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     assert usage.memory_bytes == 1 << 30
     # What is used, by the processes themselves.
     assert usage.most_bytes > HELD
-    assert usage.most_bytes < HELD + (400 << 20), "the page cache or shared pages were counted"
+    assert usage.most_bytes < HELD + (700 << 20), "the page cache or shared pages were counted"
     assert before_s - 2 < usage.cpu_s < after_s + 40, "beside the ranks it is the start of Python and torch"
     (site.folder / "end").touch()
     site.box.wait_job(site.job_of(run), END_S)

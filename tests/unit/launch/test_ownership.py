@@ -113,7 +113,7 @@ def row_of(run: RunDir) -> dict[str, object]:
 def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
     row = row_of(run)
-    assert (row["state"], row["job_id"]) == ("requeued (PENDING, Priority)", "2")
+    assert (row["state"], row["job_id"]) == ("requeued (PENDING, Dependency)", "2")
     watching = attach(run).watch()
     assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
 
