@@ -82,7 +82,8 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     line = next(line for line in why.splitlines() if line.startswith("  sbatch --nodes=2"))
     options = dict(re.findall(r"--([\w-]+)=(\S+)", line))
     assert (options["ntasks-per-node"], options["cpus-per-task"], options["time"]) == ("1", "1", "5")
-    assert 256 <= int(options["mem"].removesuffix("M")) <= 768
+    # The process that forks the ranks imports torch meanwhile, so the most that was held is between two sizes.
+    assert options["mem"] in ("256M", "512M", "768M", "1G")
     # Slurm takes the line as it stands.
     words = shlex.split(line)
     site.run(words[0], "--test-only", *words[1:], "--wrap=true")
