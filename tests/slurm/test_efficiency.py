@@ -81,8 +81,9 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     assert told.cost == pytest.approx(told.usage.cpu_held_s / 100, rel=0.01)
     line = next(line for line in why.splitlines() if line.startswith("  sbatch --nodes=2"))
     options = dict(re.findall(r"--([\w-]+)=(\S+)", line))
-    assert (options["ntasks-per-node"], options["cpus-per-task"], options["time"]) == ("1", "1", "5")
-    # The process that forks the ranks imports torch meanwhile, so the most that was held is between two sizes.
+    assert (options["ntasks-per-node"], options["time"]) == ("1", "5")
+    # A process that imports torch beside the ranks, to fork later ones, counts or not: it may end before a sample.
+    assert options["cpus-per-task"] in ("1", "2")
     assert options["mem"] in ("256M", "512M", "768M", "1G")
     # Slurm takes the line as it stands.
     words = shlex.split(line)
