@@ -16,7 +16,7 @@ import torch
 
 from toolkit.data.permutation import Indices
 from toolkit.data.shards import runs
-from toolkit.data.shards.index import REFUSED, Scan, Schema, ShardFile
+from toolkit.data.shards.index import REFUSED, Scan, ShardFile
 from toolkit.errors import ConfigError
 
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
@@ -30,7 +30,7 @@ _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: 
 _DTYPES |= {34: "float32", 64: "uint64", 65: "int64", 66: "float64"}
 
 
-class MdsFormat:
+class MdsFormat(runs.RunsFormat):
     name = "mds"
     suffix = ".mds"
 
@@ -51,9 +51,6 @@ class MdsFormat:
         details = {"begins": begins, "sizes": np.array([-1 if size is None else size for size in sizes], np.int64)}
         return Scan(schema, runs.rows_of(begins), runs.digest_of(path, head), details)
 
-    def schema(self, file: ShardFile) -> Schema:
-        return file.scan.schema
-
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
         """Compare with what ``index.json`` lists. Raises ConfigError for a file that is missing or of another size."""
         present = {(root / file.name).resolve(): file.size for file in files}
@@ -68,13 +65,7 @@ class MdsFormat:
                     raise ConfigError(f"{path}: has {present[path]} bytes, and index.json says {size}; copy it again")
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> MdsBlock:
-        first, stop = runs.samples_of(file, block)
-        begins = file.scan.details["begins"]
-        return MdsBlock(file, first, runs.read(path, int(begins[first]), int(begins[stop])), columns)
-
-    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        first, stop = runs.samples_of(file, block)
-        return f"samples {first} to {stop - 1}" if number is None else f"sample {first + number}"
+        return MdsBlock(file, *runs.content_of(path, file, block), columns)
 
 
 def _listed(path: Path) -> list[tuple[str, int, str]]:

@@ -5,7 +5,6 @@ What ``toolkit data tokenize`` writes has an index, and documents: tokens/window
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from toolkit.config import catalog
 from toolkit.data.permutation import Indices
 from toolkit.data.shards import runs
 from toolkit.data.shards.dataset import LANES, ShardedData
-from toolkit.data.shards.index import Scan, Schema, ShardFile
+from toolkit.data.shards.index import Scan, ShardFile
 from toolkit.errors import ConfigError
 
 DTYPES = ("uint16", "uint32")
 
 
-class RawTokenFormat:
+class RawTokenFormat(runs.RunsFormat):
     suffix = ".bin"
+    sample = "window"
 
     def __init__(self, length: int, dtype: str) -> None:
         self.name = f"{dtype} windows of {length}"
@@ -40,21 +40,11 @@ class RawTokenFormat:
         rows = [self._per_block] * whole + [rest] * bool(rest)
         return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), runs.digest_of(path))
 
-    def schema(self, file: ShardFile) -> Schema:
-        return file.scan.schema
-
-    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
-        """Do nothing: each file says all of itself."""
-
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
         first, stop = runs.samples_of(file, block)
         width = self._length * self._dtype.itemsize
         content = runs.read(path, first * width, stop * width + self._dtype.itemsize)
         return RawTokenBlock(np.frombuffer(content, self._dtype), self._length)
-
-    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        first, stop = runs.samples_of(file, block)
-        return f"windows {first} to {stop - 1}" if number is None else f"window {first + number}"
 
 
 class RawTokenBlock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,30 @@ import numpy as np
 
 from toolkit.data.fingerprint import crc
 from toolkit.data.permutation import Indices
-from toolkit.data.shards.index import ShardFile
+from toolkit.data.shards.index import Schema, ShardFile
 
 #: A block has the samples that begin within so many bytes. The order depends on it: it must not change.
 BLOCK_BYTES = 4 << 20
 #: Pieces of a file that its digest covers, evenly spaced, and the bytes of each.
 PIECES, PIECE_BYTES = 16, 4096
+
+
+class RunsFormat:
+    """What formats of such files share, see :class:`~toolkit.data.shards.index.ShardFormat`."""
+
+    sample = "sample"  #: what a reader calls one
+
+    def schema(self, file: ShardFile) -> Schema:
+        """Return the columns, which no folder adds to."""
+        return file.scan.schema
+
+    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
+        """Do nothing: each file says all of itself."""
+
+    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
+        """Return the numbers of a block's samples, or of sample ``number`` of it, within the file."""
+        first, stop = samples_of(file, block)
+        return f"{self.sample}s {first} to {stop - 1}" if number is None else f"{self.sample} {first + number}"
 
 
 def rows_of(begins: Indices) -> Indices:
@@ -45,6 +64,13 @@ def read(path: Path, begin: int, end: int) -> bytes:
     if len(content) < end - begin:
         raise ValueError(f"it ends at byte {begin + len(content)}, and {end} are needed")
     return content
+
+
+def content_of(path: Path, file: ShardFile, block: int) -> tuple[int, bytes]:
+    """Return a block's first sample and its bytes, where the scan has found the offsets ``begins``."""
+    first, stop = samples_of(file, block)
+    begins = file.scan.details["begins"]
+    return first, read(path, int(begins[first]), int(begins[stop]))
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ KEY = "__key__"
 _NAME = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 
 
-class TarFormat:
+class TarFormat(runs.RunsFormat):
     name = "tar"
     suffix = ".tar"
 
@@ -56,16 +55,8 @@ class TarFormat:
         digest = runs.digest_of(path, keys.tobytes(), names.tobytes(), members.tobytes())
         return Scan(_schema([key for key, _ in samples], names, members[:, 0]), runs.rows_of(begins), digest, details)
 
-    def schema(self, file: ShardFile) -> Schema:
-        return file.scan.schema
-
-    def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
-        """Do nothing: each file says all of itself."""
-
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> TarBlock:
-        first, stop = runs.samples_of(file, block)
-        begins = file.scan.details["begins"]
-        return TarBlock(file, first, runs.read(path, int(begins[first]), int(begins[stop])), columns)
+        return TarBlock(file, *runs.content_of(path, file, block), columns)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         first, stop = runs.samples_of(file, block)
