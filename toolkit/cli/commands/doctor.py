@@ -37,7 +37,8 @@ def run(args: Namespace) -> int:
         raise RequestError("toolkit doctor: one CONFIG at most, then key=value; --nodes takes 1 or more")
     logs.setup()
     config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])
-    config.job = configs.FOREIGN_JOB  # a job that is never started: only the cluster's part is used
+    # The cluster's part alone is used. The job is never started, and the script of --prove has no params.
+    config.job, config.params = configs.FOREIGN_JOB, {}
     configs.validate(config)
     profile, about_profile = doctor.read_site_here()
     if args.prove:
