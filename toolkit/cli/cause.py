@@ -15,6 +15,7 @@ from toolkit.why.diagnosis import cause_of_text, last_lines, tail_of_file, tail_
 LAST_LINES = 12
 #: What `--log` takes for the standard input.
 STDIN = "-"
+_NO_TERMINAL = (1 << 20, 24)
 
 
 def of_log(path: str) -> dict[str, Any]:
@@ -44,10 +45,10 @@ def lines(diagnosis: dict[str, Any]) -> list[str]:
     ranks = "" if rank is None else f"rank {rank}"
     source = ", ".join(filter(None, [" on ".join(filter(None, [ranks, host])), where]))
     return [
-        *_wrapped("cause: ", f"{diagnosis['cause']} ({diagnosis['rule']})"),
-        *_wrapped("  seen: ", diagnosis["line"]),
-        *(_wrapped("  from: ", source) if source else []),
-        *_wrapped("  do: ", diagnosis["next"]),
+        *wrapped("cause: ", f"{diagnosis['cause']} ({diagnosis['rule']})"),
+        *wrapped("  seen: ", diagnosis["line"]),
+        *(wrapped("  from: ", source) if source else []),
+        *wrapped("  do: ", diagnosis["next"]),
     ]
 
 
@@ -66,6 +67,14 @@ def last_lines_of(path: Path) -> list[str]:
         return []
 
 
-def _wrapped(label: str, text: str) -> list[str]:
-    width = shutil.get_terminal_size().columns
-    return wrap(text, width, initial_indent=label, subsequent_indent="    ", break_long_words=False)
+def wrapped(label: str, text: str, indent: str = "    ") -> list[str]:
+    """Return a text as lines that fit the terminal; as one line where there is none. Words are not broken."""
+    width = shutil.get_terminal_size(_NO_TERMINAL).columns
+    return wrap(
+        text,
+        width,
+        initial_indent=label,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

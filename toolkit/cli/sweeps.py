@@ -15,7 +15,7 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.cli import show
 from toolkit.errors import EXIT_FAILED, RequestError
-from toolkit.launch.record import sweep_folder
+from toolkit.launch.record import awaited, sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.run_files import RunState
@@ -38,7 +38,9 @@ def submit(args: Namespace) -> None:
     )
     asked = request.read(args.config, args.overrides, options)
     if args.dry_run:
-        points = submission.check(asked, Path.cwd(), choose_executor(args.executor))
+        executor = choose_executor(args.executor)
+        waits_for = awaited.find(args.after, executor, shared_queue.of_user().show_jobs)
+        points = submission.check(asked, Path.cwd(), executor, waits_for)
         rows = [{"point": point.id, **point.values} for point in points]
         print(show.as_json(rows) if args.json else _plan(points))
         return

@@ -32,6 +32,8 @@ _ADVICE: Mapping[str, str] = {
     RunState.REQUEUED: "nothing to do; it goes on when Slurm starts the job again "
     "(what it waits for: `toolkit status {run}`)",
 }
+#: A run without a checkpoint has nothing to go on from.
+_WITHOUT_CHECKPOINT = ("goes on from the last checkpoint", "begins anew: there is no checkpoint")
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -73,8 +75,13 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
+        "next": _advice(state, run, saved),
     }
+
+
+def _advice(state: str, run: RunDir, saved: int | None) -> str:
+    text = _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id)
+    return text if saved is not None else text.replace(*_WITHOUT_CHECKPOINT)
 
 
 def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
@@ -113,30 +120,31 @@ def as_data(told: dict[str, Any]) -> dict[str, Any]:
 
 def page(told: dict[str, Any]) -> str:
     """Return the facts as text."""
-    lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
+    lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or "not started yet", "  "), ""]
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
-    lines += [told["loss"]] if told["loss"] else []
-    lines += slow.lines(told["stragglers"], told["nodes"])
+    prose = [told["loss"]] if told["loss"] else []
+    prose += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
-    lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+    prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:
-        lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+        prose.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
-        lines.append(f"time: {time_told}")
-    lines += changes.lines(told["changes"])
-    lines += [f"staging: {line}" for line in told["staging"]]
-    lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
-    lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
-    lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
+        prose.append(f"time: {time_told}")
+    prose += changes.lines(told["changes"])
+    prose += [f"staging: {line}" for line in told["staging"]]
+    prose += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    prose += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    prose += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
-    lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
-    lines += [f"damaged: {what}" for what in told["damage"]]
+    prose += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
+    prose += [f"damaged: {what}" for what in told["damage"]]
+    lines += [part for line in prose for part in cause.wrapped("", line)]
     if attempts:
         lines += ["", table([_HEAD, *(_attempt_cells(attempt) for attempt in attempts[-12:])])]
     if used := efficiency.lines(told["efficiency"]):
         lines += ["", *used]
-    return "\n".join([*lines, "", f"next: {told['next']}"])
+    return "\n".join([*lines, "", *cause.wrapped("next: ", told["next"])])
 
 
 def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
@@ -144,7 +152,7 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
         return []
     known = failure["host"] or "a rank that nobody knows"
     who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
-    lines = [f"first failure: {who}, attempt {failure['attempt']}: {failure['how']}"]
+    lines = cause.wrapped("first failure: ", f"{who}, attempt {failure['attempt']}: {failure['how']}")
     lines += [f"  {line}" for line in failure["traceback"].rstrip().split("\n")[-TRACEBACK_LINES:] if line]
     if failure["others"]:
         lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")

@@ -19,7 +19,9 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.config import JobConfig, JobFiles
 from toolkit.errors import ConfigError, RequestError
+from toolkit.launch.record import awaited
 from toolkit.launch.submission import prepare
+from toolkit.run_files import AfterRecord
 from toolkit.sweep.axes import Axis, Discrete, Values
 from toolkit.sweep.request import SweepRequest
 
@@ -81,7 +83,9 @@ def _is_beside(key: str) -> bool:
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
 
 
-def checked(request: SweepRequest, project: Path, executor: str) -> Iterator[CheckedPoint]:
+def checked(
+    request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None = None
+) -> Iterator[CheckedPoint]:
     """Yield every point of the request, each once. Raises ConfigError or RequestError for the first that is refused."""
     for key in request.axes:
         if _is_beside(key):
@@ -89,7 +93,7 @@ def checked(request: SweepRequest, project: Path, executor: str) -> Iterator[Che
                 f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
             )
     points = request.points()
-    reader = _PointReader(request, project, executor)
+    reader = _PointReader(request, project, executor, waits_for)
     seen = set[str]()
     for values in points:
         point = reader.read(values)
@@ -101,14 +105,14 @@ def checked(request: SweepRequest, project: Path, executor: str) -> Iterator[Che
 class _PointReader:
     """Reads and checks the config of one point after the other."""
 
-    def __init__(self, request: SweepRequest, project: Path, executor: str) -> None:
-        self._request, self._project, self._executor = request, project, executor
+    def __init__(self, request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None) -> None:
+        self._request, self._project, self._executor, self._waits_for = request, project, executor, waits_for
         self._files = JobFiles(project)
         self._parts = {key: configs.parts_of(key) for key in request.axes}
         first = {key: _first(axis) for key, axis in request.axes.items()}
         # Each value of an axis is read with the first values of the others: it may need them.
         self._config = self._load(first)
-        prepare.check_submittable(self._config, executor, project)
+        self._origin_is_awaited = self._check(self._config)
         self._typed = {key: self._read_axis(key, axis, first) for key, axis in request.axes.items()}
         prepare.settle(self._config, project)
         self._settings = settings_of(self._config)
@@ -121,7 +125,7 @@ class _PointReader:
         try:
             if not self._is_simple:
                 config = self._load(values)
-                prepare.check_submittable(config, self._executor, self._project)
+                self._check(config)
                 prepare.settle(config, self._project)
                 settings = settings_of(config)
                 shown = {key: _value_at(config, self._parts[key]) for key in values}
@@ -129,7 +133,8 @@ class _PointReader:
             shown = {key: self._typed[key](text) for key, text in values.items()}
             for key, value in shown.items():
                 configs.put(self._config, self._parts[key], value)
-            configs.validate(self._config, project=self._project, files=self._files)
+            goes_on = self._origin_is_awaited
+            configs.validate(self._config, project=self._project, files=self._files, goes_on=goes_on)
         except ConfigError as error:
             raise ConfigError(f"{error} (at the point {', '.join(f'{k}={v}' for k, v in values.items())})") from None
         settings = dict(self._settings)
@@ -139,6 +144,12 @@ class _PointReader:
             if settings[top] == _DEFAULTS[top]:
                 del settings[top]
         return CheckedPoint(identity(settings), shown, settings)
+
+    def _check(self, config: JobConfig) -> bool:
+        """Check a whole config. Return whether it begins with the weights of a run that is waited for."""
+        goes_on = awaited.begin_with(config, self._waits_for)
+        prepare.check_submittable(config, self._executor, self._project, goes_on=goes_on)
+        return goes_on
 
     def _load(self, values: Values) -> JobConfig:
         overrides = [*self._request.fixed, *(f"{key}={text}" for key, text in values.items())]

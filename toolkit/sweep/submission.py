@@ -55,12 +55,14 @@ class Submitted:
         return len(self.points) - self.new
 
 
-def check(request: SweepRequest, project: Path, executor: str) -> list[CheckedPoint]:
+def check(
+    request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None = None
+) -> list[CheckedPoint]:
     """Return all points of the request. Raises ConfigError or RequestError before anything is written."""
     refuse_unfit(sweep_folder.of_name("x").runs)
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
-    found = list(points.checked(request, project, executor))
+    found = list(points.checked(request, project, executor, waits_for))
     if request.options.halving is not None and _metric(request, points.config_of(found[0])) is None:
         raise RequestError(
             "--halving: runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
@@ -84,11 +86,13 @@ def submit(
     An interrupted submission of the sweep is completed first. New points start when ``after`` has completed.
     """
     chosen = choose_executor(executor)
-    found = check(request, project, chosen)
+    slurm = slurm or Slurm()
+    waits_for = awaited.find(after, chosen, slurm.show_jobs)
+    found = check(request, project, chosen, waits_for)
     config = points.config_of(found[0])
     sweep = sweep_folder.of_name(request.options.name or config.name)
-    slurm = slurm or Slurm()
-    waits_for = awaited.find(after, chosen, slurm.show_jobs, of_sweep=sweep.name)
+    if waits_for is not None:
+        awaited.refuse_circle(waits_for, sweep)
     if chosen == "local":
         return _submit_locally(request, project, sweep, found, waits_for)
     with sweep.locked():

@@ -273,6 +273,19 @@ def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, capsys: 
     assert document(run, capsys)["diagnosis"] is None
 
 
+def test_a_page_fits_the_terminal_and_promises_no_checkpoint_that_there_is_not(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    crashed(run)
+    assert "next: mend the cause, then" in "".join(page(run, capsys)[-2:])
+    fsio.remove_tree(run.checkpoints)
+    lines = page(run, capsys)
+    assert " begins anew: there is no checkpoint" in " ".join(line.strip() for line in lines[-2:])
+    # Only the path of a log cannot be divided.
+    assert [line for line in lines if len(line) > 80 and not line.startswith("  log: ")] == []
+
+
 def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["why", *arguments]) == EXIT_DONE
     out, err = capsys.readouterr()

@@ -19,7 +19,7 @@ from toolkit import fsio, rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, RunNotFoundError, SlurmError
+from toolkit.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import after, awaited, ownership, stop_request
@@ -300,14 +300,26 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[job]
 
 
+def test_a_sweep_may_begin_with_a_run_that_is_waited_for() -> None:
+    slurm = FakeSlurm()
+    first = submitted("first", slurm)
+    sent = submit_with_after(slurm, first.id, init_from=first.id)
+    assert {point.settings["model.init_from"] for point in sent.points} == {str(first.path)}
+    with pytest.raises(ConfigError, match=r"has no checkpoint in .*; if it works, wait for it with --after"):
+        submit_with_after(slurm, name="other", init_from=first.id)
+
+
 def start_element(run: RunDir, slurm: FakeSlurm, job: str, token: str) -> int:
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
     config = configs.load_config(run.config, site=False)
     return Supervisor(run, config, allocation, Ranks(), slurm, token=token).run()
 
 
-def submit_with_after(slurm: FakeSlurm, *names: str, name: str | None = None) -> submission.Submitted:
-    asked = request.read("mine.yaml", ["train.seed=0..1"], Options(name=name))
+def submit_with_after(
+    slurm: FakeSlurm, *names: str, name: str | None = None, init_from: str | None = None
+) -> submission.Submitted:
+    overrides = ["train.seed=0..1", *([f"model.init_from={init_from}"] if init_from else [])]
+    asked = request.read("mine.yaml", overrides, Options(name=name))
     return submission.submit(asked, Path.cwd(), "slurm", slurm, after=names)
 
 

@@ -223,6 +223,14 @@ def crashed(step_end: int | None) -> Past:
     return Past("crashed", "restart", step_end)
 
 
+def test_memory_of_a_gpu_is_not_asked_of_slurm() -> None:
+    host = RankFailure(2, "node2", "killed by SIGKILL", 10.0, out_of_memory=True)
+    assert "cluster.mem_gb" in judge(Facts(1, (host,))).line
+    line = judge(Facts(1, (CUDA_OOM, PEER))).line
+    assert "a smaller batch" in line
+    assert "mem_gb" not in line
+
+
 @pytest.mark.parametrize(
     ("history", "step_end", "decision"),
     [

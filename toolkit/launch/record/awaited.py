@@ -128,13 +128,11 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
 # ---------------------------------------------------------------------------------------------------------- submitting
 
 
-def find(
-    wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs, of_sweep: str | None = None
-) -> AfterRecord | None:
-    """Return what these names mean for a run, or for the sweep ``of_sweep``, that is submitted now.
+def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
+    """Return what these names mean for a run or a sweep that is submitted now; None if all have completed.
 
-    None if all have completed. Raises RequestError for what cannot be waited for: it is unknown, has ended in another
-    way, could be changed by others, is out of Slurm's sight, or waits for the sweep itself.
+    Raises RequestError for what cannot be waited for: it is unknown, has ended in another way, could be changed by
+    others, or is out of Slurm's sight.
     """
     texts = [wanted] if isinstance(wanted, str) else list(wanted)
     if not texts:
@@ -148,8 +146,6 @@ def find(
         runs=tuple(str(each.path) for each in found if isinstance(each, RunDir)),
         sweeps=tuple(str(each.path) for each in found if isinstance(each, SweepDir)),
     )
-    if of_sweep is not None:
-        _refuse_circle(record, sweep_folder.of_name(of_sweep))
     stands = refuse_ended(record, show_jobs)
     unseen = next((each.run for each in stands.working if each.works_here), None)
     if executor == "slurm" and unseen is not None:
@@ -194,7 +190,7 @@ def _find(text: str) -> RunDir | SweepDir:
         raise RunNotFoundError(f"--after: {error}") from None
 
 
-def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
+def refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
     """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
     way, seen = [*record.sweeps, *record.runs], set[str]()
     while way:

@@ -133,7 +133,12 @@ def _judge_fault(facts: Facts) -> Ending:
     what = (_describe(first) if first else _describe_exit(facts)) + _describe_links(facts)
     # Failures that would come again unchanged end the run at once.
     if any(failure.out_of_memory for failure in facts.failures):
-        line = f"{what}: out of memory; would fail again unchanged: give it more (cluster.mem_gb) or less to hold"
+        # torch's own error is about a GPU.
+        is_gpus = first is not None and ("OutOfMemory" in first.how or "CUDA out of memory" in first.how)
+        advice = "give it more (cluster.mem_gb) or less to hold"
+        if is_gpus:
+            advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs (strategy.name: fsdp)"
+        line = f"{what}: out of memory; would fail again unchanged: {advice}"
         return Ending(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.is_request_error:
         return Ending(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
