@@ -430,7 +430,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
 
 
 def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(site: Site) -> None:
-    """The supervisor is stopped as soon as its verdict is written down; scancel's SIGCONT wakes it up again."""
+    """The supervisor is stopped as soon as its verdict is written down, and goes on when its job is being cancelled."""
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000")
     reached(run, 50)
     job, supervisor = site.job_of(run), pid_of_supervisor(site, run)
@@ -439,6 +439,7 @@ def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(sit
         time.sleep(0.0005)
     os.kill(supervisor, signal.SIGSTOP)
     site.run("scancel", job)
+    os.kill(supervisor, signal.SIGCONT)  # Slurm's own reaches it with proctrack/linuxproc only
     row = site.box.wait_job(job, 60)
     assert row["JobState"] == "CANCELLED"
     assert run.attempts()[0].decision == "requeue"
