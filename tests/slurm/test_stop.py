@@ -613,7 +613,8 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
     """One node, whose run folder is a small file system that is full for 30 s while it trains, then while it starts."""
     project = slow_project(site, 0.02)
     site.run("mkdir", str(site.runs))
-    site.box.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(site.runs)], node="node1")
+    options = f"size=24m,mode=0755,uid={site.user or 'root'}"  # in a folder of root's, each user's runs have their own
+    site.box.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(site.runs)], node="node1")
     (site.folder / "job.sh").write_text(f'#!/bin/bash\ncd {project}\nexec toolkit supervise slow.yaml "$@"\n')
     overrides = ["train.max_steps=2000", "checkpoint.every_steps=50"]
     job = site.sbatch("--nodes=1", "--nodelist=node1", "--ntasks=2", str(site.folder / "job.sh"), *overrides)
