@@ -36,7 +36,7 @@ def dependency(site: Site, run: RunDir) -> tuple[str, str]:
 def test_a_run_starts_only_when_the_one_it_waits_for_has_completed(site: Site) -> None:
     project, seen, go = site.project(), site.folder / "seen", site.folder / "go"
     (project / "first.py").write_text(FIRST.format(go=go))
-    small = ["cluster.mem_gb=0.2", "cluster.tasks_per_node=1"]
+    small = ["cluster.mem_gb=1", "cluster.tasks_per_node=1"]
     site.run("toolkit", "submit", "first.py", *small, cwd=project)
     first = site.find("first")
     # The second run tells what it finds of the first one's result when it starts.
@@ -65,7 +65,7 @@ def test_the_elements_of_an_array_go_back_behind_the_run_that_they_wait_for(site
     project, go = site.project(), site.folder / "go"
     (project / "first.py").write_text(FIRST.format(go=go))
     (project / "points.py").write_text(FIRST.format(go=go))
-    small = ["cluster.mem_gb=0.2", "cluster.tasks_per_node=1"]
+    small = ["cluster.mem_gb=1", "cluster.tasks_per_node=1"]
     site.run("toolkit", "submit", "first.py", *small, cwd=project)
     first = site.find("first")
     job = site.job_of(first)

@@ -58,7 +58,7 @@ def last_loss(path: str) -> float:
 def test_a_sweep_with_a_preemption_and_a_failure_ends_with_every_point_once(site: Site) -> None:
     project, ready = site.project(), site.folder / "ready"
     (project / "loop.py").write_text(SCRIPT)
-    asked = ["loop.py", "params.width=2..5", f"params.ready={ready}", "cluster.mem_gb=0.2", "train.log_every=5"]
+    asked = ["loop.py", "params.width=2..5", f"params.ready={ready}", "cluster.mem_gb=1", "train.log_every=5"]
     asked += ["retry.max_failures=0", "--metric=-train/loss", "--max-running=2"]
     sent = toolkit_sweep(site, project, *asked)
     assert (sent["new"], len(sent["jobs"])) == (4, 1)
