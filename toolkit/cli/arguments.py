@@ -90,7 +90,7 @@ def new_path(argument: str, text: str) -> Path:
     return path
 
 
-def replaceable_path(argument: str, text: str, begin: str) -> Path:
+def replaceable_path(text: str, begin: str) -> Path:
     """Return the absolute path of what is to be written, which may replace a file that begins with ``begin``.
 
     Raises RequestError if another file is there, or there is no folder for it.
@@ -99,14 +99,14 @@ def replaceable_path(argument: str, text: str, begin: str) -> Path:
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():
-        raise RequestError(f"{argument}: {path.parent} is no folder")
+        raise RequestError(f"--to: {path.parent} is no folder")
     try:
         with path.open("rb") as file:
             is_ours = file.read(len(begin.encode())) == begin.encode()
     except FileNotFoundError:
         return path
     except OSError as error:
-        raise RequestError(f"{argument}: {path}: {error.strerror or error}") from None
+        raise RequestError(f"--to: {path}: {error.strerror or error}") from None
     if not is_ours:
-        raise RequestError(f"{argument}: {path} is there already, and not from this command; choose another name")
+        raise RequestError(f"--to: {path} is there already, and not from this command; choose another name")
     return path

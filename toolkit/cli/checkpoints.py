@@ -12,7 +12,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
 from toolkit.cli.arguments import new_path
-from toolkit.cli.show import table
+from toolkit.cli.show import size_text, table
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.rundir import RunDir
@@ -25,7 +25,16 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
     """
     store = CheckpointStore(run.checkpoints)
     found = [_row(store, path) for path in store.list()]
-    return found + [_row_of_odd(path) for path in _odd(store)]
+    for path in _odd(store):
+        problem = "is being written, or was left over"
+        if is_name_of_committed(path):
+            problem = "is damaged: it has no manifest.json"
+        elif ".bad-" in path.name:
+            problem = "was found damaged, and moved aside"
+        nothing = {"step": None, "ranks": None, "torch": None}
+        row = {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem}
+        found.append({**row, "size_bytes": _size(path)})
+    return found
 
 
 def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
@@ -39,13 +48,6 @@ def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
     if not manifest.meta.get("finite", True):
         row["problem"] = "its weights are not finite (train.on_nan: warn)"
     return {**row, "size_bytes": size, "ranks": manifest.world_size, "torch": manifest.versions.get("torch")}
-
-
-def _row_of_odd(path: Path) -> dict[str, Any]:
-    problem = "was found damaged, and moved aside" if ".bad-" in path.name else "is being written, or was left over"
-    problem = "is damaged: it has no manifest.json" if is_name_of_committed(path) else problem
-    nothing = {"step": None, "ranks": None, "torch": None}
-    return {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem, "size_bytes": _size(path)}
 
 
 def _odd(store: CheckpointStore) -> list[Path]:
@@ -62,24 +64,12 @@ def page(found: list[dict[str, Any]]) -> str:
     if not found:
         return "no checkpoints"
     head = ("CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED")
-    cells = [
-        (r["name"], _bytes(r["size_bytes"]), str(r["ranks"] or ""), r["torch"] or "", _time(r["saved"])) for r in found
-    ]
+    cells = []
+    for row in found:
+        saved = datetime.fromtimestamp(row["saved"]).strftime("%Y-%m-%d %H:%M:%S")
+        cells.append((row["name"], size_text(row["size_bytes"]), str(row["ranks"] or ""), row["torch"] or "", saved))
     problems = [f"{r['name']}: {r['problem']}" for r in found if r["problem"]]
     return "\n".join([table([head, *cells]), *problems])
-
-
-def _bytes(count: int) -> str:
-    number, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.1f} {unit}" if unit != "B" else f"{count} B"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def pick(run: RunDir, text: str | None) -> list[Path]:
@@ -196,7 +186,7 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     except RequestError as error:
         raise RequestError(f"--weights {weights}: {error}") from None
     size = _size(target) if target.is_dir() else target.stat().st_size
-    return f"{target}: {count} tensors of {path.name}, weights: {chosen}, {_bytes(size)}"
+    return f"{target}: {count} tensors of {path.name}, weights: {chosen}, {size_text(size)}"
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:

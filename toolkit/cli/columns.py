@@ -111,26 +111,26 @@ def text(row: Row, name: str) -> str:
 def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]:
     """Return the rows sorted by a column. Rows without a value come last."""
     known = [row for row in rows if value(row, name) is not None]
-    known.sort(key=lambda row: _sortable(value(row, name)), reverse=reverse)
+
+    def key(row: Row) -> tuple[bool, float, str]:
+        item = value(row, name)
+        is_number = isinstance(item, (int, float))
+        return (not is_number, float(item) if is_number else 0.0, str(item))
+
+    known.sort(key=key, reverse=reverse)
     return known + [row for row in rows if value(row, name) is None]
-
-
-def _sortable(item: Any) -> tuple[bool, float, str]:
-    is_number = isinstance(item, (int, float))
-    return (not is_number, float(item) if is_number else 0.0, str(item))
 
 
 def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
     """Return the texts of the rows below a head."""
-    texts = [_column(rows, name) for name in names]
+    texts: list[list[str]] = []
+    for name in names:
+        if name in _COLUMNS:
+            get, show = _COLUMNS[name]  # once a column: there may be 10,000 rows
+            texts.append([show(get(row), row) for row in rows])
+        else:
+            texts.append([text(row, name) for row in rows])
     return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]
-
-
-def _column(rows: Sequence[Row], name: str) -> list[str]:
-    if name not in _COLUMNS:
-        return [text(row, name) for row in rows]
-    get, show = _COLUMNS[name]
-    return [show(get(row), row) for row in rows]
 
 
 def with_short_states(rows: Sequence[Row]) -> list[Row]:

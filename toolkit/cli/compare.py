@@ -95,13 +95,25 @@ def _points(run: RunDir, damage: list[str]) -> defaultdict[str, dict[int, float]
 
 def page(found: Mapping[str, Any]) -> str:
     """Return the differences for a terminal."""
+    rows: list[tuple[str, ...]]
     parts = [f"first:  {found['runs'][0]}\nsecond: {found['runs'][1]}"]
     for title in ("outcome", "config", "environment", "results"):
         rows = [(f"  {name}", *map(_text, values)) for name, values in found[title].items()]
         same = f"{title}: no difference"
         parts.append(f"{title}:\n{table([('  ', 'FIRST', 'SECOND'), *rows])}" if rows else same)
-    parts.append(_curves_text(found["curves"]))
-    parts.append(_sources_text(found["sources"]))
+    rows = [("  ", "FIRST", "SECOND", "AT STEP", "FIRST", "SECOND", "DIFFERENCE")]
+    for tag, curve in found["curves"].items():
+        at = curve["at_common_step"]
+        values = ("-", "-", "-") if at is None else (*map(_text, at), _text(at[1] - at[0]))
+        rows.append((f"  {tag}", *map(_text, curve["last"]), _text(curve["common_step"]), *values))
+    title = "curves, the last values and those at the last step that both have"
+    parts.append(f"{title}:\n{table(rows)}" if found["curves"] else "curves: none")
+    sources = found["sources"]
+    names = [f"  only in the {which}: {name}" for which in ("first", "second") for name in sources[f"only_{which}"]]
+    diff = sources["diff"].splitlines()
+    if len(diff) > _MOST_LINES:
+        diff = [*diff[:_MOST_LINES], f"... {len(diff) - _MOST_LINES} more lines: --json has them all"]
+    parts.append("\n".join(["sources:", *names, *diff]) if names or diff else "sources: no difference")
     parts += [f"damaged: {text}" for text in found["damage"]]
     return "\n\n".join(parts)
 
@@ -109,22 +121,3 @@ def page(found: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _curves_text(curves: Mapping[str, Mapping[str, Any]]) -> str:
-    if not curves:
-        return "curves: none"
-    rows: list[tuple[str, ...]] = [("  ", "FIRST", "SECOND", "AT STEP", "FIRST", "SECOND", "DIFFERENCE")]
-    for tag, curve in curves.items():
-        at = curve["at_common_step"]
-        values = ("-", "-", "-") if at is None else (*map(_text, at), _text(at[1] - at[0]))
-        rows.append((f"  {tag}", *map(_text, curve["last"]), _text(curve["common_step"]), *values))
-    return f"curves, the last values and those at the last step that both have:\n{table(rows)}"
-
-
-def _sources_text(sources: Mapping[str, Any]) -> str:
-    names = [f"  only in the {which}: {name}" for which in ("first", "second") for name in sources[f"only_{which}"]]
-    diff = sources["diff"].splitlines()
-    if len(diff) > _MOST_LINES:
-        diff = [*diff[:_MOST_LINES], f"... {len(diff) - _MOST_LINES} more lines: --json has them all"]
-    return "\n".join(["sources:", *names, *diff]) if names or diff else "sources: no difference"

@@ -64,12 +64,9 @@ def complete(line: str) -> list[str]:
         return [name for name in COMMANDS if name.startswith("".join(words))]
     if words[0] not in COMMANDS or "--" in words[:-1]:
         return []
-    return sorted(dict.fromkeys(word for word in _offered(words) if word.startswith(words[-1])), key=_newest_first)
-
-
-def _newest_first(word: str) -> tuple[bool, str]:
-    """Return the order of words: names by the alphabet, then run ids."""
-    return word[:8].isdigit(), word
+    offered = dict.fromkeys(word for word in _offered(words) if word.startswith(words[-1]))
+    # Names by the alphabet, then run ids.
+    return sorted(offered, key=lambda word: (word[:8].isdigit(), word))
 
 
 def _words(line: str) -> list[str]:

@@ -7,14 +7,14 @@ import os
 import stat
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, origin, rundir
 from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
-from toolkit.cli.show import status_rows
+from toolkit.cli.show import size_text, status_rows
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.launch.record import after
 from toolkit.launch.submission.handle import attach
@@ -33,32 +33,28 @@ def usage(run: RunDir) -> dict[str, Any]:
     """
     found = {"bytes": 0.0, "checkpoint_bytes": 0.0, "files": 0, "written": 0.0, "read": 0.0}
     checkpoints = os.fspath(run.checkpoints)
-    for folder, _, names in os.walk(run.path):
-        for name in names:
-            try:
-                status = os.lstat(f"{folder}/{name}")
-            except OSError:  # it is removed at this moment
-                continue
-            size = status.st_blocks * 512 / max(1, status.st_nlink)
-            found["bytes"] += size
-            found["checkpoint_bytes"] += size if folder.startswith(checkpoints) else 0
-            found["files"] += 1
-            found["written"] = max(found["written"], status.st_mtime)
-            found["read"] = max(found["read"], status.st_atime, status.st_mtime)
+    for folder, status in _files(run):
+        size = status.st_blocks * 512 / max(1, status.st_nlink)
+        found["bytes"] += size
+        found["checkpoint_bytes"] += size if folder.startswith(checkpoints) else 0
+        found["files"] += 1
+        found["written"] = max(found["written"], status.st_mtime)
+        found["read"] = max(found["read"], status.st_atime, status.st_mtime)
     return found
 
 
 def purged_files(run: RunDir, before: float) -> int:
     """Return how many files a site's purge takes that removes what nobody has read or written since ``before``."""
-    count = 0
+    files = [status for _, status in _files(run) if stat.S_ISREG(status.st_mode)]
+    return sum(max(status.st_atime, status.st_mtime) < before for status in files)
+
+
+def _files(run: RunDir) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield what the run has that is no folder, each with the folder that it is in."""
     for folder, _, names in os.walk(run.path):
         for name in names:
-            try:
-                status = os.lstat(f"{folder}/{name}")
-            except OSError:
-                continue
-            count += stat.S_ISREG(status.st_mode) and max(status.st_atime, status.st_mtime) < before
-    return count
+            with contextlib.suppress(OSError):  # it is removed at this moment
+                yield folder, os.lstat(f"{folder}/{name}")
 
 
 def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, Any]]:
@@ -139,22 +135,10 @@ def _lives(run: RunDir) -> bool:
     except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
         return not is_over(status_rows([run])[0])
     # Slurm does not know the job of a run of another cluster that has the same file system.
-    return (handle.executor == "slurm" and _is_recent(run)) or not handle.is_over()
-
-
-def _is_recent(run: RunDir) -> bool:
     status = run.status([])
-    is_over = status.state is None or status.state.is_over
-    return not is_over and (status.updated or 0) > time.time() - _RECENT_S
-
-
-def size_text(count: float) -> str:
-    """Return a number of bytes in the largest fitting unit: ``1.2 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("the last unit returns")
+    goes_on = status.state is not None and not status.state.is_over
+    is_recent = goes_on and (status.updated or 0) > time.time() - _RECENT_S
+    return (handle.executor == "slurm" and is_recent) or not handle.is_over()
 
 
 def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> str:

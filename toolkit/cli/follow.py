@@ -43,7 +43,30 @@ def to_the_end(run: Run, *, bar: bool) -> int:
     try:
         _watch(run, console, bar)
     except KeyboardInterrupt:
-        return _interrupted(run, console)
+        # A Slurm job does not depend on this terminal.
+        if run.executor == "slurm":
+            console.print(
+                f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
+                f"`toolkit cancel {run.id}` ends it",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return EXIT_STOPPED
+        # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
+        console.print("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once", soft_wrap=True)
+        try:
+            run.stop()
+            run.wait(STOP_WAIT_S)
+        except KeyboardInterrupt:
+            run.cancel()
+            run.wait(STOP_WAIT_S)
+        except TimeoutError:
+            console.print(
+                f"[red]run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}[/]", soft_wrap=True
+            )
+        except JobFailedError:  # the run ended before it could write its result
+            pass
+        return _say_how_it_went(run, console)
     except JobFailedError as error:
         console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
         return EXIT_FAILED
@@ -54,9 +77,14 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if not bar:
         run.wait()
         return
-    # Only a terminal can show the bar.
+    # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal:
-        _watch_in_lines(run)
+        last = ""
+        for status in run.statuses():
+            line = describe(status)
+            if line != last:
+                print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
+                last = line
         return
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
@@ -66,10 +94,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
 
 
 def _bar(console: Console) -> Progress:
-    """Return a bar as wide as the texts leave room.
-
-    So epoch, loss, rate and time fit into 80 columns.
-    """
+    """Return a bar as wide as the texts leave room. So epoch, loss, rate and time fit into 80 columns."""
     texts = [TextColumn("{task.fields[" + name + "]}") for name in ("figures", "clock")]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), *texts)
     return Progress(*columns, console=console, transient=True, expand=True)
@@ -87,21 +112,8 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
     )
 
 
-def _watch_in_lines(run: Run) -> None:
-    """Print a line each time the epoch or the state changes, for logs and CI."""
-    last = ""
-    for status in run.statuses():
-        line = describe(status)
-        if line != last:
-            print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
-            last = line
-
-
 def describe(status: RunStatus) -> str:
-    """Describe in a few words what goes on.
-
-    That is the epoch while training, else the state and what it waits for.
-    """
+    """Describe in a few words what goes on. That is the epoch while training, else the state and what it waits for."""
     at, state = status.progress, status.state or RunState.QUEUED
     words: list[str] = [_STARTING.format(status.world_size or "the") if state is RunState.STARTING else state]
     if state is RunState.RUNNING and at.epoch is not None:
@@ -131,33 +143,6 @@ def clock(at: RunProgress, waited_s: float) -> str:
     return f"{as_clock(waited_s)} elapsed" if at.eta_s is None else f"{as_clock(at.eta_s)} left"
 
 
-def _interrupted(run: Run, console: Console) -> int:
-    # A Slurm job does not depend on this terminal.
-    if run.executor == "slurm":
-        console.print(
-            f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
-            f"`toolkit cancel {run.id}` ends it",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return EXIT_STOPPED
-    # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
-    console.print("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once", soft_wrap=True)
-    try:
-        run.stop()
-        run.wait(STOP_WAIT_S)
-    except KeyboardInterrupt:
-        run.cancel()
-        run.wait(STOP_WAIT_S)
-    except TimeoutError:
-        console.print(
-            f"[red]run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}[/]", soft_wrap=True
-        )
-    except JobFailedError:  # the run ended before it could write its result
-        pass
-    return _say_how_it_went(run, console)
-
-
 def _say_how_it_went(run: Run, console: Console) -> int:
     result = run.dir.result() or RunResult(RunState.CANCELLED, why="ended before it started")
     if result.state is RunState.COMPLETED:
@@ -166,8 +151,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
     console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
     if result.step:
         console.print(
-            f"  reached step {result.step}; `toolkit resume {run.id}` goes on from the last checkpoint",
-            soft_wrap=True,
+            f"  reached step {result.step}; `toolkit resume {run.id}` goes on from the last checkpoint", soft_wrap=True
         )
     if told := goodput.sentence(result.goodput):
         console.print(f"  {told}", highlight=False, soft_wrap=True)
@@ -183,7 +167,9 @@ def _completed_text(run: Run, result: RunResult) -> str:
         lines[0] += f": {result.step} steps"
     if result.attempts > 1:
         lines[0] += f", {result.attempts} attempts"
-    lines += [f"  {_spoken(name)}: {_number(value)}" for name, value in sorted(result.metrics.items())]
+    for name, value in sorted(result.metrics.items()):
+        spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
+        lines.append(f"  {spoken}: {_number(value)}")
     lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
     lines += [f"  {escape(line)}" for line in efficiency.lines(result.efficiency)]
     lines.append(f"  run folder: {escape(_short(run.dir.path))}")
@@ -195,11 +181,6 @@ def _completed_text(run: Run, result: RunResult) -> str:
 def _number(value: float | None) -> str:
     """Write a metric. A NaN is null in the files."""
     return "not a number" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
-
-
-def _spoken(metric: str) -> str:
-    """Return a metric's name for people: ``test accuracy`` for ``eval/accuracy``."""
-    return metric.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
 
 
 def _command() -> str:

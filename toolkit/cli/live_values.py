@@ -19,7 +19,20 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     now = configs.load_config(run.config, site=False)
     keys = [override.partition("=")[0] for override in overrides]
     for key in keys:
-        _refuse_unless_live(run, now, key)
+        if now.job == configs.FOREIGN_JOB:
+            raise ConfigError(f"run {run.id} is a script under `toolkit exec`: it does not read the toolkit's keys")
+        if key not in configs.all_keys() and not key.startswith("params."):
+            raise ConfigError(f"unknown key {key!r}; {nearest(key, LIVE)}these can be set: {', '.join(LIVE)}")
+        if key not in LIVE:
+            raise ConfigError(
+                f"{key} cannot be set while the run trains: after `toolkit stop {run.id}`, `toolkit resume {run.id} "
+                f"{key}=...` goes on with another value, unless it is fixed. These can: {', '.join(LIVE)}"
+            )
+        if configs.is_loop(now.job, run.code.resolve()) and key not in LIVE_IN_OWN_LOOPS:
+            raise ConfigError(
+                f"{key}: run {run.id} has a loop of its own, which does not read it. "
+                f"These can be set: {', '.join(LIVE_IN_OWN_LOOPS)}"
+            )
     then = configs.load_config(run.config, overrides, site=False)
     values = {key: configs.value_of(then, key) for key in keys}
     # Check them together with what the ranks have now, which is not what the file says.
@@ -27,23 +40,6 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     set_values(now, values)
     configs.validate(now, login_node=False, project=run.code.resolve(), goes_on=True)
     return values
-
-
-def _refuse_unless_live(run: RunDir, config: configs.JobConfig, key: str) -> None:
-    if config.job == configs.FOREIGN_JOB:
-        raise ConfigError(f"run {run.id} is a script under `toolkit exec`: it does not read the toolkit's keys")
-    if key not in configs.all_keys() and not key.startswith("params."):
-        raise ConfigError(f"unknown key {key!r}; {nearest(key, LIVE)}these can be set: {', '.join(LIVE)}")
-    if key not in LIVE:
-        raise ConfigError(
-            f"{key} cannot be set while the run trains: after `toolkit stop {run.id}`, `toolkit resume {run.id} "
-            f"{key}=...` goes on with another value, unless it is fixed. These can: {', '.join(LIVE)}"
-        )
-    if configs.is_loop(config.job, run.code.resolve()) and key not in LIVE_IN_OWN_LOOPS:
-        raise ConfigError(
-            f"{key}: run {run.id} has a loop of its own, which does not read it. "
-            f"These can be set: {', '.join(LIVE_IN_OWN_LOOPS)}"
-        )
 
 
 def text(values: Mapping[str, Any]) -> str:

@@ -60,19 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if args.command in ("run", "supervise"):  # a job's own error: its log needs the traceback
             raise
-        print(f"toolkit: error: {_os_error_text(error)}", file=sys.stderr)
+        # What the system refused, where, and what to do about the usual errors.
+        where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        advice = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "; make room, or choose another folder for runs: set TOOLKIT_RUNS"
+        elif error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
+            advice = "; if that is the folder for runs, choose another: set TOOLKIT_RUNS"
+        text = f"{where or 'the current folder'}: {error.strerror or error}{advice}"
+        print(f"toolkit: error: {text}", file=sys.stderr)
         return EXIT_FAILED
-
-
-def _os_error_text(error: OSError) -> str:
-    """Return what the system refused, where, and what to do about the usual errors."""
-    where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    advice = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "; make room, or choose another folder for runs: set TOOLKIT_RUNS"
-    elif error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
-        advice = "; if that is the folder for runs, choose another: set TOOLKIT_RUNS"
-    return f"{where or 'the current folder'}: {error.strerror or error}{advice}"
 
 
 def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -88,22 +85,19 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     for name in names:
         module = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}")
         text = module.__doc__ or ""
+        # Each example is a command line with what it does below.
+        examples = "".join(f"\n  {line}\n      {what}" for line, what in getattr(module, "EXAMPLES", ()))
         command = commands.add_parser(
             name,
             help=text.partition("\n")[0],
             description=text,
-            epilog=_examples_text(getattr(module, "EXAMPLES", ())),
+            epilog=f"examples:{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler="resolve",  # a command may replace --help
         )
         module.add_arguments(command)
         command.set_defaults(run_command=module.run)
     return parser
-
-
-def _examples_text(examples: Sequence[tuple[str, str]]) -> str:
-    """Return the examples of a command's help: each command line with what it does below."""
-    return "examples:\n" + "\n".join(f"  {line}\n      {what}" for line, what in examples)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

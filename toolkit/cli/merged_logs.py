@@ -33,7 +33,10 @@ def merged(run: RunDir, attempt: int) -> Iterator[str]:
     if not files:
         raise RequestError(f"run {run.id} has no log of a rank of attempt {attempt} yet; `toolkit logs {run.id}`")
     claim_all()  # there may be a thousand ranks
-    begun = _begin_of(run, attempt, files)
+    # The attempt's begin to the second; where no file says it, the time of the oldest log.
+    status = run.status()
+    known = {line.attempt: line.started for line in run.attempts()} | {status.attempt: status.started}
+    begun = float(int(known.get(attempt) or min(path.stat().st_mtime for path in files)))
     names = [f"rank {_rank(path)}" for path in files]
     width = max(len("supervisor"), *map(len, names))
     streams = [_stamped(path, f"{name:<{width}} | ", begun) for path, name in zip(files, names, strict=True)]
@@ -46,13 +49,6 @@ def merged(run: RunDir, attempt: int) -> Iterator[str]:
 def _rank(path: Path) -> int:
     match = re.search(r"(\d{1,9})", path.name)
     return int(match[1]) if match else 0
-
-
-def _begin_of(run: RunDir, attempt: int, files: list[Path]) -> float:
-    """Return when the attempt began, to the second; the time of the oldest log where no file says it."""
-    status = run.status()
-    known = {line.attempt: line.started for line in run.attempts()} | {status.attempt: status.started}
-    return float(int(known.get(attempt) or min(path.stat().st_mtime for path in files)))
 
 
 def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]:
@@ -99,15 +95,10 @@ def errors(run: RunDir, attempt: int) -> Iterator[str]:
     reports.sort(key=lambda report: report.rank != first.rank)
     if not reports or reports[0].rank != first.rank:
         yield f"rank {first.rank} on {first.host} failed first: {first.how}\n"
-        yield from (f"  {line}\n" for line in _last_lines(run, attempt, first.rank))
+        if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
+            with log.open(errors="replace") as file:
+                yield from (f"  {line.rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
     for report in reports:
         order = "first" if report.rank == first.rank else "later"
         yield f"rank {report.rank} on {report.host} failed {order}: {report.how}\n"
         yield from (f"  {line}\n" for line in report.traceback.rstrip().splitlines())
-
-
-def _last_lines(run: RunDir, attempt: int, rank: int | None) -> list[str]:
-    if rank is None or not (log := run.rank_log(attempt, rank)).exists():
-        return []
-    with log.open(errors="replace") as file:
-        return [line.rstrip() for line in deque(file, maxlen=_LAST_LINES)]

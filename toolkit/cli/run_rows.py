@@ -51,11 +51,8 @@ def read_row(run: RunDir) -> dict[str, Any]:
 
 def _quick_row(run: RunDir) -> dict[str, Any]:
     """Return what the two files that matter of an ended run say. Of one that may go on all are read."""
-    return _sparse(_patient_row(run, is_whole=False))
-
-
-def _sparse(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what is worth keeping of a row: what its path or :data:`_EMPTY` does not say."""
+    # Kept is what the path or `_EMPTY` does not say.
+    row = _patient_row(run, is_whole=False)
     from_path = ("run", "name", "path")
     row["state"] = str(row["state"])
     return {name: value for name, value in row.items() if name not in from_path and value != _EMPTY[name]}

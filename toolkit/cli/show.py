@@ -44,7 +44,14 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
         is_over = row["state"] in OVER or row["state"] == "unknown"
         row.update(slurm=None, reason=None, expected_start=None)
         row["silent"] = not is_over and _quiet_s(row["updated"]) > SILENT_S
-    asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
+    asked = []
+    for row in rows:
+        state = row["state"]
+        # Not of an ended run, nor where neither status nor result says how it stands.
+        if row["executor"] != "slurm" or not isinstance(state, RunState) or state.is_over:
+            continue
+        if state.is_waiting or _quiet_s(row["updated"]) > QUIET_S:
+            asked.append(row)
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
     answers = ask([job for ids in jobs.values() for job in ids]) if jobs else {}
@@ -62,13 +69,6 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
         if row["slurm"] is not None or row["silent"]:
             row["state"] = _honest_state(row)
     return rows
-
-
-def _is_to_be_asked(row: dict[str, Any]) -> bool:
-    state = row["state"]
-    if state in OVER or not isinstance(state, RunState):  # or neither status nor result says how it stands
-        return False
-    return state.is_waiting or (not state.is_over and _quiet_s(row["updated"]) > QUIET_S)
 
 
 def _quiet_s(updated: float | None) -> float:
@@ -117,7 +117,8 @@ def _honest_state(row: dict[str, Any]) -> str:
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
     # A run on this machine is lost if its process is gone; another machine's process cannot be looked up.
     here = row["host"] in (None, socket.gethostname())
-    return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
+    is_alive = row["pid"] is not None and Path(f"/proc/{row['pid']}").exists()
+    return "lost" if here and not is_alive else f"{state}? (silent)"
 
 
 #: How a run has ended that a user has ended.
@@ -150,12 +151,13 @@ def _held_lines(rows: list[dict[str, Any]]) -> str:
 
     Slurm's reasons are in squeue(1) and, with blanks, in its source.
     """
-    held = [(row, why) for row in rows if (why := _held_for(row)) is not None]
-    return "".join(
-        f"\n{row['run']}: Slurm holds job {row['job_id']} ({why}); when that is mended, "
-        f"`scontrol release {row['job_id']}` lets it go on"
-        for row, why in held
-    )
+    lines = ""
+    for row in rows:
+        why = _held_for(row)
+        if why is not None:
+            lines += f"\n{row['run']}: Slurm holds job {row['job_id']} ({why}); when that is mended, "
+            lines += f"`scontrol release {row['job_id']}` lets it go on"
+    return lines
 
 
 def _held_for(row: dict[str, Any]) -> str | None:
@@ -171,10 +173,6 @@ _HOLDING_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 
 
-def _alive(pid: int | None) -> bool:
-    return pid is not None and Path(f"/proc/{pid}").exists()
-
-
 def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> str:
     """Return the rows as a table for a terminal.
 
@@ -188,8 +186,15 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
     if len(rows) > MOST_TOLD:
         lines = f"\n{count_by_state(rows)}{_damage_lines(rows)}"
     else:
-        lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows) + _slow_lines(rows)
-    return table(columns.cells(shown, names)) + lines + _time_line(rows)
+        slow_nodes = [(row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"]]
+        lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows)
+        lines += "".join(f"\n{run}: {text}" for run, text in slow_nodes if text)
+    # Where the time went and what is used: among several runs it would not be clear whose.
+    if len(rows) == 1:
+        is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
+        told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
+        lines += "".join(f"\n{text}" for text in told if text)
+    return table(columns.cells(shown, names)) + lines
 
 
 #: The most rows of which lines below the table tell more.
@@ -237,18 +242,13 @@ def loss_remark(metrics: Any) -> str:
     return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 
 
-def _slow_lines(rows: list[dict[str, Any]]) -> str:
-    texts = ((row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"])
-    return "".join(f"\n{run}: {text}" for run, text in texts if text)
-
-
-def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Return where the time went and what is used, for a single run: among several it would not be clear whose."""
-    if len(rows) != 1:
-        return ""
-    is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
-    told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
-    return "".join(f"\n{text}" for text in told if text)
+def size_text(count: float) -> str:
+    """Return a number of bytes in the largest fitting unit: ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("the last unit returns")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -206,7 +206,10 @@ def _as_data(each: PointStanding) -> dict[str, Any]:
 def _table(found: Sequence[PointStanding], metric: str) -> str:
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
     name = metric.removeprefix("-")
-    head = ["RUN", *_short_names(keys), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
+    # A key's column is named by its last part, or by the whole key where two have the same.
+    last = [key.rpartition(".")[2] for key in keys]
+    short_names = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+    head = ["RUN", *short_names, "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
     rows = []
     for each in found:
         step, total = each.row.get("step"), each.row.get("total_steps")
@@ -216,12 +219,6 @@ def _table(found: Sequence[PointStanding], metric: str) -> str:
         job = each.job_id if each.row.get("executor", "slurm") == "slurm" else each.row["executor"]
         rows.append([each.run.id[-8:], *values, each.state, job or "", steps, "" if value is None else f"{value:.4g}"])
     return show.table([head, *rows])
-
-
-def _short_names(keys: Sequence[str]) -> list[str]:
-    """Return the last part of each key, or the whole key where two have the same."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
 def _causes(found: Sequence[PointStanding]) -> list[str]:

@@ -63,17 +63,13 @@ class Watch:
         if self._listed_at is None or self._now() - self._listed_at >= LIST_EVERY_S:
             self._listed_at = self._now()
             named = [rundir.find(name) for name in self._args.run]
-            runs = selection.by_place(named or rundir.all_runs(), self._args)
-            self._runs = runs if named or selection.is_asked(self._args) else self._of_interest(runs)
+            self._runs = selection.by_place(named or rundir.all_runs(), self._args)
+            if not named and not selection.is_asked(self._args):
+                rows, since = self._cache.rows(self._runs), self._now() - ENDED_S
+                self._cache.save()
+                pairs = zip(self._runs, rows, strict=True)
+                self._runs = [run for run, row in pairs if row["state"] not in run_rows.OVER or _ended(row) > since]
         return self._runs
-
-    def _of_interest(self, runs: Sequence[RunDir]) -> list[RunDir]:
-        since = self._now() - ENDED_S
-        rows = self._cache.rows(runs)
-        self._cache.save()
-        return [
-            run for run, row in zip(runs, rows, strict=True) if row["state"] not in run_rows.OVER or _ended(row) > since
-        ]
 
     def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
         """Return Slurm's answer, an earlier one while it is not time to ask again."""

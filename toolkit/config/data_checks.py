@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import OWN_TIME, DataConfig, ImageConfig, JobConfig
+from toolkit.config.schema import OWN_TIME, ImageConfig, JobConfig
 from toolkit.errors import ConfigError
 
 
@@ -14,7 +14,23 @@ def check_data(config: JobConfig) -> None:
             f"data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name {name} "
             f"ranks wait for each other all through a step, or shapes are fixed: use {', '.join(OWN_TIME)}, or even"
         )
-    _check_images(data)
+    # Refuse keys of photographs that would change nothing.
+    images = data.images
+    if images != ImageConfig() and data.name != "image_folder":
+        raise ConfigError(
+            f"data.images: these keys are for data.name image_folder, and it is {data.name}; leave them out"
+        )
+    for option in ("policy", "erase"):
+        if getattr(images, option) != getattr(ImageConfig(), option) and not data.augment:
+            raise ConfigError(f"data.images.{option}: changes nothing while data.augment is false; set that to true")
+    if images.policy == "augmix" and images.interpolation != "bilinear":
+        raise ConfigError("data.images.interpolation: torchvision's augmix can do bilinear only; use that")
+    size = images.val_size or data.image_size or 224
+    if images.val_resize is not None and images.val_resize < size:
+        raise ConfigError(
+            f"data.images.val_resize: {images.val_resize} is less than the edge {size} that is cut out of it; use "
+            f"{size} or more"
+        )
     if data.split == "global":
         return
     # With a split, refuse keys that would change which samples a rank reads.
@@ -26,23 +42,3 @@ def check_data(config: JobConfig) -> None:
     ):
         if value:
             raise ConfigError(f"{key}: does not go with data.split: {data.split}: {why}, or data.split: global")
-
-
-def _check_images(data: DataConfig) -> None:
-    """Refuse keys of photographs that would change nothing."""
-    images = data.images
-    if images != ImageConfig() and data.name != "image_folder":
-        raise ConfigError(
-            f"data.images: these keys are for data.name image_folder, and it is {data.name}; leave them out"
-        )
-    for key in ("policy", "erase"):
-        if getattr(images, key) != getattr(ImageConfig(), key) and not data.augment:
-            raise ConfigError(f"data.images.{key}: changes nothing while data.augment is false; set that to true")
-    if images.policy == "augmix" and images.interpolation != "bilinear":
-        raise ConfigError("data.images.interpolation: torchvision's augmix can do bilinear only; use that")
-    size = images.val_size or data.image_size or 224
-    if images.val_resize is not None and images.val_resize < size:
-        raise ConfigError(
-            f"data.images.val_resize: {images.val_resize} is less than the edge {size} that is cut out of it; use "
-            f"{size} or more"
-        )

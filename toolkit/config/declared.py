@@ -101,7 +101,17 @@ class _DataclassReader:
         if node.name in self._in_work:
             raise self._error(node, f"{node.name} contains itself, and a config has an end: take that field out")
         self._in_work.append(node.name)
-        bases = tuple(self._base(node, base) for base in node.bases if self._source.full_name(base) != "object")
+        bases: list[type] = []
+        for base in node.bases:
+            above = self._source.classes.get(self._source.full_name(base))
+            if above is not None and is_decorated(self._source, above):
+                bases.append(self.made(above))
+            elif self._source.full_name(base) != "object":
+                raise self._error(
+                    node,
+                    f"{node.name} has the base {ast.unparse(base)}, which is no dataclass of this file: what fields it "
+                    "gives cannot be known without importing it; write them here",
+                )
         decorator = _decorator(self._source, node)
         # Fields are keyword-only with kw_only=True, or after a KW_ONLY marker.
         is_keyword = isinstance(decorator, ast.Call) and any(
@@ -116,22 +126,12 @@ class _DataclassReader:
                     made_fields[statement.target.id] = made_field
         # make_dataclass merges and orders the fields as Python does, and refuses the same mistakes.
         try:
-            made = make_dataclass(node.name, made_fields.values(), bases=bases)
+            made = make_dataclass(node.name, made_fields.values(), bases=tuple(bases))
         except TypeError as error:
             raise self._error(node, f"{node.name}: {error}: Python refuses that, too") from None
         self._in_work.remove(node.name)
         self._made[node.name] = made
         return made
-
-    def _base(self, node: ast.ClassDef, base: ast.expr) -> type:
-        above = self._source.classes.get(self._source.full_name(base))
-        if above is None or not is_decorated(self._source, above):
-            raise self._error(
-                node,
-                f"{node.name} has the base {ast.unparse(base)}, which is no dataclass of this file: what fields it "
-                "gives cannot be known without importing it; write them here",
-            )
-        return self.made(above)
 
     def _field(self, node: ast.AnnAssign, name: str, is_keyword: bool) -> tuple[str, Any, Any] | None:
         """Return the arguments for ``make_dataclass``; None for an annotation that is not a key."""
@@ -219,7 +219,14 @@ class _DataclassReader:
         if isinstance(node, ast.Constant) and node.value is None:
             return NoneType
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return self._quoted(node, node.value)
+            try:
+                tree = ast.parse(node.value, mode="eval")
+            except (SyntaxError, ValueError):
+                raise self._unknown(node) from None
+            # Errors name the line in the file, not the line in the text.
+            for inner in ast.walk(tree):
+                ast.copy_location(inner, node)
+            return self._hint(tree.body)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self._union(node, [node.left, node.right])
         # From here on the type is a name, or a name with [...].
@@ -240,16 +247,6 @@ class _DataclassReader:
             self._in_work.remove(name)
             return hint
         raise self._unknown(node)
-
-    def _quoted(self, node: ast.expr, text: str) -> Any:
-        try:
-            tree = ast.parse(text, mode="eval")
-        except (SyntaxError, ValueError):
-            raise self._unknown(node) from None
-        # Errors name the line in the file, not the line in the text.
-        for inner in ast.walk(tree):
-            ast.copy_location(inner, node)
-        return self._hint(tree.body)
 
     def _generic(self, node: ast.Subscript) -> Any:
         name = self._source.full_name(node.value)

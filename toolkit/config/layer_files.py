@@ -51,23 +51,6 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     """Return the layers of a file, beginning with those that it extends."""
     if path.resolve() in above:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
-    layer = _read_yaml(path)
-    for key, value in layer.root.value:
-        if isinstance(key, ScalarNode) and key.value == "sweep":
-            layer.root.value.remove((key, value))
-            layer = replace(layer, sweep=value)
-            break
-    # `extends` is a key of the file, not of the config: take it out.
-    for key, value in layer.root.value:
-        if isinstance(key, ScalarNode) and key.value == "extends":
-            if not isinstance(value, ScalarNode) or not value.value:
-                raise layer.error(value, "extends: takes the name of one file")
-            layer.root.value.remove((key, value))
-            return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
-    return [layer]
-
-
-def _read_yaml(path: Path) -> Layer:
     try:
         root = yaml_core.compose(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -82,7 +65,20 @@ def _read_yaml(path: Path) -> Layer:
         root = MappingNode("", [])
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
-    return Layer(str(path), root)
+    layer = Layer(str(path), root)
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "sweep":
+            layer.root.value.remove((key, value))
+            layer = replace(layer, sweep=value)
+            break
+    # `extends` is a key of the file, not of the config: take it out.
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "extends":
+            if not isinstance(value, ScalarNode) or not value.value:
+                raise layer.error(value, "extends: takes the name of one file")
+            layer.root.value.remove((key, value))
+            return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
+    return [layer]
 
 
 def override_layer(text: str) -> Layer:

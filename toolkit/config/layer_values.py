@@ -53,7 +53,13 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
     for key, (key_node, value) in layer.pairs(node).items():
         full = f"{prefix}{key}"
         if key not in valid:
-            likeliest = _nearest_key(full, [f"{prefix}{name}" for name in valid])
+            # Likeliest is a key misspelled in this section, of this name in another, or the job's own.
+            here = [f"{prefix}{name}" for name in valid]
+            leaf = full.rpartition(".")[2]
+            elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+            there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
+            own = "" if "." in full else f"a key of the job's own is params.{full}; "
+            likeliest = nearest(full, here) or there or own
             raise layer.error(key_node, f"unknown key {full!r}; {likeliest}valid here: {', '.join(sorted(valid))}")
         if full == "params" and schema is JobConfig:  # the job says what is in there
             continue
@@ -64,15 +70,6 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
         else:
             values[key] = _value(layer, value, hint, full)
     return values
-
-
-def _nearest_key(full: str, here: list[str]) -> str:
-    """Return a hint at the likeliest key: misspelled in this section, of this name in another, or the job's own."""
-    leaf = full.rpartition(".")[2]
-    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
-    there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
-    own = "" if "." in full else f"a key of the job's own is params.{full}; "
-    return nearest(full, here) or there or own
 
 
 def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:

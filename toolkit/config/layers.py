@@ -101,10 +101,7 @@ def merged_layers(
 
 
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]]) -> type | None:
-    """Return the job's ``Params``.
-
-    None where the job cannot be found or read: :func:`validate` reports that.
-    """
+    """Return the job's ``Params``. None where the job cannot be found or read: :func:`validate` reports that."""
     try:
         source = None if job == FOREIGN_JOB else PythonSource(job_source(job, project))
     except (ConfigError, OSError):

@@ -11,7 +11,7 @@ from toolkit.errors import ConfigError
 
 
 def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
-    """Return how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch into.
+    """Return how many micro-batches a pipeline of ``stages`` ranks makes of its ``samples``.
 
     Without a number in the config there are four for each rank, or ``least`` if that is more, as long as each has two
     samples (a batch norm needs them). interleaved needs a multiple of the ranks.
@@ -26,41 +26,36 @@ def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate:
     """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
     sizes = mesh_of(config, ranks)
     stages, replicas = sizes.stages or 1, sizes.replicas or 1
-    _check_micro_batches(config.pipeline, stages, accumulate)
+    given, interleaved = config.pipeline.micro_batches, config.pipeline.schedule == "interleaved"
+    parts = stages * (config.pipeline.stages_per_rank if interleaved and stages > 1 else 1)
+    split = config.pipeline.split
+    if split and len(split) != parts - 1:
+        raise ConfigError(
+            f"strategy.pipeline.split: {len(split)} layers begin a stage, and {parts} stages need {parts - 1} "
+            "of them (the first stage begins with the model); name so many, or none"
+        )
+    # Without a number a fitting one is chosen, see :func:`micro_batches`.
+    if given is not None and given < stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: {given} do not fill a pipeline of {stages} ranks; use {stages} or more, "
+            "best several times as many"
+        )
+    if given is not None and interleaved and given % stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
+            f"as many micro-batches, and {given} is no multiple of {stages}"
+        )
+    if given is not None and accumulate > given:
+        raise ConfigError(
+            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {given}, and in a "
+            "pipeline both are the same; set one of them"
+        )
     count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
     if samples < replicas * count:
         raise ConfigError(
             f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
             f"{replicas} x {count} micro-batches (pipelines x strategy.pipeline.micro_batches); use {replicas * count} "
             "or more"
-        )
-
-
-def _check_micro_batches(config: PipelineConfig, stages: int, accumulate: int) -> None:
-    count, interleaved = config.micro_batches, config.schedule == "interleaved"
-    parts = stages * (config.stages_per_rank if interleaved and stages > 1 else 1)
-    if config.split and len(config.split) != parts - 1:
-        raise ConfigError(
-            f"strategy.pipeline.split: {len(config.split)} layers begin a stage, and {parts} stages need {parts - 1} "
-            "of them (the first stage begins with the model); name so many, or none"
-        )
-    # Without a number a fitting one is chosen, see :func:`micro_batches`.
-    if count is None:
-        return
-    if count < stages:
-        raise ConfigError(
-            f"strategy.pipeline.micro_batches: {count} do not fill a pipeline of {stages} ranks; use {stages} or more, "
-            "best several times as many"
-        )
-    if interleaved and count % stages:
-        raise ConfigError(
-            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
-            f"as many micro-batches, and {count} is no multiple of {stages}"
-        )
-    if accumulate > count:
-        raise ConfigError(
-            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {count}, and in a "
-            "pipeline both are the same; set one of them"
         )
 
 

@@ -10,10 +10,7 @@ from typing import Any, TypeAlias
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text", "tokens")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = (
-    *("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"),
-    "custom",
-)
+STRATEGIES = (*("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"), "custom")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -40,17 +37,9 @@ FOREIGN_JOB = "toolkit.launch.start.foreign"
 
 #: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (
-    "job",
-    "strategy.name",
-    "strategy.compression",
-    "strategy.compression_average",
-    "data.name",
-    "data.global_batch_size",
-    "data.repeats",
-    "data.split",
-    "model.name",
-    "optim.name",
-    "train.seed",
+    *("job", "strategy.name", "strategy.compression", "strategy.compression_average"),
+    *("data.name", "data.global_batch_size", "data.repeats", "data.split"),
+    *("model.name", "optim.name", "train.seed"),
 )
 #: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean). Another of
 #: them may continue a run, to rounding.

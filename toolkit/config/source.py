@@ -6,7 +6,6 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +30,11 @@ class PythonSource:
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
         #: The expressions assigned to names at the top level; of several for one name the last.
-        self.assigned = dict(_assigned(self.tree))
+        self.assigned: dict[str, ast.expr] = {}
+        for node in self.tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.assigned |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
 
     def place(self, node: ast.AST) -> str:
         """Return the file and the line of ``node``."""
@@ -94,13 +97,3 @@ class PythonSource:
                 text = _FOR_TOOLS.sub("", token.string).lstrip("#:").strip()
                 found[token.start[0]] = mark, text
         return found
-
-
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in tree.body:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                yield target.id, node.value

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.schema import (
-    STATELESS,
-    SYNC_BATCH_NORM,
-    WHOLE_UPDATE,
-    JobConfig,
-    ParameterServerConfig,
-    PruningConfig,
-    StrategyConfig,
-    TrainConfig,
-)
+from toolkit.config.schema import STATELESS, SYNC_BATCH_NORM, WHOLE_UPDATE, JobConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 
 
@@ -47,37 +38,7 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
             f"train.sync_batch_norm: goes with strategy.name {', '.join(SYNC_BATCH_NORM)} and without train.compile, "
             f"and not with {other}; set it to false"
         )
-    _check_pruning(train.pruning)
-
-
-def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
-    """Refuse what strategies outside of ``WHOLE_UPDATE`` cannot do.
-
-    local_sgd clips each rank's gradient by its own norm. A parameter server that is the only one does what does not
-    concern its workers.
-    """
-    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
-    asked += ["pruning"] if train.pruning.amount else []
-    for key in asked:
-        if strategy.name == "parameter_server":
-            _check_served(key, strategy.parameter_server)
-        elif (key, strategy.name) != ("clip_norm", "local_sgd"):
-            raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
-
-
-def _check_served(key: str, config: ParameterServerConfig) -> None:
-    if key not in ("clip_norm", "pruning"):
-        why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
-    elif key == "pruning" and config.mode != "sync":
-        why = f"it goes by steps, and in mode {config.mode} an update is less than one; use mode sync"
-    elif config.servers > 1:
-        why = "a server sees its own part of the gradient only; set strategy.parameter_server.servers to 1"
-    else:
-        return
-    raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
-
-
-def _check_pruning(pruning: PruningConfig) -> None:
+    pruning = train.pruning
     if not 0 <= pruning.amount < 1:
         raise ConfigError(f"train.pruning.amount: {pruning.amount} is refused; from 0 to below 1, such as 0.8")
     if not pruning.amount:
@@ -88,6 +49,31 @@ def _check_pruning(pruning: PruningConfig) -> None:
         raise ConfigError(
             f"train.pruning.end_step: {pruning.end_step} is before train.pruning.start_step {pruning.start_step}"
         )
+
+
+def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
+    """Refuse what strategies outside of ``WHOLE_UPDATE`` cannot do.
+
+    local_sgd clips each rank's gradient by its own norm. A parameter server that is the only one does what does not
+    concern its workers.
+    """
+    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
+    asked += ["pruning"] if train.pruning.amount else []
+    served = strategy.parameter_server
+    for key in asked:
+        if strategy.name != "parameter_server":
+            if (key, strategy.name) != ("clip_norm", "local_sgd"):
+                raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+            continue
+        if key not in ("clip_norm", "pruning"):
+            why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
+        elif key == "pruning" and served.mode != "sync":
+            why = f"it goes by steps, and in mode {served.mode} an update is less than one; use mode sync"
+        elif served.servers > 1:
+            why = "a server sees its own part of the gradient only; set strategy.parameter_server.servers to 1"
+        else:
+            continue
+        raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
 
 
 def check_compression(config: JobConfig) -> None:
@@ -118,20 +104,18 @@ def check_compression(config: JobConfig) -> None:
             "strategy.compression_layers: nothing is compressed; set strategy.compression, or leave it {}"
         )
     if strategy.compression_average is not None:
-        _check_average(strategy.compression_average, kind)
+        if not 0 < strategy.compression_average < 1:
+            raise ConfigError(
+                f"strategy.compression_average: {strategy.compression_average} is refused; between 0 and 1, such as 0.9"
+            )
+        if kind in STATELESS:
+            raise ConfigError(
+                f"strategy.compression_average: with strategy.compression: {kind} nothing is sent late that an average "
+                "could steady; leave it null, or use topk, powersgd or int8"
+            )
     _check_ratio("strategy.compression_ratio", strategy.compression_ratio)
     for pattern, value in strategy.compression_layers.items():
         _check_layer(f"strategy.compression_layers: {pattern}", kind, value)
-
-
-def _check_average(decay: float, kind: str) -> None:
-    if not 0 < decay < 1:
-        raise ConfigError(f"strategy.compression_average: {decay} is refused; between 0 and 1, such as 0.9")
-    if kind in STATELESS:
-        raise ConfigError(
-            f"strategy.compression_average: with strategy.compression: {kind} nothing is sent late that an average "
-            "could steady; leave it null, or use topk, powersgd or int8"
-        )
 
 
 def _check_ratio(key: str, value: float) -> None:

@@ -94,32 +94,28 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
     if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
         return
     if not files.is_loop(config.job):
-        _check_training(config, ranks, login_node, files, goes_on)
+        # A job with its own loop checks its own config.
+        files.check(config)
+        if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
+            raise ConfigError(
+                "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
+                "cluster.tasks_per_node to 1"
+            )
+        # A run that has begun needs no first weights.
+        if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
+            origin.find(config.model.init_from)
+        ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
+        check_batch(config, ranks)
+        from toolkit.config.catalog import check_datasets, data_root
+
+        check_datasets(config.data)
+        if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
+            raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
         )
-
-
-def _check_training(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:
-    """Check the config of a job that uses the Trainer. A job with its own loop checks its own."""
-    files.check(config)
-    if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
-        raise ConfigError(
-            "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
-            "cluster.tasks_per_node to 1"
-        )
-    # A run that has begun needs no first weights.
-    if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
-        origin.find(config.model.init_from)
-    ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
-    check_batch(config, ranks)
-    from toolkit.config.catalog import check_datasets, data_root
-
-    check_datasets(config.data)
-    if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
-        raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
 
 
 def check_change(then: JobConfig, now: JobConfig) -> None:
@@ -198,12 +194,8 @@ def _check_values(config: JobConfig) -> None:
 #: Control characters that keys may contain besides: their words are for a shell or a program.
 _ALSO = {"cluster.setup": "\t", "notify": "\t\r\n", "params": "\t\r\n"}
 _PATHS = (
-    "cluster.container_mounts",
-    "cluster.stage_dir",
-    "data.stage",
-    "data.root",
-    "model.init_from",
-    "checkpoint.copy_to",
+    *("cluster.container_mounts", "cluster.stage_dir", "data.stage", "data.root"),
+    *("model.init_from", "checkpoint.copy_to"),
 )
 
 
@@ -226,17 +218,13 @@ def _check_texts(config: JobConfig) -> None:
             if isinstance(word, str) and not ((word.strip() or also) and is_one_line(word, also)):
                 raise ConfigError(f"{full}: {word!r} is empty or holds a line break or another control character")
             if key in _PATHS and isinstance(word, str):
-                _check_path(full, word)
-
-
-def _check_path(key: str, path: str) -> None:
-    """Refuse a path that the system cannot look up."""
-    try:
-        Path(path).expanduser().exists()
-    except RuntimeError:
-        raise ConfigError(f"{key}: there is no user whose home folder {path!r} could be in") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: {path!r} cannot be looked for: {error.strerror}") from None
+                # Paths must be such that the system can look them up.
+                try:
+                    Path(word).expanduser().exists()
+                except RuntimeError:
+                    raise ConfigError(f"{full}: there is no user whose home folder {word!r} could be in") from None
+                except OSError as error:
+                    raise ConfigError(f"{full}: {word!r} cannot be looked for: {error.strerror}") from None
 
 
 def _check_strategy(strategy: StrategyConfig) -> None:

@@ -296,7 +296,12 @@ class FakeSlurm(_FakeJobs):
             if row.state == "COMPLETING":
                 self._set(row, state=self._final.pop(row.job_id))
             elif row.state == "RUNNING" and row.end_time is not None and row.end_time <= self.now:
-                self._end_in_time(row)
+                if row.preempt_time is None:
+                    self._complete(row, "TIMEOUT")
+                elif self.preempt_mode == "REQUEUE" and row.can_requeue:
+                    self._put_back(row)
+                else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
+                    self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
 
     # -------------------------------------------------------------------------------------------------- inside
 
@@ -319,14 +324,6 @@ class FakeSlurm(_FakeJobs):
         # A requeued job has no nodes and no times; its restarts are counted.
         nothing = {"start_time": None, "end_time": None, "preempt_time": None, "batch_host": None, "node_list": ""}
         self._set(row, state="PENDING", reason="BeginTime", restarts=row.restarts + 1, **nothing)
-
-    def _end_in_time(self, row: JobRow) -> None:
-        if row.preempt_time is None:
-            self._complete(row, "TIMEOUT")
-        elif self.preempt_mode == "REQUEUE" and row.can_requeue:
-            self._put_back(row)
-        else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
-            self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
 
 
 def _status_of(row: JobRow) -> JobStatus:

@@ -77,7 +77,11 @@ def derive(environ: Environ, hostname: str) -> Placement:
     if launch is None:
         notes = _alone_notes(environ)
     elif launch is SRUN:
-        hosts = _step_hosts(environ, numbers.nodes)
+        # In the order of their numbers; none if Slurm did not name them.
+        hosts = tuple(hostlist.expand(environ.get("SLURM_STEP_NODELIST", "")))
+        if hosts and len(hosts) != numbers.nodes.value:
+            named = f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r}"
+            raise refusal(f"{named} does not fit {numbers.nodes}", SRUN.advice)
         # Slurm's name of the node, which need not be the host name.
         host = environ.get("SLURMD_NODENAME") or (hosts[numbers.node_rank.value] if hosts else hostname)
     elif numbers.nodes.value > 1 and "/" in numbers.node_rank.source:  # divided: the launcher numbers no nodes
@@ -102,14 +106,6 @@ def derive(environ: Environ, hostname: str) -> Placement:
         # Slurm sets the count only from the first restart on.
         restart_count=restarts.value if restarts else (0 if job_id else None),
     )
-
-
-def _step_hosts(environ: Environ, nodes: Number) -> tuple[str, ...]:
-    """Return the hosts of this srun step, in the order of their numbers; none if Slurm did not name them."""
-    hosts = tuple(hostlist.expand(environ.get("SLURM_STEP_NODELIST", "")))
-    if hosts and len(hosts) != nodes.value:
-        raise refusal(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} does not fit {nodes}", SRUN.advice)
-    return hosts
 
 
 def _alone_notes(environ: Environ) -> list[str]:

@@ -23,17 +23,8 @@ KEPT_FREE = 64
 #: Errors of this machine: the question never left it, so they say nothing about the other node.
 _OURS = frozenset(
     {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EAGAIN,
-        errno.EADDRNOTAVAIL,
-        errno.EACCES,
-        errno.EPERM,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-        errno.EAFNOSUPPORT,
+        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EADDRNOTAVAIL),
+        *(errno.EACCES, errno.EPERM, errno.ENETUNREACH, errno.ENETDOWN, errno.EAFNOSUPPORT),
     }
 )
 

@@ -109,7 +109,10 @@ class SharedQueue:
         age_s = self._now() - answer.asked
         if age_s < -ANSWER_S:  # from the clock of a node that is ahead
             return True
-        return age_s >= (ANSWER_S if _is_alive(answer.asker) else every_s * answer.calls)
+        # A process on another host may still ask; one on this host only if it lives.
+        host, _, pid = answer.asker.rpartition(":")
+        is_asked = bool(answer.asker) and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())
+        return age_s >= (ANSWER_S if is_asked else every_s * answer.calls)
 
     def _ask(self, wanted: Sequence[str], every_s: float) -> QueueAnswer:
         """Ask Slurm, unless another process was faster. Return the answer, or the one that is being asked for."""
@@ -206,12 +209,6 @@ def _cluster_name(config: str) -> str | None:
 
 def _this_process() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _is_alive(asker: str) -> bool:
-    """True if a process still asks. One on another host may."""
-    host, _, pid = asker.rpartition(":")
-    return bool(asker) and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())
 
 
 def _lock(fd: int, pause: Callable[[float], None]) -> None:

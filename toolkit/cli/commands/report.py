@@ -30,9 +30,9 @@ def run(args: Namespace) -> None:
     other = rundir.find(args.compare) if args.compare else None
     if args.json and (args.png or args.to):
         raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")
-    target = (
-        None if args.json else arguments.replaceable_path("--to", args.to or f"report-{runs[0].id}.html", page.BEGIN)
-    )
+    target = None
+    if not args.json:
+        target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)
     program = browser.find() if args.png else None
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None

@@ -20,13 +20,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Remove the runs. A run that must stay is refused before any is removed."""
     from toolkit import rundir
-    from toolkit.cli import disk
+    from toolkit.cli import disk, show
 
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
     used = disk.used_origins()
     for each in runs:
         disk.refuse(each, used)
     for each in runs:
-        size = disk.size_text(disk.usage(each)["bytes"])
+        size = show.size_text(disk.usage(each)["bytes"])
         disk.remove(each)
         print(f"run {each.id} is removed ({size})")

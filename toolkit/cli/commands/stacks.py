@@ -4,10 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 
-EXAMPLES = (
-    ("toolkit stacks gpt", "what all ranks do now"),
-    ("toolkit stacks gpt --rank 3", "one rank"),
-)
+EXAMPLES = (("toolkit stacks gpt", "what all ranks do now"), ("toolkit stacks gpt --rank 3", "one rank"))
 
 
 def add_arguments(parser: ArgumentParser) -> None:

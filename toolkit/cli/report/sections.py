@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from toolkit import hostlist
 from toolkit.cli.report.charts import bar, chart, short
-from toolkit.cli.report.curves import Curve, is_aside
+from toolkit.cli.report.curves import is_aside
 from toolkit.cli.report.facts import ReportFacts
 from toolkit.cli.report.html import Html, element, join, table
 from toolkit.durations import in_units
@@ -49,7 +49,12 @@ def charts(runs: Sequence[ReportFacts]) -> Html:
     for tag in tags:
         curves = [(facts.title, facts.curves.get(tag)) for facts in runs]
         picture = chart(tag, curves, last_step, sorted({*restarts})[-MOST_ATTEMPTS:])
-        figure = element("figure", picture, element("figcaption", *_captions(tag, curves)))
+        captions = [element("b", tag)]
+        for place, (_, curve) in enumerate(curves):
+            if curve is not None:
+                colour = f"s{place % 8}" if len(curves) > 1 else None
+                captions.append(element("div", _extremes(curve.summary()), class_=colour))
+        figure = element("figure", picture, element("figcaption", *captions))
         left_bytes -= len(figure.encode())
         if left_bytes < 0:
             break
@@ -79,13 +84,6 @@ def legend(runs: Sequence[ReportFacts]) -> Html:
     return element("ul", *items, class_="legend")
 
 
-def _captions(tag: str, curves: Sequence[tuple[str, Curve | None]]) -> Iterator[Html]:
-    yield element("b", tag)
-    for place, (_, curve) in enumerate(curves):
-        if curve is not None:
-            yield element("div", _extremes(curve.summary()), class_=f"s{place % 8}" if len(curves) > 1 else None)
-
-
 def _extremes(summary: Mapping[str, Any]) -> str:
     words = [f"{summary['count']} points"]
     if "last" in summary:
@@ -112,11 +110,15 @@ def time_spent(ledger: Mapping[str, float] | None) -> Html:
         return element("p", "Where the time went was not measured.", class_="soft")
     rows = [(PART_WORDS[part], in_units(spent), f"{spent / wall_s:.1%}") for part, spent in known.items() if spent]
     words = goodput.sentence(ledger) or f"{in_units(wall_s)} in all"
+    parts = []
+    for part in goodput.PARTS:
+        square = element("rect", width="100%", height="100%", class_=part)
+        parts.append(element("li", element("svg", square, class_="key", aria_hidden="true"), PART_WORDS[part]))
     return join(
         [
             element("p", words),
             bar(_stacked(known, 0.0, wall_s), words),
-            _parts_legend(),
+            element("ul", *parts, class_="legend"),
             table("Where the time went", ("part", "time", "share"), rows),
         ]
     )
@@ -130,14 +132,6 @@ def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tup
         parts.append((part, start / span, end / span))
         start = end
     return parts
-
-
-def _parts_legend() -> Html:
-    items = []
-    for part in goodput.PARTS:
-        square = element("rect", width="100%", height="100%", class_=part)
-        items.append(element("li", element("svg", square, class_="key", aria_hidden="true"), PART_WORDS[part]))
-    return element("ul", *items, class_="legend")
 
 
 def timeline(facts: ReportFacts) -> Html:
@@ -161,18 +155,17 @@ def timeline(facts: ReportFacts) -> Html:
     note += "A bar begins with the queue or the end of the attempt before it; its other parts are sums, not in order."
     chart_of_all = element("div", *rows, element("div"), ends, class_="attempts")
     head = ("attempt", "job", "nodes", "ranks", "steps", "lasted", "cause", "then", "what happened")
-    lines = table("Attempts", head, [_attempt_row(attempt) for attempt in attempts])
+    cells: list[list[object]] = []
+    for attempt in attempts:
+        steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
+        hosts = hostlist.compress(attempt.nodes)
+        nodes = hosts if len(hosts) < 24 else element("td", hosts[:2000], class_="long")
+        where = (attempt.attempt, attempt.job_id or "local", nodes, attempt.world_size or "")
+        what = element("td", (attempt.line or "")[:500], class_="long")
+        lasted = in_units(attempt.ended - attempt.started)
+        cells.append([*where, steps, lasted, attempt.cause, attempt.decision, what])
+    lines = table("Attempts", head, cells)
     return join([chart_of_all, element("p", note, class_="soft"), lines])
-
-
-def _attempt_row(attempt: AttemptRecord) -> list[object]:
-    steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
-    lasted = in_units(attempt.ended - attempt.started)
-    hosts = hostlist.compress(attempt.nodes)
-    nodes = hosts if len(hosts) < 24 else element("td", hosts[:2000], class_="long")
-    where = (attempt.attempt, attempt.job_id or "local", nodes, attempt.world_size or "")
-    what = element("td", (attempt.line or "")[:500], class_="long")
-    return [*where, steps, lasted, attempt.cause, attempt.decision, what]
 
 
 # ---------------------------------------------------------------------------------------------------------- efficiency
@@ -208,16 +201,20 @@ def node_map(facts: ReportFacts) -> Html:
     shown = list(dict.fromkeys([*first, *nodes]))[:MOST_NODES]
     if not shown:
         return element("p", "No nodes are known.", class_="soft")
-    shown.sort(key=lambda host: (host not in first, _by_number(host)))
+    # By their numbers: node9 comes before node10.
+    heads = {host: host.rstrip("0123456789") for host in shown}
+    shown.sort(key=lambda host: (host not in first, heads[host], int(host[len(heads[host]) :] or 0)))
     used = [{*attempt.nodes} for attempt in attempts]
-    rows = [
-        [
-            host,
-            *(_node_cell(host, hosts, found) for hosts, found in zip(used, marks, strict=True)),
-            element("td", "; ".join(remarks.get(host, [])), class_="long"),
-        ]
-        for host in shown
-    ]
+    rows = []
+    for host in shown:
+        cells: list[object] = [host]
+        for hosts, found in zip(used, marks, strict=True):
+            if host in found:
+                title = ", ".join(_MARKS[mark] for mark in found[host])
+                cells.append(element("td", found[host], class_="hurt", title=title))
+            else:
+                cells.append(element("td", "●" if host in hosts else "", class_="used"))
+        rows.append([*cells, element("td", "; ".join(remarks.get(host, [])), class_="long")])
     if len(nodes) > len(shown):
         rest = {*nodes} - {*shown}
         counts = [element("td", len(hosts & rest), class_="used") for hosts in used]
@@ -235,14 +232,3 @@ def _marks(attempt: AttemptRecord) -> dict[str, str]:
         for host in hosts:
             found[host] = found.get(host, "") + mark
     return found
-
-
-def _node_cell(host: str, used: set[str], marks: Mapping[str, str]) -> Html:
-    if host in marks:
-        return element("td", marks[host], class_="hurt", title=", ".join(_MARKS[mark] for mark in marks[host]))
-    return element("td", "●" if host in used else "", class_="used")
-
-
-def _by_number(host: str) -> tuple[str, int]:
-    head = host.rstrip("0123456789")
-    return head, int(host[len(head) :] or 0)
