@@ -81,7 +81,7 @@ soak-%: .venv/ready-dev
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
 	$(BIN)/uv pip compile pyproject.toml --universal $(LOCK) -o requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --extra integrations --extra shards --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --extra integrations --extra shards --extra optuna --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
 LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade
 
 clean:  ## everything that can be made again; runs/ and data/ stay

@@ -10,6 +10,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -57,7 +58,10 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
     args = cli.build_parser().parse_args(argv)
     config = getattr(args, "config", None)
     if args.command == "sweep" and config.startswith("configs/"):
-        assert submission.check(request.read(ROOT / config, args.overrides, Options()), ROOT, "slurm")
+        if args.optuna is not None:
+            pytest.importorskip("optuna")
+        options = Options(**{each.name: getattr(args, each.name) for each in fields(Options)})
+        assert submission.check(request.read(ROOT / config, args.overrides, options), ROOT, "slurm")
     elif config and (ROOT / config).is_file() and config.startswith("configs/"):
         validate(load_config(ROOT / config, args.overrides, site=False))
 

@@ -55,6 +55,8 @@ def submit(args: Namespace) -> None:
 
 
 def _plan(points: Sequence[CheckedPoint]) -> str:
+    if not points:
+        return "nothing to do: the sweep has all of these points"
     shown = points[:MOST_ROWS]
     text = show.table([list(points[0].values), *([_shown(v) for v in point.values.values()] for point in shown)])
     more = f"\nand {len(points) - len(shown)} more" if len(points) > len(shown) else ""

@@ -72,7 +72,7 @@ def parse(key: str, text: str) -> Axis | None:
         raise RequestError(f"{key}: {text}: a span without a number of values stands alone, as in log(1e-5,1e-1)")
     # Pieces of a list may be ranges: 8,16,range(32,128,32).
     counts = sum(len(axis) if isinstance(axis, Discrete) else 1 for axis in axes)
-    _refuse_many(counts, key)
+    refuse_many(counts, key)
     pieces = zip(split(key, text), axes, strict=True)
     return of_list([each for piece, axis in pieces for each in ([piece] if axis is None else map(str, axis.texts))])  # type: ignore[union-attr]
 
@@ -130,7 +130,7 @@ def _piece(key: str, text: str) -> Axis | None:
     count = int(counts[0])
     if count != counts[0] or count < 1:
         raise RequestError(f"{key}: {text} is empty: its third number is how many values, 1 or more")
-    _refuse_many(count, key)
+    refuse_many(count, key)
     return of_list([span.at_share(index / max(1, count - 1)) for index in range(count)])
 
 
@@ -155,14 +155,14 @@ def grid(axes: Mapping[str, Axis]) -> Iterator[Values]:
             f"{spans[0]}: a grid needs a number of values, such as log(1e-5,1e-1,9); or sample it with --random N"
         )
     listed = {key: axis for key, axis in axes.items() if isinstance(axis, Discrete)}
-    _refuse_many(math.prod(map(len, listed.values())), "this grid")
+    refuse_many(math.prod(map(len, listed.values())), "this grid")
     texts = [[axis.at(index) for index in range(len(axis))] for axis in listed.values()]
     return (dict(zip(listed, values, strict=True)) for values in itertools.product(*texts))
 
 
 def sample(axes: Mapping[str, Axis], count: int, seed: int, *, is_sobol: bool) -> Iterator[Values]:
     """Yield ``count`` different points, fewer where there are no more. A larger count begins with the same points."""
-    _refuse_many(count, "this sample")
+    refuse_many(count, "this sample")
     if count < 1:
         raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
     shares = sobol(len(axes)) if is_sobol else _random_shares(len(axes), seed)
@@ -184,7 +184,8 @@ def _random_shares(dimensions: int, seed: int) -> Iterator[Sequence[float]]:
         yield [source.random() for _ in range(dimensions)]
 
 
-def _refuse_many(count: int, what: str) -> None:
+def refuse_many(count: int, what: str) -> None:
+    """Raise RequestError for more points than a sweep may have."""
     if count > MOST_POINTS:
         raise RequestError(
             f"{what}: {count:,} points are more than the {MOST_POINTS:,} that a sweep may have; take fewer values, or "

@@ -23,6 +23,7 @@ from toolkit.launch.record import awaited
 from toolkit.launch.submission import prepare
 from toolkit.run_files import AfterRecord
 from toolkit.sweep.axes import Axis, Discrete, Values
+from toolkit.sweep.learnt import Tried
 from toolkit.sweep.request import SweepRequest
 
 #: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
@@ -84,7 +85,12 @@ def _is_beside(key: str) -> bool:
 
 
 def checked(
-    request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None = None
+    request: SweepRequest,
+    project: Path,
+    executor: str,
+    waits_for: AfterRecord | None = None,
+    before: Sequence[Tried] = (),
+    metric: str = "",
 ) -> Iterator[CheckedPoint]:
     """Yield every point of the request, each once. Raises ConfigError or RequestError for the first that is refused."""
     for key in request.axes:
@@ -92,7 +98,7 @@ def checked(
             raise RequestError(
                 f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
             )
-    points = request.points()
+    points = request.points(before, metric)
     reader = _PointReader(request, project, executor, waits_for)
     seen = set[str]()
     for values in points:

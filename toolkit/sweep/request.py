@@ -12,8 +12,9 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
 from toolkit.errors import RequestError, nearest
-from toolkit.sweep import axes
+from toolkit.sweep import axes, learnt
 from toolkit.sweep.axes import Axis, Values
+from toolkit.sweep.learnt import Tried
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Options:
     name: str | None = None
     random: int | None = None
     sobol: int | None = None
+    optuna: int | None = None
     seed: int | None = None
     max_running: int | None = None
     metric: str | None = None  #: as in ``checkpoint.keep_best``: with a minus before it if less is better
@@ -38,16 +40,19 @@ class SweepRequest:
     axes: Mapping[str, Axis]
     options: Options
 
-    def points(self) -> Iterator[Values]:
-        """Return the values of each point: of a grid, or of a sample."""
+    def points(self, before: Sequence[Tried] = (), metric: str = "") -> Iterator[Values]:
+        """Return the values of each point: of a grid, of a sample, or those that Optuna adds to the ones ``before``."""
         if not self.axes:
             raise RequestError(
                 "a sweep needs a key with several values, such as optim.lr=1e-4,1e-3 or train.seed=0..4; "
                 "`toolkit submit` submits a single run"
             )
-        random, sobol = self.options.random, self.options.sobol
-        if random is not None and sobol is not None:
-            raise RequestError("--random and --sobol: a sample is one or the other")
+        random, sobol, optuna = self.options.random, self.options.sobol, self.options.optuna
+        if sum(count is not None for count in (random, sobol, optuna)) > 1:
+            raise RequestError("--random, --sobol and --optuna: a sample is one of them")
+        if optuna is not None:
+            less = metric.startswith("-")
+            return iter(learnt.draw(self.axes, optuna, self.options.seed or 0, before, less_is_better=less))
         if random is not None or sobol is not None:
             count = random if sobol is None else sobol
             return axes.sample(self.axes, count or 0, self.options.seed or 0, is_sobol=sobol is not None)

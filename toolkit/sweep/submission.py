@@ -30,12 +30,14 @@ from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.run_files import AfterRecord
 from toolkit.slurm.commands import Slurm, SlurmCommands
-from toolkit.sweep import points
+from toolkit.sweep import learnt, points
+from toolkit.sweep.learnt import Tried
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options, SweepRequest
 
 #: The most jobs, one a point, where a site has no job arrays. More would storm its controller.
 MOST_SINGLE_JOBS = 200
+_NO_METRIC = "runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
 
 log = logs.get(__name__)
 
@@ -62,12 +64,32 @@ def check(
     refuse_unfit(sweep_folder.of_name("x").runs)
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
-    found = list(points.checked(request, project, executor, waits_for))
-    if request.options.halving is not None and _metric(request, points.config_of(found[0])) is None:
-        raise RequestError(
-            "--halving: runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
-        )
+    before, metric = _learnt_from(request, project)
+    found = list(points.checked(request, project, executor, waits_for, before, metric))
+    if request.options.halving is not None and found and _metric(request, points.config_of(found[0])) is None:
+        raise RequestError(f"--halving: {_NO_METRIC}")
     return found
+
+
+def _learnt_from(request: SweepRequest, project: Path) -> tuple[list[Tried], str]:
+    """Return what Optuna is to learn from: the points of the sweep, and the metric. Nothing without Optuna."""
+    if request.options.optuna is None:
+        return [], ""
+    config = _base(request, project)
+    sweep = _sweep(request, config)
+    metric = _metric(request, config) or getattr(sweep.record(), "metric", None)
+    if metric is None:
+        raise RequestError(f"--optuna: {_NO_METRIC}")
+    return learnt.tried(sweep, metric), metric
+
+
+def _base(request: SweepRequest, project: Path) -> JobConfig:
+    """Return the config without the swept keys."""
+    return configs.load_config(request.config, request.fixed, project=project, sweep=True)
+
+
+def _sweep(request: SweepRequest, config: JobConfig) -> SweepDir:
+    return sweep_folder.of_name(request.options.name or config.name)
 
 
 def _metric(request: SweepRequest, config: JobConfig) -> str | None:
@@ -89,13 +111,15 @@ def submit(
     slurm = slurm or Slurm()
     waits_for = awaited.find(after, chosen, slurm.show_jobs)
     found = check(request, project, chosen, waits_for)
-    config = points.config_of(found[0])
-    sweep = sweep_folder.of_name(request.options.name or config.name)
+    config = points.config_of(found[0]) if found else _base(request, project)
+    sweep = _sweep(request, config)
     if waits_for is not None:
         awaited.refuse_circle(waits_for, sweep)
     if chosen == "local":
         return _submit_locally(request, project, sweep, found, waits_for)
     with sweep.locked():
+        if request.options.optuna is not None:  # another submitter may have drawn since then
+            found = check(request, project, chosen, waits_for)
         size = _array_size(slurm, request.options, len(found))
         record = _prepare(sweep, request, project, config)
         jobs = [submit_array(array, record, slurm) for array in unsent(sweep)]
@@ -117,7 +141,9 @@ def _submit_locally(
     from toolkit.sweep import local
 
     with sweep.locked():
-        record = _prepare(sweep, request, project, points.config_of(found[0]))
+        if request.options.optuna is not None:
+            found = check(request, project, "local", waits_for)
+        record = _prepare(sweep, request, project, points.config_of(found[0]) if found else _base(request, project))
         new = _new_points(sweep, found, waits_for)
         if new:
             add_list(sweep, record, new, "local", is_array=False)

@@ -79,7 +79,7 @@ class SlurmOnDisk(FakeSlurm):
         return str(self.scripts.index(path)) if path in self.scripts else None
 
 
-def killed(slurm: SlurmOnDisk, at: int) -> bool:
+def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> bool:
     """Submit in another process, which is killed at its file operation ``at``; False if it came to its end."""
     child = os.fork()
     if child == 0:
@@ -91,7 +91,7 @@ def killed(slurm: SlurmOnDisk, at: int) -> bool:
 
         try:
             with testing.watch(seen):
-                submit(slurm, "train.seed=0..6")
+                submit(slurm, *(overrides or ["train.seed=0..6"]), **options)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -1,0 +1,94 @@
+"""Points that Optuna chooses: they get better by the results, and a killed submitter loses and doubles none."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sweep.test_submission import SlurmOnDisk, killed, project, submit
+from toolkit.errors import RequestError
+from toolkit.launch.record import sweep_folder
+from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.sweep_folder import Point, SweepDir
+from toolkit.run_files import RunResult, RunState
+from toolkit.slurm.fake import FakeSlurm
+
+pytest.importorskip("optuna")
+__all__ = ["project"]  # the fixture: each test is in a project of its own
+
+AXES = ("optim.lr=log(1e-5,1e-1)", "params.width=1,2", "train.seed=0..2")
+
+
+def points_of(sweep: SweepDir) -> list[Point]:
+    return [point for array in sweep.arrays() for point in array.points()]
+
+
+def distance(point: Point) -> float:
+    """Return how far a point is from the best one, by a measure that its run would have."""
+    return abs(math.log10(float(point.values["optim.lr"])) + 3) + (point.values["params.width"] == 1)
+
+
+def finish(sweep: SweepDir) -> None:
+    """Write the result of each point that has none."""
+    for number, point in enumerate(points_of(sweep)):
+        run = sweep.make_run(point, 1.0)
+        if run.result() is not None:
+            continue
+        if number == 5:  # what has failed has no figure
+            write_ended(run, RunState.FAILED, "a bad node")
+        else:
+            metrics = {"eval/loss": distance(point)}
+            run.write_result(RunResult(RunState.COMPLETED, attempts=1, step=1, metrics=metrics))
+
+
+def test_points_get_better_with_the_results_of_those_before() -> None:
+    for count in (*range(12, 60, 8), 60):
+        sent = submit(FakeSlurm(), *AXES, optuna=count, metric="-eval/loss")
+        assert len(points_of(sent.sweep)) == count
+        finish(sent.sweep)
+    found = [distance(point) for point in points_of(sent.sweep)]
+    near = [sum(each < 0.5 for each in part) for part in (found[:12], found[-24:])]
+    assert near[1] / 24 > 2 * near[0] / 12
+    assert len({point.id for point in points_of(sent.sweep)}) == 60
+    # The same call again has nothing to do, also with the results there.
+    again = submit(FakeSlurm(), *AXES, optuna=60)
+    assert (again.new, again.points, again.jobs) == (0, [], [])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("at", range(110))
+def test_a_submitter_killed_at_any_operation_leaves_as_many_points_as_asked(tmp_path: Path, at: int) -> None:
+    slurm, options = SlurmOnDisk(tmp_path / "jobs"), {"optuna": 7, "metric": "eval/accuracy"}
+    assert killed(slurm, at, *AXES, **options) or at > 60
+    sweep = submit(slurm, *AXES, **options).sweep
+    assert len(points_of(sweep)) == len({point.id for point in points_of(sweep)}) == 7
+    assert sorted(slurm.scripts) == sorted(str(array.script) for array in sweep.arrays())
+
+
+def test_fewer_points_are_there_where_the_values_allow_no_more() -> None:
+    sent = submit(FakeSlurm(), "params.width=1,2", "train.seed=0..2", optuna=20, metric="eval/accuracy")
+    assert sent.new == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optuna": 4}, "--optuna: runs are compared by --metric"),
+        ({"optuna": 4, "random": 4, "metric": "eval/loss"}, "--random, --sobol and --optuna: a sample is one of them"),
+        ({"optuna": 0, "metric": "eval/loss"}, "a sample of 0 points is empty"),
+        ({"optuna": 10**9, "metric": "eval/loss"}, "more than the"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_is_written(options: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        submit(FakeSlurm(), *AXES, **options)
+    assert not sweep_folder.of_name("mine").path.exists()
+
+
+def test_without_optuna_the_user_hears_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(RequestError, match=r"pip install 'slurm-batch-toolkit\[optuna\]'"):
+        submit(FakeSlurm(), *AXES, optuna=4, metric="eval/loss")

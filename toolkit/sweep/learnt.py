@@ -1,0 +1,100 @@
+"""Points that Optuna chooses by the results so far: `toolkit sweep CONFIG ... --optuna N`.
+
+The sweep's files are Optuna's memory: each point and the metric of its result. A study is made of them for each call,
+under the sweep's lock, and thrown away. So a submitter that is killed leaves nothing that could disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from toolkit.errors import RequestError
+from toolkit.launch.record import sweep_folder
+from toolkit.launch.record.sweep_folder import SweepDir
+from toolkit.sweep.axes import Axis, Discrete, Values, refuse_many
+
+
+class Tried(NamedTuple):
+    """A point that the sweep has. ``score`` is None as long as it has no result, and of one without the metric."""
+
+    values: Mapping[str, Any]
+    is_over: bool
+    score: float | None
+
+
+def tried(sweep: SweepDir, metric: str) -> list[Tried]:
+    """Return all points of the sweep."""
+    found = []
+    for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
+        result = sweep.run_of(point).result([])
+        score = None if result is None else result.metrics.get(metric.removeprefix("-"))
+        found.append(Tried(point.values, result is not None, score if isinstance(score, (int, float)) else None))
+    return found
+
+
+def draw(
+    axes: Mapping[str, Axis], count: int, seed: int, before: Sequence[Tried], *, less_is_better: bool
+) -> list[Values]:
+    """Return so many new points that the sweep has ``count``; fewer where there are no more. Raises RequestError."""
+    refuse_many(count, "this sample")
+    if count < 1:
+        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
+    try:
+        import optuna
+        from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+        from optuna.trial import TrialState, create_trial
+    except ImportError:
+        raise RequestError(
+            "--optuna: the package optuna is not installed here; "
+            "`pip install 'slurm-batch-toolkit[optuna]'`, or take --random or --sobol"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space: dict[str, BaseDistribution] = {
+        key: CategoricalDistribution([axis.at(place) for place in range(len(axis))])
+        if isinstance(axis, Discrete)
+        else FloatDistribution(axis.least, axis.most, log=axis.is_log)
+        for key, axis in axes.items()
+    }
+    # Points that wait or work count as bad ones: else many points of one call would be nearly the same.
+    sampler = optuna.samplers.TPESampler(seed=seed + len(before), constant_liar=True)
+    study = optuna.create_study(sampler=sampler, direction="minimize" if less_is_better else "maximize")
+    seen = set[tuple[object, ...]]()
+    for each in before:
+        params = {key: _as_drawn(axis, each.values.get(key)) for key, axis in axes.items()}
+        if None in params.values():  # it was drawn from other values
+            continue
+        seen.add(tuple(params.values()))
+        state = (
+            TrialState.COMPLETE if each.score is not None else TrialState.FAIL if each.is_over else TrialState.RUNNING
+        )
+        study.add_trial(create_trial(state=state, value=each.score, params=params, distributions=space))
+    new: list[Values] = []
+    # Of few combinations Optuna repeats some: after ten times as many draws the rest is not worth the search.
+    for _ in range(10 * count):
+        if len(new) + len(before) >= count:
+            break
+        params = {key: _as_drawn(axes[key], value) for key, value in study.ask(space).params.items()}
+        if (key := tuple(params.values())) not in seen:
+            seen.add(key)
+            new.append({name: str(value) for name, value in params.items()})
+    return new
+
+
+def _as_drawn(axis: Axis, value: Any) -> str | float | None:
+    """Return a value as Optuna knows it; None of one that the axis does not have."""
+    if isinstance(axis, Discrete):
+        return next((text for text in map(axis.at, range(len(axis))) if _means(text, value)), None)
+    if not isinstance(value, (int, float)) or not axis.least <= value <= axis.most:
+        return None
+    return min(max(float(f"{value:.6g}"), axis.least), axis.most)
+
+
+def _means(text: str, value: Any) -> bool:
+    """True if a config reads ``value`` from this text."""
+    if text == str(value):
+        return True
+    try:
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and float(text) == value
+    except ValueError:
+        return text.lower() == str(value).lower()
