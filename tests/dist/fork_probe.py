@@ -33,7 +33,7 @@ own |= {"TOOLKIT_EXEC_RANK", "TOOLKIT_LAUNCH_KEY", "TORCHELASTIC_ERROR_FILE"}
 faulty = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
 names = {name: type(value).__name__ for name, value in sorted(globals().items()) if name.startswith("__")}
 environ = {name: value for name, value in sorted(os.environ.items()) if name not in own}
-for name in zygote.MODULES:
+for name in zygote.MODULES["ranks"]:
     importlib.import_module(name)
 status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
 main = sys.modules["__main__"]

@@ -65,7 +65,7 @@ class Processes:
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
-        self._is_wanted = False  #: a zygote, as soon as nothing is being copied
+        self._is_wanted = False  #: a zygote for ranks, as soon as nothing is being copied
         self.copies = NodeCopies()
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
@@ -101,7 +101,9 @@ class Processes:
         """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
             environ = self.copies.environment(os.environ)
-            self._zygote = ZygoteClient(self._imports, self.copies.program(sys.executable), environ)
+            # Where ranks gain nothing by a fork, the store alone is forked.
+            forks, python = "ranks" if self._is_wanted else "store", self.copies.program(sys.executable)
+            self._zygote = ZygoteClient(self._imports, python, environ, forks=forks)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
         return self._zygote
 

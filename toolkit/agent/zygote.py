@@ -1,4 +1,4 @@
-"""``python -m toolkit.agent.zygote FD LEARNT ROOM``: import what ranks import, once, and fork each rank from there.
+"""``python -m toolkit.agent.zygote FD FOR LEARNT ROOM``: import what ranks import, once, and fork each from there.
 
 A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as a fresh
 interpreter. So this process has one Python thread, no CUDA context, no OpenMP pool, and no open files but its end of
@@ -8,6 +8,8 @@ are started as fresh programs.
 The agent sends an :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
 object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
 :mod:`.preimports`.
+
+``FOR`` is ``ranks``, or ``store`` where only an attempt's store is forked: then it imports less.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ from typing import Any, NoReturn, TypedDict
 from toolkit.agent import preimports
 from toolkit.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
-#: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
-#: fork: each rank runs them itself.
-MODULES = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
-    "toolkit.launch.start.rank",
-    "toolkit.train.run_job",
-    "toolkit.train.own_loop",
-)
+#: What one of the toolkit's ranks imports before its first step, and what the store does. A user's own modules are
+#: never imported before the fork: each rank runs them itself.
+MODULES = {
+    "ranks": (
+        "torch",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.utils.tensorboard",
+        "toolkit.launch.start.rank",
+        "toolkit.train.run_job",
+        "toolkit.train.own_loop",
+    ),
+    "store": ("toolkit.ranks.store_host",),
+}
 #: A variable of this process that makes room for those of a rank, see :func:`show`.
 ROOM_VARIABLE = "TOOLKIT_ROOM"
 ROOM_BYTES = 1 << 13
@@ -76,8 +81,8 @@ def main() -> None:
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began, waited_s = time.monotonic(), _waited_s()
-    # Import once what every rank needs.
-    for name in MODULES:
+    # Import once what every fork needs.
+    for name in MODULES[sys.argv[2]]:
         preimports.import_quietly(name)
     waited_s = _waited_s() - waited_s
     varying: set[str] = set()  # the variables in which ranks differ
@@ -126,7 +131,7 @@ def _waited_s() -> float:
 
 def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float = 0.0) -> None:
     """Import what there is to learn, and report that forks can be made from now on."""
-    path = sys.argv[2]
+    path = sys.argv[3]
     modules = preimports.learn(Path(path), varying) if path else []
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page

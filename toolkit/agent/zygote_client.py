@@ -30,16 +30,24 @@ class ZygoteClient:
     """
 
     def __init__(
-        self, imports: Path | None, python: str = sys.executable, environ: Mapping[str, str] = os.environ
+        self,
+        imports: Path | None,
+        python: str = sys.executable,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        forks: str = "ranks",
     ) -> None:
-        """Start a zygote. ``python`` may be that of a copied environment, and ``environ`` name the copies."""
+        """Start a zygote that forks ranks, or only stores.
+
+        ``python`` may be that of a copied environment, and ``environ`` name the copies.
+        """
         self.is_of_a_copy = python != sys.executable
         self.took = {"import_s": 0.0, "waited_s": 0.0}
         self.socket, other = socket.socketpair()
         # Both placeholders make room for what ``ps`` and /proc show of a rank, see zygote.show().
         room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
         with other:
-            arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
+            arguments = [str(other.fileno()), forks, str(imports or ""), "-" * TITLE_BYTES]
             self._process = subprocess.Popen(
                 [python, "-P", "-m", "toolkit.agent.zygote", *arguments],
                 pass_fds=[other.fileno()],

@@ -29,6 +29,9 @@ EXACT_EVERY, EXACT_LOOK_S = 8, 0.05
 _HELD = ("anon", "shmem", "kernel_stack", "pagetables", "percpu", "sock", "slab_unreclaimable")
 #: The same in version 1, where "total" is with all groups below: cgroup-v1/memory.rst.
 _HELD_V1 = ("total_rss", "total_shmem")
+#: The toolkit's own processes that import torch beside the ranks. They work at a start alone, so no request for a
+#: processor follows from it.
+_STARTERS = re.compile(r"-m[\0 ]toolkit\.(agent\.zygote|ranks\.store_host)[\0 ]")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class NodeUsage:
     until: float
     cpu_s: float = 0.0
     cpus: float = 0.0  #: busy over the last seconds
-    most_cpus: float = 0.0
+    most_cpus: float = 0.0  #: without what the toolkit has imported for a start
     memory_bytes: int = 0
     most_memory_bytes: int = 0
     shared_bytes: int = 0  #: of ``memory_bytes``; 0 where the control group does not tell
@@ -83,6 +86,7 @@ class _ProcessUsage(NamedTuple):
 
 class _Totals(NamedTuple):
     cpu_s: float = 0.0
+    start_up_s: float = 0.0  #: of it, by the toolkit's own imports
     memory_bytes: int = 0
     shared_bytes: int = 0
     read_bytes: int = 0
@@ -102,6 +106,7 @@ class JobProcesses:
         self._roots: dict[int, int] = {}  #: the root of each process of the job
         self._others: set[int] = set()
         self._ended_s: dict[int, float] = {}  #: the CPU time of each root's processes, at the last look
+        self._start_up_s: dict[int, float] = {}  #: that of each process that imports torch for others
         self._looks = 0
         self._exact_pids: set[int] = set()  #: the processes at the last exact look
         self._exact_look_s = 0.0  #: what that look has cost
@@ -120,12 +125,15 @@ class JobProcesses:
         for pid, process in processes.items():
             root = self._roots[pid]
             by_root[root] = by_root.get(root, 0.0) + process.cpu_s
+            if pid in self._start_up_s or self._is_starter(pid, process):
+                self._start_up_s[pid] = process.cpu_s
             each = (*self._memory(pid), *self._transfers(pid))
             memory, shared, read, written = memory + each[0], shared + each[1], read + each[2], written + each[3]
         self._look_exactly({*processes}, memory)
         # What a root has used stays used when it has ended.
         self._ended_s = {root: max(cpu_s, self._ended_s.get(root, 0.0)) for root, cpu_s in by_root.items()}
-        return _Totals(sum(self._ended_s.values()), max(0, memory - self._twice_bytes), shared, read, written)
+        cpu_s, start_up_s = sum(self._ended_s.values()), sum(self._start_up_s.values())
+        return _Totals(cpu_s, start_up_s, max(0, memory - self._twice_bytes), shared, read, written)
 
     def _look_exactly(self, pids: set[int], memory: int) -> None:
         """Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent."""
@@ -165,6 +173,9 @@ class JobProcesses:
                 self._roots[each] = root
             elif uptime_s - stats[each].started_s > YOUNG_S:
                 self._others.add(each)
+
+    def _is_starter(self, pid: int, process: _ProcessUsage) -> bool:
+        return process.parent == self._agent and _STARTERS.search(self._text(f"{pid}/cmdline")) is not None
 
     def _is_task(self, pid: int, stats: Mapping[int, _ProcessUsage]) -> bool:
         parent = self._stat(stats[pid].parent) if self._marks else None
@@ -258,7 +269,8 @@ class NodeSampler:
         self._first_energy = {gpu.index: nvml.load(gpu).energy_j for gpu in nvml.gpus} if nvml else {}
         since = processes.began(clock())
         self._usage = NodeUsage(since, clock(), gpus=tuple(GpuUsage(gpu.index) for gpu in nvml.gpus) if nvml else ())
-        self._peak_from = (since, 0.0)  #: time and CPU time at the beginning of what counts for the peak
+        #: Time, CPU time and that of start-up at the beginning of what counts for the peak.
+        self._peak_from = (since, 0.0, 0.0)
 
     def sample(self) -> NodeUsage:
         """Return what was used so far."""
@@ -266,16 +278,18 @@ class NodeSampler:
         held = group_memory(self._root) or (totals.memory_bytes, totals.shared_bytes)
         received, sent = network_bytes(self._root)
         cpu_s = max(before.cpu_s, totals.cpu_s)
-        cpus = before.cpus
-        since, cpu_s_then = self._peak_from
+        cpus, most_cpus = before.cpus, before.most_cpus
+        since, cpu_s_then, start_up_s_then = self._peak_from
         if now - since >= PEAK_OVER_S:
-            cpus, self._peak_from = (cpu_s - cpu_s_then) / (now - since), (now, cpu_s)
+            cpus = (cpu_s - cpu_s_then) / (now - since)
+            most_cpus = max(most_cpus, cpus - (totals.start_up_s - start_up_s_then) / (now - since))
+            self._peak_from = (now, cpu_s, totals.start_up_s)
         self._usage = replace(
             before,
             until=now,
             cpu_s=cpu_s,
             cpus=cpus,
-            most_cpus=max(before.most_cpus, cpus),
+            most_cpus=most_cpus,
             memory_bytes=held[0],
             most_memory_bytes=max(before.most_memory_bytes, held[0]),
             shared_bytes=held[1],

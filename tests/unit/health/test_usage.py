@@ -84,14 +84,16 @@ class Proc:
 
     def __init__(self, root: Path) -> None:
         self.folder = root
+        root.mkdir(exist_ok=True)
         (root / "uptime").write_text("90000.00 0.00\n")
 
-    def add(self, pid: int, name: str, parent: int, ticks: int, *variables: str, kib: int = 0) -> None:
+    def add(self, pid: int, name: str, parent: int, ticks: int, *variables: str, kib: int = 0, title: str = "") -> None:
         folder = self.folder / str(pid)
         folder.mkdir(exist_ok=True)
         fields = ["S", str(parent), *["0"] * 9, str(ticks), "0", "0", "0", *["0"] * 4, "100"]
         (folder / "stat").write_text(f"{pid} ({name}) {' '.join(fields)}\n")
         (folder / "environ").write_text("\0".join(variables))
+        (folder / "cmdline").write_text(title)
         (folder / "status").write_text(f"RssAnon:\t{kib} kB\nRssFile:\t999 kB\nRssShmem:\t1 kB\n")
 
     def end(self, pid: int) -> None:
@@ -138,6 +140,26 @@ def test_the_control_group_of_the_job_tells_its_memory(tmp_path: Path, groups: s
     (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup" / folder / "memory.stat").write_text(stat)
     assert group_memory(tmp_path) == (123, 20)
+
+
+def test_what_is_imported_for_a_start_is_no_peak(tmp_path: Path) -> None:
+    proc, tick, now = Proc(tmp_path / "proc"), os.sysconf("SC_CLK_TCK"), 1000.0
+    proc.add(11, "agent", 1, 0)
+    sampler = NodeSampler(JobProcesses(11, {}, proc.folder), clock=lambda: now, root=tmp_path)
+    sampler.sample()
+    peaks = []
+    # In ten seconds each rank works for 5 s, the zygote for 8 s. Later the zygote has ended.
+    for seconds, of_zygote in ((10, 8), (20, 8), (30, None)):
+        now = 1000.0 + seconds
+        proc.add(12, "rank", 11, 5 * tick * seconds // 10, title="python -m job")
+        if of_zygote:
+            proc.add(13, "python", 11, of_zygote * tick, title="python -P -m toolkit.agent.zygote 10 ranks")
+        else:
+            proc.end(13)
+            proc.add(11, "agent", 1, 8 * tick)
+        usage = sampler.sample()
+        peaks.append((round(usage.cpus, 2), round(usage.most_cpus, 2)))
+    assert peaks == [(1.3, 0.5), (0.5, 0.5), (0.5, 0.5)]
 
 
 def test_the_networks_of_the_node_are_added_up_but_for_its_own_loop(tmp_path: Path) -> None:
