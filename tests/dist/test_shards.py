@@ -14,12 +14,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE
-
-pa = pytest.importorskip("pyarrow")
 
 pytestmark = [pytest.mark.dist, pytest.mark.soak]
 

@@ -1,4 +1,4 @@
-"""Loading a whole part at once, from a data set that gives batches of what it reads from files."""
+"""Loading a whole part at once, from a data set that gives batches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class BatchReader(SampleReader):
     def load(self, part: BatchPart) -> Batch:
         indices = part.indices if part.indices.size else np.zeros(1, np.int64)  # a batch's shape, without samples
         self.current[:] = [int(indices[0]), part.start]
+        self.ahead(part)
         try:
             data = self.dataset.batch(indices)  # type: ignore[attr-defined]
         except JobFailedError:
             raise
         except Exception as error:
-            if self.skips:
+            if self.skips and hasattr(self.dataset, "__getitem__"):
                 return super().load(part)
             raise JobFailedError(
                 f"the samples from position {part.start} on cannot be loaded: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from toolkit.config import choose
 from toolkit.data.batch_reader import BatchReader
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
-from toolkit.data.sampler import EvalSampler, Order, Sampler, TrainSampler, eval_calls
+from toolkit.data.sampler import BatchPart, EvalSampler, Order, Sampler, TrainSampler, eval_calls
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
@@ -42,6 +42,9 @@ class InBlocks(Protocol):
 
     def block_order(self, seed: int, batch_size: int) -> Order:
         """Return the order of a training, in which the samples of a block are close to each other."""
+
+    def read_ahead(self, order: Order | None, part: BatchPart) -> None:
+        """Begin to read what ``part`` and the parts after it in ``order`` need. No order: that of the data set."""
 
 
 class Batches(Protocol):
@@ -267,24 +270,6 @@ def eval_batches(
         source.close()
 
 
-class _TensorSource:
-    """A source that indexes tensors in memory once for each batch."""
-
-    def __init__(self, dataset: BatchedSamples, sampler: Sampler, *, pin: bool) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-        self.pin = pin
-
-    def fetch(self, step: int) -> Batch:
-        part = self.sampler.at(step)
-        data = self.dataset.batch(part.indices)
-        batch = Batch(data, torch.from_numpy(part.positions()), part.global_count)
-        return batch.pin_memory() if self.pin else batch
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-
 def _uses_workers(dataset: Any) -> bool:
     """True for samples that are read one by one, or from files; batches of tensors in memory need no worker."""
     return isinstance(dataset, InBlocks) or not isinstance(dataset, BatchedSamples)
@@ -302,10 +287,10 @@ def _source(
 ) -> Source:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
     pin = device.type == "cuda"
-    if not _uses_workers(dataset):
-        return _TensorSource(dataset, sampler, pin=pin)
     gives_batches = isinstance(dataset, BatchedSamples) and collate is None
     reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate)
-    if workers > 0:
+    if isinstance(dataset, InBlocks):
+        reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
+    if workers > 0 and _uses_workers(dataset):
         return WorkerSource(reader, sampler, workers=workers, pin=pin)
     return InlineSource(reader, sampler, pin=pin)

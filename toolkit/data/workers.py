@@ -94,10 +94,12 @@ class PartReader(ABC):
         self._collate = collate
         #: Index and position of the sample being loaded, in memory that outlives a killed worker.
         self.current: Any = [NO_SAMPLE, NO_SAMPLE]
+        #: Called before a part is loaded, to begin reading what it and later ones need.
+        self.ahead: Callable[[BatchPart], object] = lambda part: None
 
     @abstractmethod
     def load(self, part: BatchPart) -> Batch:
-        """Load and collate the samples of ``part``. The process's generators stay seeded with the last sample's."""
+        """Load and collate the samples of ``part``. The process's random generators are as before at the end."""
 
     def collated(self, samples: list[Any]) -> Any:
         """Return the data of a batch of ``samples``. Raises JobFailedError for what cannot be stacked."""
@@ -131,7 +133,9 @@ class SampleReader(PartReader):
         self.dataset = dataset
         self.skips = skips
 
+    @generators_kept()
     def load(self, part: BatchPart) -> Batch:
+        self.ahead(part)
         positions = part.positions()
         pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
         bad: list[BadSample] = []
@@ -175,7 +179,7 @@ class Failure:
 
 
 class InlineSource:
-    """A source that loads in the calling process, and restores its random generators afterwards."""
+    """A source that loads in the calling process."""
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool) -> None:
         self.reader = reader
@@ -184,8 +188,7 @@ class InlineSource:
 
     def fetch(self, step: int) -> Batch:
         """Return the batch of ``step``."""
-        with generators_kept():
-            batch = self.reader.load(self.sampler.at(step))
+        batch = self.reader.load(self.sampler.at(step))
         return batch.pin_memory() if self.pin else batch
 
     def close(self) -> None:

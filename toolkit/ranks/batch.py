@@ -106,8 +106,7 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with ``function`` of each tensor in its data."""
-        data = nested.map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, self.data)
-        return replace(self, data=data)
+        return replace(self, data=nested.map_tensors(function, self.data))
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on ``device``. From pinned memory the host does not wait for the copy."""

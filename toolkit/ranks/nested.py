@@ -30,6 +30,17 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return _mapped(lambda _, *leaves: function(*leaves), ROOT, tree, *others)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return ``tree`` with each tensor replaced. Lists of texts are not walked through: a batch may have long ones."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return list(leaf) if isinstance(leaf, _Texts) else leaf
+
+    return map_leaves(mapped, _marked(tree, ROOT, None))
+
+
 def map_with_path(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Map like :func:`map_leaves`, with the leaf's path (``batch['ids'][0]``) as first argument."""
     return _mapped(function, ROOT, tree, *others)

@@ -83,3 +83,21 @@ def test_a_rank_reads_only_its_part_of_the_blocks(ranks: int) -> None:
 def test_a_batch_mixes_as_many_blocks_as_there_are_lanes() -> None:
     order = order_of([64] * 100, batch_size=32, lanes=8)
     assert len(set((order.at(np.arange(32)) // 64).tolist())) == 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=12, max_size=30), step=st.integers(0, 9), world=st.integers(1, 3))
+def test_what_follows_is_the_next_block_of_each_place_in_a_batch(sizes: list[int], step: int, world: int) -> None:
+    """Each of 6 places is a lane: the oracle walks through the batches that follow."""
+    order, rows = order_of(sizes, batch_size=6, lanes=6), sum(sizes) // 6
+    step %= rows
+    start, stop = Share(world - 1, world).bounds(6)
+    followed = order.following(step * 6 + start, stop - start)
+    block = np.repeat(np.arange(len(sizes)), sizes)
+    batches = block[order.at(np.arange(rows * 6))].reshape(rows, 6)[step:, start:stop]
+    rows_left = {}
+    for place in batches.T:
+        if (changed := np.flatnonzero(place != place[0])).size:
+            rows_left[int(place[changed[0]])] = int(changed[0])
+    assert set(followed) == set(rows_left)
+    assert [rows_left[number] for number in followed] == sorted(rows_left.values())

@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.waiting import wait_for
 from toolkit.data.loader import Loader
-from toolkit.data.shards import dataset
+from toolkit.data.sampler import BatchPart
+from toolkit.data.shards import blocks
 from toolkit.data.shards.dataset import ShardedData
 from toolkit.data.shards.parquet import ParquetFormat
 from toolkit.data.workers import stacked
 from toolkit.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.ranks.batch import Batch, Share
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 ROWS = 100
 
@@ -109,7 +111,7 @@ def test_a_transform_is_applied_and_seeded_by_position(folder: Path) -> None:
 def test_each_row_group_is_read_once_by_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[str, int]] = []
     plain_open = ParquetFormat.open
-    monkeypatch.setattr(dataset, "KEPT_SAMPLES", 0)
+    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
 
     def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
         opened.append((path.name, block))
@@ -120,6 +122,47 @@ def test_each_row_group_is_read_once_by_one_rank(folder: Path, monkeypatch: pyte
         ids_of(ShardedData(folder, columns=["id"], lanes=4), range(9), Share(rank, 4), 0)
     assert len(set(opened)) == 12
     assert len(opened) <= 12 + 4  # a row group at the edge of two lanes belongs to both
+
+
+def test_row_groups_of_later_batches_are_read_ahead_by_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, int, bool]] = []
+    plain_open = ParquetFormat.open
+    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
+
+    def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
+        opened.append((path.name, block, threading.current_thread() is threading.main_thread()))
+        return plain_open(self, path, file, block, columns)
+
+    monkeypatch.setattr(ParquetFormat, "open", spying)
+    data = ShardedData(folder, columns=["id"], lanes=2)
+    loader = Loader(data, global_batch_size=8, seed=0, share=Share(0, 1))
+    loader.at(0)
+    wait_for(lambda: len(opened) == 4, 5, "two lanes, and what follows in each")
+    for step in range(1, 38):
+        loader.at(step)
+    assert not any(in_main for *_, in_main in opened)
+    assert len({(name, block) for name, block, _ in opened}) == 12
+
+
+def test_a_worker_does_not_wait_for_what_its_parent_had_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, begun = ShardedData(folder, columns=["id"], lanes=2), threading.Event()
+    release, plain_open = threading.Event(), ParquetFormat.open
+
+    def slow_in_threads(self: Any, *given: Any) -> Any:
+        if os.getpid() == parent and begun.is_set():
+            release.wait()
+        return plain_open(self, *given)
+
+    parent = os.getpid()
+    monkeypatch.setattr(ParquetFormat, "open", slow_in_threads)
+    expected = ids_of(ShardedData(folder, columns=["id"], lanes=2), range(9), Share(0, 1), 0)
+    begun.set()
+    order = data.block_order(0, 32)
+    data.read_ahead(order, BatchPart(order.at(np.arange(32)), 0, 32))
+    try:
+        assert ids_of(data, range(9), Share(0, 1), 1) == expected
+    finally:
+        release.set()
 
 
 # --------------------------------------------------------------------------------------------- folders as Spark writes

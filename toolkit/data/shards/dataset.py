@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,20 @@ import torch
 
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
-from toolkit.data.shards.index import REFUSED, OpenBlock, ShardFile, ShardFormat, ShardIndex, index_of
+from toolkit.data.sampler import BatchPart, Order
+from toolkit.data.shards.blocks import BlockReader
+from toolkit.data.shards.index import REFUSED, ShardFormat, ShardIndex, index_of
 from toolkit.data.shards.mds import MdsFormat
 from toolkit.data.shards.order import BlockOrder
 from toolkit.data.shards.parquet import ParquetFormat
 from toolkit.data.shards.tar import TarFormat
 from toolkit.data.workers import stacked
-from toolkit.errors import ConfigError, JobFailedError, nearest
+from toolkit.errors import ConfigError, nearest
 
 #: The kinds of files, in the order in which a folder is searched for them.
 FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat, MdsFormat, TarFormat)
 #: Lanes of an order; see order.py.
 LANES = 32
-#: An open block is dropped when so many samples were read since a sample of it was.
-KEPT_SAMPLES = 1024
 
 
 class ShardedData:
@@ -57,8 +55,7 @@ class ShardedData:
         self._lanes = lanes
         kind.prepare(root, self._index.files)
         self.columns = _agreed_columns(self._index, kind, columns)
-        self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
-        self._read, self._kept = 0, KEPT_SAMPLES
+        self._blocks = BlockReader(self._index, kind, self.columns)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -68,21 +65,19 @@ class ShardedData:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         block, number = self._index.place_of(index)
-        self._read += 1
-        with self._block(block) as opened:
+        with self._blocks.opened(block, 1) as opened:
             return opened.row(number)
 
     def batch(self, indices: Indices) -> Any:
         """Return samples ``indices`` (n,) by column, stacked. Raises as :meth:`__getitem__` does."""
-        block = np.searchsorted(self._index.starts, indices, side="right") - 1
-        self._read += len(indices)
+        block = self._index.blocks_at(indices)
         by_block = np.argsort(block, kind="stable")
         groups = [group for group in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if group.size]
         pieces = []
         for group in groups:
             one = int(block[group[0]])
             inside = indices[group] - self._index.starts[one]
-            with self._block(one) as opened:
+            with self._blocks.opened(one, len(group)) as opened:
                 pieces.append(opened.rows(inside))
         return {name: _joined(name, [piece[name] for piece in pieces], groups) for name in self.columns}
 
@@ -102,46 +97,20 @@ class ShardedData:
 
     def block_order(self, seed: int, batch_size: int) -> BlockOrder:
         """Return the order of a training; the loader asks for it."""
-        self._kept = max(2 * batch_size, KEPT_SAMPLES)
+        self._blocks.keep(2 * batch_size)
         return BlockOrder(self._index.starts, seed, batch_size=batch_size, lanes=self._lanes)
 
-    @contextmanager
-    def _block(self, number: int) -> Iterator[OpenBlock]:
-        """Open a block. An error is raised as an OSError that names the file and the block."""
-        file, block = self._index.block_of(number)
-        try:
-            yield self._opened(number, file, block)
-        except (MemoryError, JobFailedError):
-            raise
-        except Exception as error:
-            path = self._index.root / file.name
-            code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-            text = " ".join(str(error).split())
-            raise OSError(code, f"{self._format.describe(file, block, None)}: {text}", str(path)) from error
-
-    def _opened(self, number: int, file: ShardFile, block: int) -> OpenBlock:
-        if number not in self._open:
-            # Blocks that no lane reads any more have not been asked for lately.
-            for other in [key for key, (used, _) in self._open.items() if used < self._read - self._kept]:
-                del self._open[other]
-            self._open[number] = self._read, self._loaded(file, block)
-        opened = self._open[number][1]
-        self._open[number] = self._read, opened
-        if isinstance(opened, Exception):
-            raise opened.with_traceback(None)  # so that each sample of a damaged block does not read it again
-        return opened
-
-    def _loaded(self, file: ShardFile, block: int) -> OpenBlock | Exception:
-        path = self._index.root / file.name
-        try:
-            stat = path.stat()
-            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise ValueError("the shard has changed since this run began; put the old one back, or start a new run")
-            return self._format.open(path, file, block, self.columns)
-        except MemoryError:
-            raise
-        except Exception as error:
-            return error
+    def read_ahead(self, order: Order | None, part: BatchPart) -> None:
+        """Begin to read what ``part`` and the parts after it in ``order`` need. No order: that of the data set."""
+        needed = np.unique(self._index.blocks_at(part.indices)).tolist()
+        if all(map(self._blocks.has, needed)):
+            return  # the blocks that follow are those of the last call
+        following: list[int] = []
+        if isinstance(order, BlockOrder):
+            following = order.following(part.start, len(part.indices))
+        elif order is None and needed[-1] + 2 < len(self._index.starts):
+            following = [needed[-1] + 1]
+        self._blocks.read_ahead(needed, following)
 
 
 class MappedData:
@@ -149,7 +118,7 @@ class MappedData:
 
     def __init__(self, data: ShardedData, transform: Callable[[Any], Any]) -> None:
         self._data, self._transform = data, transform
-        self.fingerprint, self.block_order = data.fingerprint, data.block_order
+        self.fingerprint, self.block_order, self.read_ahead = data.fingerprint, data.block_order, data.read_ahead
 
     def __len__(self) -> int:
         return len(self._data)
@@ -217,4 +186,6 @@ def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
     for piece, group in zip(pieces, groups, strict=True):
         for value, place in zip(piece, group.tolist(), strict=True):
             values[place] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+    if all(isinstance(value, (str, bytes)) for value in values):
+        return values
     return stacked([{name: value} for value in values])[name]

@@ -114,9 +114,14 @@ class ShardIndex:
         """Return the file that has block ``number``, and which of the file's blocks it is."""
         return self.files[self._file[number]], int(self._block[number])
 
+    def blocks_at(self, indices: Indices) -> Indices:
+        """Return the block of each sample."""
+        blocks: Indices = np.searchsorted(self.starts, indices, side="right") - 1
+        return blocks
+
     def place_of(self, index: int) -> tuple[int, int]:
         """Return the block that has sample ``index``, and which of its samples it is."""
-        block = int(np.searchsorted(self.starts, index, side="right")) - 1
+        block = int(self.blocks_at(np.array(index)))
         return block, index - int(self.starts[block])
 
     def digest(self) -> str:

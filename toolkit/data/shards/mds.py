@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.permutation import Indices
 from toolkit.data.shards import runs
 from toolkit.data.shards.index import REFUSED, Scan, ShardFile
 from toolkit.errors import ConfigError
@@ -65,7 +64,7 @@ class MdsFormat(runs.RunsFormat):
                     raise ConfigError(f"{path}: has {present[path]} bytes, and index.json says {size}; copy it again")
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> MdsBlock:
-        return MdsBlock(file, *runs.content_of(path, file, block), columns)
+        return MdsBlock(self, path, file, block, columns)
 
 
 def _listed(path: Path) -> list[tuple[str, int, str]]:
@@ -94,33 +93,24 @@ def _refusal(kind: str) -> str:
     return f"{REFUSED}its encoding {kind} is not read; write bytes, jpeg, png, texts, numbers or arrays"
 
 
-class MdsBlock:
+class MdsBlock(runs.RunBlock):
     """A run of samples of an MDS shard, in memory."""
 
-    def __init__(self, file: ShardFile, first: int, content: bytes, columns: tuple[str, ...]) -> None:
-        self._begins = file.scan.details["begins"]
-        self._sizes = file.scan.details["sizes"].tolist()
-        self._schema = file.scan.schema
-        self._first, self._content, self._columns = first, content, columns
-
     def row(self, number: int) -> dict[str, Any]:
-        sample = self._first + number
-        base = int(self._begins[self._first])
-        content = self._content[int(self._begins[sample]) - base : int(self._begins[sample + 1]) - base]
-        variable = sum(size < 0 for size in self._sizes)
-        lengths = iter(np.frombuffer(content[: 4 * variable], "<u4").tolist())
-        place, found = 4 * variable, {}
-        for (name, kind), size in zip(self._schema, self._sizes, strict=True):
+        details, sample = self.file.scan.details, self.first + number
+        place, end = (details["begins"][sample : sample + 2] - self.base).tolist()
+        sizes, found = details["sizes"].tolist(), {}
+        variable = sum(size < 0 for size in sizes)
+        lengths = iter(np.frombuffer(self.content, "<u4", variable, place).tolist())
+        place += 4 * variable
+        for (name, kind), size in zip(self.file.scan.schema, sizes, strict=True):
             length = next(lengths) if size < 0 else size
-            if name in self._columns:
-                found[name] = decoded(kind, content[place : place + length])
+            if name in self.columns:
+                found[name] = decoded(kind, bytes(self.content[place : place + length]))
             place += length
-        if place != len(content):
-            raise ValueError(f"sample {sample} has {len(content)} bytes, and its columns {place}")
-        return {name: found[name] for name in self._columns}
-
-    def rows(self, numbers: Indices) -> dict[str, Any]:
-        return runs.columns_of([self.row(number) for number in numbers.tolist()])
+        if place != end:
+            raise ValueError(f"sample {sample} ends at byte {self.base + end}, and its columns at {self.base + place}")
+        return {name: found[name] for name in self.columns}
 
 
 def decoded(kind: str, content: bytes) -> Any:

@@ -47,6 +47,28 @@ class BlockOrder:
             samples[here] = self._samples(epoch, positions[here] - epoch * self.n)
         return samples
 
+    def following(self, start: int, count: int) -> list[int]:
+        """Return the next block of each lane of a share, the soonest needed first.
+
+        The share has positions ``start`` to ``start + count`` of a global batch. A lane's last block of an epoch has
+        none after it, and neither have samples after the last whole row.
+        """
+        epoch, place = divmod(start, self.n)
+        if not count or place + count > self._rows * self._row:
+            return []
+        places = np.arange(place, place + count)
+        lane = self._lane_of(places % self._row)
+        last = np.flatnonzero(np.append(np.diff(lane), 1))  # the share's last sample of each lane
+        lane, per_row = lane[last], np.diff(last, prepend=-1)
+        blocks, ends = self._blocks(epoch)
+        sequence = self._in_sequence(places[last])
+        number = np.searchsorted(ends, sequence, side="right")
+        rows_left = (ends[number] - sequence) / per_row
+        soonest = np.argsort(rows_left, kind="stable")
+        goes_on = ends[number] < self._rows * self._lanes[lane + 1]
+        following: list[int] = blocks[number[soonest[goes_on[soonest]]] + 1].tolist()
+        return following
+
     def _samples(self, epoch: int, places: Indices) -> Indices:
         blocks, ends = self._blocks(epoch)
         sequence = self._in_sequence(places)
@@ -66,11 +88,15 @@ class BlockOrder:
     def _in_sequence(self, places: Indices) -> Indices:
         """Return which samples of the epoch's sequence stand at ``places`` of the epoch."""
         row, slot = np.divmod(places, self._row)
-        lane = np.searchsorted(self._lanes, slot, side="right") - 1
+        lane = self._lane_of(slot)
         first, width = self._lanes[lane], np.diff(self._lanes)[lane]
         sequence = self._rows * first + row * width + (slot - first)
         # The samples after the last whole row stand where they are.
         return np.where(row < self._rows, sequence, places)
+
+    def _lane_of(self, slots: Indices) -> Indices:
+        lanes: Indices = np.searchsorted(self._lanes, slots, side="right") - 1
+        return lanes
 
     def _blocks_of(self, epoch: int) -> tuple[Indices, Indices]:
         """Return the blocks in this epoch's order, and where each ends in the sequence."""

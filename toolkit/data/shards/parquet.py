@@ -101,6 +101,20 @@ class Ragged:
         return part
 
 
+class Texts:
+    """Texts or bytes of an Arrow array without nulls, from its memory: an object of Arrow's for each one is slow."""
+
+    def __init__(self, array: Any, *, are_bytes: bool, offset: str) -> None:
+        _, ends, values = array.buffers()
+        place = array.offset * np.dtype(offset).itemsize
+        self._ends: Any = np.frombuffer(ends, offset, len(array) + 1, place) if len(array) else []
+        self._values, self._are_bytes = memoryview(values or b""), are_bytes
+
+    def __getitem__(self, number: int) -> str | bytes:
+        part = self._values[self._ends[number] : self._ends[number + 1]]
+        return bytes(part) if self._are_bytes else str(part, "utf-8")
+
+
 class ParquetBlock:
     """A row group in memory: numbers as arrays, everything else as Arrow has it."""
 
@@ -124,11 +138,11 @@ def _value(column: Any, number: int) -> Any:
         return torch.from_numpy(column[number, ...].copy())
     if isinstance(column, Ragged):
         return torch.from_numpy(column[number].copy())
-    return column[number] if isinstance(column, list) else column[number].as_py()
+    return column[number] if isinstance(column, (list, Texts)) else column[number].as_py()
 
 
 def _values(chunks: Any) -> Any:
-    """Return a column of numbers as an array (n,), of lists of numbers as (n, k) or Ragged; others as they are.
+    """Return a column of numbers as an array (n,), of lists of numbers as (n, k) or Ragged; texts, others as they are.
 
     A column with nulls is left to Arrow: a null becomes None there, and no number.
     """
@@ -139,6 +153,14 @@ def _values(chunks: Any) -> Any:
     types = pa.types
     if array.null_count:
         return array
+    for kind, are_bytes, offset in (
+        (pa.binary(), True, "i4"),
+        (pa.large_binary(), True, "i8"),
+        (pa.string(), False, "i4"),
+        (pa.large_string(), False, "i8"),
+    ):
+        if array.type == kind:
+            return Texts(array, are_bytes=are_bytes, offset=offset)
     if types.is_fixed_size_list(array.type):
         flat = _numbers(array.flatten())
         return array if flat is None else flat.reshape(len(array), array.type.list_size)

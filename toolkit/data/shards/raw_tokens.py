@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.config import catalog
@@ -27,6 +28,7 @@ class RawTokenFormat(runs.RunsFormat):
     sample = "window"
 
     def __init__(self, length: int, dtype: str) -> None:
+        super().__init__()
         self.name = f"{dtype} windows of {length}"
         self._length, self._dtype = length, np.dtype(dtype).newbyteorder("<")
         self._per_block = max(runs.BLOCK_BYTES // (length * self._dtype.itemsize), 1)
@@ -43,21 +45,23 @@ class RawTokenFormat(runs.RunsFormat):
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
         first, stop = runs.samples_of(file, block)
         width = self._length * self._dtype.itemsize
-        content = runs.read(path, first * width, stop * width + self._dtype.itemsize)
-        return RawTokenBlock(np.frombuffer(content, self._dtype), self._length)
+        opened = RawTokenBlock()
+        content = self.read(opened, path, first * width, stop * width + self._dtype.itemsize)
+        tokens = np.frombuffer(content, self._dtype)
+        opened.windows = np.lib.stride_tricks.sliding_window_view(tokens, self._length + 1)[:: self._length]
+        return opened
 
 
 class RawTokenBlock:
     """Windows in a row, in memory. Each has the first token of the next one as its last."""
 
-    def __init__(self, tokens: Any, length: int) -> None:
-        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+    windows: NDArray[Any]
 
     def row(self, number: int) -> dict[str, Any]:
-        return {"tokens": torch.from_numpy(self._windows[number].astype(np.int64))}
+        return {"tokens": torch.from_numpy(self.windows[number].copy())}
 
     def rows(self, numbers: Indices) -> dict[str, Any]:
-        return {"tokens": self._windows[numbers].astype(np.int64)}
+        return {"tokens": self.windows[numbers]}
 
 
 class RawTokens(ShardedData):
@@ -80,10 +84,11 @@ class RawTokens(ShardedData):
         self._setup(catalog.data_root(None if root is None else str(root)), RawTokenFormat(length, dtype), None, lanes)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        tokens = super().__getitem__(index)["tokens"]
+        tokens = super().__getitem__(index)["tokens"].to(torch.int64)
         return tokens[:-1], tokens[1:]
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return tokens (n, length) int64 of the windows ``indices`` (n,), and the token that follows each of them."""
-        tokens = super().batch(indices)["tokens"]
+        # As late as here: int64 takes up to four times the memory.
+        tokens = super().batch(indices)["tokens"].to(torch.int64)
         return tokens[:, :-1], tokens[:, 1:]

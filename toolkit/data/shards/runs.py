@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.data.fingerprint import crc
 from toolkit.data.permutation import Indices
@@ -17,12 +21,18 @@ from toolkit.data.shards.index import Schema, ShardFile
 BLOCK_BYTES = 4 << 20
 #: Pieces of a file that its digest covers, evenly spaced, and the bytes of each.
 PIECES, PIECE_BYTES = 16, 4096
+#: Most buffers that are kept to be used again.
+BUFFERS = 8
 
 
 class RunsFormat:
     """What formats of such files share, see :class:`~toolkit.data.shards.index.ShardFormat`."""
 
     sample = "sample"  #: what a reader calls one
+
+    def __init__(self) -> None:
+        #: Of blocks that were dropped. In new memory the page faults take as long as the read.
+        self._buffers: deque[NDArray[np.uint8]] = deque(maxlen=BUFFERS)
 
     def schema(self, file: ShardFile) -> Schema:
         """Return the columns, which no folder adds to."""
@@ -35,6 +45,19 @@ class RunsFormat:
         """Return the numbers of a block's samples, or of sample ``number`` of it, within the file."""
         first, stop = samples_of(file, block)
         return f"{self.sample}s {first} to {stop - 1}" if number is None else f"{self.sample} {first + number}"
+
+    def read(self, owner: object, path: Path, begin: int, end: int) -> memoryview:
+        """Return the bytes from ``begin`` to ``end``, valid while ``owner`` lives. Raises ValueError as ``read``."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = np.empty(0, np.uint8)
+        if len(buffer) < end - begin:
+            buffer = np.empty(end - begin, np.uint8)
+        weakref.finalize(owner, self._buffers.append, buffer)
+        content = buffer.data[: end - begin]
+        _read_into(content, path, begin)
+        return content
 
 
 def rows_of(begins: Indices) -> Indices:
@@ -56,26 +79,40 @@ def digest_of(path: Path, *more: bytes) -> str:
 
 def read(path: Path, begin: int, end: int) -> bytes:
     """Return the bytes from ``begin`` to ``end``. Raises ValueError if the file is shorter."""
+    content = bytearray(end - begin)
+    _read_into(memoryview(content), path, begin)
+    return bytes(content)
+
+
+def _read_into(content: memoryview, path: Path, begin: int) -> None:
+    done = 0
     with path.open("rb", buffering=0) as file:
-        content = os.pread(file.fileno(), end - begin, begin)
+        # All of it is asked of the disk at once, and no more than it.
+        os.posix_fadvise(file.fileno(), begin, len(content), os.POSIX_FADV_WILLNEED)
         # A read may return less than it was asked for.
-        while len(content) < end - begin and (part := os.pread(file.fileno(), end - begin, begin + len(content))):
-            content += part[: end - begin - len(content)]
-    if len(content) < end - begin:
-        raise ValueError(f"it ends at byte {begin + len(content)}, and {end} are needed")
-    return content
+        while done < len(content) and (size := os.preadv(file.fileno(), [content[done:]], begin + done)):
+            done += size
+    if done < len(content):
+        raise ValueError(f"it ends at byte {begin + done}, and {begin + len(content)} are needed")
 
 
-def content_of(path: Path, file: ShardFile, block: int) -> tuple[int, bytes]:
-    """Return a block's first sample and its bytes, where the scan has found the offsets ``begins``."""
-    first, stop = samples_of(file, block)
-    begins = file.scan.details["begins"]
-    return first, read(path, int(begins[first]), int(begins[stop]))
+class RunBlock(ABC):
+    """A run of samples in memory, where the scan has found the offsets ``begins``."""
 
+    def __init__(self, kind: RunsFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:
+        self.first, stop = samples_of(file, block)
+        begins = file.scan.details["begins"]
+        self.base = int(begins[self.first])
+        self.content = kind.read(self, path, self.base, int(begins[stop]))
+        self.file, self.columns = file, columns
 
-def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return samples by column."""
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    @abstractmethod
+    def row(self, number: int) -> dict[str, Any]:
+        """See :class:`~toolkit.data.shards.index.OpenBlock`."""
+
+    def rows(self, numbers: Indices) -> dict[str, Any]:
+        rows = [self.row(number) for number in numbers.tolist()]
+        return {name: [row[name] for row in rows] for name in self.columns}
 
 
 def samples_of(file: ShardFile, block: int) -> tuple[int, int]:

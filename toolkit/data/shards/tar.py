@@ -56,7 +56,7 @@ class TarFormat(runs.RunsFormat):
         return Scan(_schema([key for key, _ in samples], names, members[:, 0]), runs.rows_of(begins), digest, details)
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> TarBlock:
-        return TarBlock(file, *runs.content_of(path, file, block), columns)
+        return TarBlock(self, path, file, block, columns)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         first, stop = runs.samples_of(file, block)
@@ -110,22 +110,15 @@ def _schema(keys: list[str], kinds: Any, owners: Indices) -> Schema:
     return tuple(found)
 
 
-class TarBlock:
+class TarBlock(runs.RunBlock):
     """A run of samples of a tar, in memory."""
 
-    def __init__(self, file: ShardFile, first: int, content: bytes, columns: tuple[str, ...]) -> None:
-        self._details = file.scan.details
-        self._first, self._content, self._columns = first, content, columns
-
     def row(self, number: int) -> dict[str, Any]:
-        sample = self._first + number
-        base = int(self._details["begins"][self._first])
-        firsts = self._details["firsts"]
-        found: dict[str, Any] = {KEY: self._details["keys"][sample].decode()}
-        for member in range(int(firsts[sample]), int(firsts[sample + 1])):
-            _, begin, size = self._details["members"][member].tolist()
-            found[self._details["kinds"][member].decode()] = self._content[begin - base : begin - base + size]
-        return {name: found[name] for name in self._columns}
-
-    def rows(self, numbers: Indices) -> dict[str, Any]:
-        return runs.columns_of([self.row(number) for number in numbers.tolist()])
+        details, sample = self.file.scan.details, self.first + number
+        found: dict[str, Any] = {KEY: details["keys"][sample].decode()}
+        first, stop = details["firsts"][sample : sample + 2].tolist()
+        kinds, places = details["kinds"][first:stop].tolist(), details["members"][first:stop].tolist()
+        for kind, (_, begin, size) in zip(kinds, places, strict=True):
+            if (name := kind.decode()) in self.columns:
+                found[name] = bytes(self.content[begin - self.base : begin - self.base + size])
+        return {name: found[name] for name in self.columns}
