@@ -1,9 +1,10 @@
 """How fast shards are read, beside the disk's own sequential rate and the loaders of others; and an index of 10^8 rows.
 
 Each way reads one shuffled epoch of the same samples (``--mib`` of random bytes in samples of 64 KiB) in one process
-without workers, from a cold page cache, and touches all bytes. ``share`` is the rate beside a plain sequential read of
-files of as many bytes, read just before. The peers run where they are installed (``--peers FOLDER``: a folder to import
-them from).
+without workers, first with the page cache empty (cold), then with the files in it (warm). The shares are beside a plain
+sequential read of these files, just before. ``MiB/CPU s`` is the warm rate for each second of CPU time of the process,
+threads and kernel included, which changes little where others use the machine. The peers run where they are
+installed (``--peers FOLDER``: a folder to import them from).
 
     python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--peers FOLDER]
 """
@@ -94,6 +95,15 @@ def our_windows(folder: Path) -> Iterator[int]:
         yield 2 * loader.at(step).inputs.numel()
 
 
+def arrow(folder: Path) -> Iterator[int]:
+    """Decode each row group in the order of the files, and make no sample of it: what the format costs at least."""
+    pq = import_module("pyarrow.parquet")
+    for path in sorted(folder.glob("*.parquet")):
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, use_threads=False).nbytes
+
+
 def hugging_face(folder: Path) -> Iterator[int]:
     """Stream, with the shuffle buffer of its pages; it has no exact shuffle of Parquet without a copy of its own."""
     datasets: Any = import_module("datasets")
@@ -125,7 +135,7 @@ def streaming(folder: Path) -> Iterator[int]:
 
 #: Kind of shards, what writes them, and who reads them.
 KINDS: dict[str, tuple[Callable[[Path, int], None], dict[str, Epoch]]] = {
-    "parquet": (write_parquet, {"ours": ours, "datasets, streamed": hugging_face}),
+    "parquet": (write_parquet, {"ours": ours, "datasets, streamed": hugging_face, "pyarrow, in order": arrow}),
     "tar": (write_tars, {"ours": ours, "webdataset": webdataset}),
     "mds": (write_mds, {"ours": ours, "streaming": streaming}),
     "bin": (write_tokens, {"ours": our_windows}),
@@ -150,16 +160,17 @@ def sequential(folder: Path) -> Iterator[int]:
                 yield size
 
 
-def rate(epoch: Epoch, folder: Path) -> tuple[float, float]:
-    """Return the MiB/s of an epoch from a cold cache, and the share of the bytes that it gave."""
-    forget(folder)
-    started = time.perf_counter()
-    size = sum(epoch(folder))
-    return size / MIB / (time.perf_counter() - started), size
+def rates(epoch: Epoch, folder: Path) -> tuple[float, float]:
+    """Return the MiB of an epoch for each second, and for each CPU second."""
+    started, used = time.perf_counter(), time.process_time()
+    size = sum(epoch(folder)) / MIB
+    return size / (time.perf_counter() - started), size / (time.process_time() - used)
 
 
 def compare(mib: int, rounds: int, scratch: Path) -> None:
-    print(f"{'kind':9} {'reader':20} {'MiB/s':>7} {'samples/s':>10} {'of the disk':>12}")
+    print(
+        f"{'':30} {'cold':>14} {'of a read':>11} {'warm':>12} {'of a read':>10} {'MiB/CPU s':>10} {'samples/CPU s':>14}"
+    )
     for kind, (write, readers) in KINDS.items():
         folder = scratch / kind
         folder.mkdir()
@@ -169,21 +180,24 @@ def compare(mib: int, rounds: int, scratch: Path) -> None:
             print(f"{kind:9} not run: {error.name} is not installed")
             continue
         for name, epoch in readers.items():
-            shares, rates = [], []
+            found = []
             try:
                 next(epoch(folder))  # the index is made once, and so is what peers prepare
                 for _ in range(rounds):
-                    disk = rate(sequential, folder)[0]
-                    own = rate(epoch, folder)[0]
-                    rates.append(own)
-                    shares.append(own / disk)
+                    forget(folder)
+                    disk = rates(sequential, folder)[0]
+                    forget(folder)
+                    cold = rates(epoch, folder)[0]
+                    plain = rates(sequential, folder)[0]
+                    warm, per_cpu = rates(epoch, folder)
+                    found.append((cold, 100 * cold / disk, warm, 100 * warm / plain, per_cpu))
             except ImportError as error:
                 print(f"{kind:9} {name:20} not run: {error.name} is not installed")
                 continue
-            mean = statistics.median(rates)
+            cold, of_disk, warm, of_plain, per_cpu = (statistics.median(column) for column in zip(*found, strict=True))
             print(
-                f"{kind:9} {name:20} {mean:7.0f} {mean * MIB / SAMPLE_BYTES:10.0f} "
-                f"{100 * statistics.median(shares):10.0f} %",
+                f"{kind:9} {name:20} {cold:8.0f} MiB/s {of_disk:9.0f} % {warm:6.0f} MiB/s {of_plain:8.0f} % "
+                f"{per_cpu:10.0f} {per_cpu * MIB / SAMPLE_BYTES:14.0f}",
                 flush=True,
             )
 
