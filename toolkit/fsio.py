@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -72,6 +73,22 @@ def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     """Open ``path`` for writing, with ``mode`` (0600) under any umask, and return the file descriptor."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     os.fchmod(fd, mode)
+    return fd
+
+
+def try_lock(path: Path) -> int | None:
+    """Return an open file that holds the lock ``path`` until it is closed; None if another process holds it.
+
+    The lock ends with its process. Where the file system has no locks nobody is kept out.
+    """
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        pass
     return fd
 
 

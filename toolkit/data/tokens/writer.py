@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -239,14 +238,9 @@ def _digest(parts: Sequence[str]) -> str:
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keep other writers out. Raises RequestError if one is at work. The lock ends with its process."""
-    fd = fsio.open_private(out / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise RequestError(f"{out}: another `toolkit data tokenize` writes into it at this moment") from None
-    except OSError:  # a file system without locks
-        pass
+    fd = fsio.try_lock(out / ".lock")
+    if fd is None:
+        raise RequestError(f"{out}: another `toolkit data tokenize` writes into it at this moment")
     try:
         yield
     finally:

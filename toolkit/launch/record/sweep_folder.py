@@ -7,7 +7,6 @@ files are all that is known of a sweep: they are only ever added to, and each is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,19 +150,12 @@ class SweepDir:
     def locked(self) -> Iterator[None]:
         """Keep other submitters out. Raises RequestError if one is at work.
 
-        The lock ends with its process. Without locks on the file system two submitters double nothing that runs: a
-        point's run has one folder, and one owner.
+        Without locks on the file system two submitters double nothing that runs: a point's run has one folder, and
+        one owner.
         """
-        fd = fsio.open_private(fsio.make_dir(self.path) / "lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise RequestError(
-                f"sweep {self.name}: another `toolkit sweep` submits its points at this moment"
-            ) from None
-        except OSError:
-            pass
+        fd = fsio.try_lock(fsio.make_dir(self.path) / "lock")
+        if fd is None:
+            raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
         try:
             yield
         finally:
@@ -221,13 +213,7 @@ class SweepDir:
 
     def local_lock(self) -> int | None:
         """Return the open lock of the process that runs the sweep's points on this machine; None if one has it."""
-        fd = fsio.open_private(self.path / "local.lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
+        return fsio.try_lock(self.path / "local.lock")
 
     def works_here(self) -> bool:
         """True if a process runs the sweep's points on this machine."""
