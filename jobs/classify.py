@@ -60,7 +60,6 @@ class Classify(toolkit.Job):
     params: Params
 
     def setup(self) -> None:
-        self.params = self.params or Params()  # the file of a class that is derived from this one may have none
         self.data = toolkit.build_datasets(self.config.data)
         self.classes, self.pictures = self.data.class_names, self.data.pictures
         self.mixing = None

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.config import job_source, schema
 from toolkit.config.declared import dataclass_in, declared, defaults_of
 from toolkit.config.hints import hints_of, text_of
+from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
 from toolkit.config.source import PythonSource
 from toolkit.config.validation import WORDS
@@ -74,7 +75,7 @@ def words_by_key() -> dict[str, list[str]]:
 
 def _own_section(values: Mapping[str, Any], own: type | None) -> list[str]:
     try:
-        job = PythonSource(job_source(values["job"]))
+        job = params_source(PythonSource(job_source(values["job"])), None)
     except ConfigError as error:
         return [f"params: {error}"]
     if own is None:

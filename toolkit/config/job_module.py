@@ -86,22 +86,40 @@ def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
     derived: dict[str, ast.ClassDef] = {}
     for name, node in source.classes.items():  # a base class comes before the classes that derive from it
         bases = [source.full_name(base) for base in node.bases]
-        if any(base in (_BASE, *derived) or _is_elsewhere(base, source, project) for base in bases):
+        if any(base in (_BASE, *derived) or _elsewhere(base, source, project) for base in bases):
             derived[name] = node
     return derived
 
 
-def _is_elsewhere(name: str, source: PythonSource, project: Path) -> bool:
-    """True if ``name`` is a job's class in another file of the project."""
+def _elsewhere(name: str, source: PythonSource, project: Path) -> PythonSource | None:
+    """Return the other file of the project in which ``name`` is a job's class; None if there is none."""
     module, _, kind = name.rpartition(".")
-    if not module:
-        return False
-    path = module.replace(".", "/") + ".py"
-    for folder in (project, project / "src", source.path.parent):
-        file = folder / path
+    path = module.lstrip(".")
+    folders = [project, project / "src", source.path.parent]
+    if module.startswith("."):  # a relative import, whose first dot is the folder of the file
+        folders = [source.path.parents[len(module) - len(path) - 1]]
+    for folder in folders if path else []:
+        file = folder / f"{path.replace('.', '/')}.py"
         if file.is_file() and file != source.path:
-            return kind in _derived(PythonSource(file), project)
-    return False
+            other = PythonSource(file)
+            return other if kind in _derived(other, project) else None
+    return None
+
+
+def params_source(source: PythonSource, project: Path | None) -> PythonSource:
+    """Return the file that declares the keys of the job in ``source``, as ``params_of`` finds them on a rank.
+
+    That is the file itself, or without ``Params`` the one that has the class from which its job derives.
+    """
+    folder = project or Path.cwd()
+    if "Params" in source.classes or source.imports("Params"):
+        return source
+    for node in _derived(source, folder).values():
+        for base in node.bases:
+            other = _elsewhere(source.full_name(base), source, folder)
+            if other is not None and "Params" in (found := params_source(other, folder)).classes:
+                return found
+    return source
 
 
 def is_loop(job: str, project: Path | None = None) -> bool:

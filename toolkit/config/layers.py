@@ -17,7 +17,7 @@ from yaml import MappingNode, Node
 from toolkit.config import yaml_core
 from toolkit.config.declared import dataclass_in, defaults_of
 from toolkit.config.hints import PLAIN
-from toolkit.config.job_module import job_source
+from toolkit.config.job_module import job_source, params_source
 from toolkit.config.layer_files import Layer, file_layers, override_layer, site_layers
 from toolkit.config.layer_values import read_mapping, read_section
 from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
@@ -40,8 +40,9 @@ def load_config(
     path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values.
     Keys, types and values are checked; :func:`validate` checks whether the config fits a machine. Raises ConfigError.
 
-    ``params`` are checked against the class ``Params`` of the job's file, which is looked for in ``project``, the
-    current folder if None. With ``site=False`` and no ``project`` they are not checked: those of a run already were.
+    ``params`` are checked against the class ``Params`` of the job's file, or of the file whose class it derives from.
+    The job is looked for in ``project``, the current folder if None. With ``site=False`` and no ``project`` they are
+    not checked: those of a run already were.
     A file with the section ``sweep`` is refused, without ``sweep=True``::
 
         >>> toolkit.load_config("configs/digits_ddp.yaml", ["optim.lr=0.1"]).optim.lr
@@ -103,7 +104,7 @@ def merged_layers(
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]]) -> type | None:
     """Return the job's ``Params``. None where the job cannot be found or read: :func:`validate` reports that."""
     try:
-        source = None if job == FOREIGN_JOB else PythonSource(job_source(job, project))
+        source = None if job == FOREIGN_JOB else params_source(PythonSource(job_source(job, project)), project)
     except (ConfigError, OSError):
         # Given params cannot be checked without the file, so the error must be raised now.
         if given:

@@ -61,8 +61,8 @@ class PythonSource:
             if isinstance(node, ast.Import):
                 names |= {alias.asname: alias.name for alias in node.names if alias.asname}
             elif isinstance(node, ast.ImportFrom):
-                origin = f"{'.' * node.level}{node.module or ''}"
-                names |= {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
+                origin = f"{'.' * node.level}{node.module}." if node.module else "." * node.level
+                names |= {alias.asname or alias.name: f"{origin}{alias.name}" for alias in node.names}
         return names
 
     def docstring(self, name: str) -> str:

@@ -118,7 +118,7 @@ def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) 
             f"job: {config.job} of run {run.id} ({module.__file__}) has no class derived from toolkit.Job, which says "
             "how to make its model and how to judge it without training; see jobs/classify.py"
         )
-    job: Job = kind(config, params_of(module, config), folder, device)
+    job: Job = kind(config, params_of(kind, config), folder, device)
     return job
 
 

@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
+from toolkit.cli.main import main
 from toolkit.config import JobConfig, is_job, is_loop, job_source, load_config, validate
 from toolkit.errors import ConfigError
-from toolkit.launch.start.user_job import load
+from toolkit.launch.start.user_job import job_class, load, params_of
 from toolkit.launch.submission.prepare import check_submittable, new_run
 
 
 @pytest.fixture(autouse=True)
-def imports() -> Iterator[None]:
-    """What a test imports is forgotten."""
-    path, modules = sys.path[:], sys.modules.copy()
+def imports(tmp_path: Path) -> Iterator[None]:
+    """What a test imports of its own files is forgotten."""
+    path = sys.path[:]
     yield
     sys.path[:] = path
-    for name in sys.modules.keys() - modules.keys():
-        del sys.modules[name]
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def write(folder: Path, **files: str) -> None:
@@ -196,3 +198,46 @@ def test_a_file_outside_of_the_project_is_refused(tmp_path: Path) -> None:
     write(tmp_path, outside=MAIN, project__inside=MAIN)
     with pytest.raises(Exception, match="the sources that a run copies are those of"):
         check_submittable(JobConfig(job="../outside.py"), "local", tmp_path / "project")
+
+
+BASE = """from dataclasses import dataclass
+import toolkit
+@dataclass
+class Params:
+    width: int = 3  # of a layer
+class Base(toolkit.Job): ...
+"""
+OWN = "import lib.base\n" + BASE.replace("width", "depth").replace("Base(toolkit.Job)", "Mine(lib.base.Base)")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        "from lib.base import Base\nclass Mine(Base): ...",
+        "import lib.base\nclass Mine(lib.base.Base): ...",
+        "from .base import Base\nclass Mine(Base): ...",
+        "from . import base\nclass Common(base.Base): ...\nclass Mine(Common): ...",
+        "from .between import Between\nfrom .other import Other\nclass Mine(Other, Between): ...",
+        OWN,
+    ],
+    ids=["from", "import", "relative", "module", "over another", "its own"],
+)
+def test_a_job_has_the_keys_of_the_file_whose_class_it_derives_from(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between = "from lib.base import Base\nclass Between(Base): ..."
+    other = "import toolkit\nclass Other(toolkit.Job): ..."
+    write(tmp_path, lib__PACKAGE="", lib__base=BASE, lib__between=between, lib__other=other, lib__mine=job)
+    key = "depth" if job is OWN else "width"
+    # On the login node, by the sources.
+    config = load_config(None, ["job=lib.mine", f"params.{key}=5"], project=tmp_path)
+    assert load_config(None, ["job=lib.mine"], project=tmp_path).params == {key: 3}
+    with pytest.raises(ConfigError, match=rf"unknown key 'params.x'.*params\.{key}"):
+        load_config(None, ["job=lib.mine", "params.x=5"], project=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("job: lib.mine\n")
+    assert main(["submit", "c.yaml", "--help"]) == 0
+    assert f"params.{key}: int" in capsys.readouterr().out
+    # On a rank, by the classes.
+    params = params_of(job_class(load("lib.mine", tmp_path)), config)
+    assert (vars(params), type(params).__module__) == ({key: 5}, "lib.mine" if job is OWN else "lib.base")

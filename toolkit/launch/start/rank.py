@@ -91,7 +91,7 @@ def _train(module: ModuleType, config: JobConfig) -> None:
     if kind is None:
         module.main(config)
     else:
-        kind.main(config, params_of(module, config))
+        kind.main(config, params_of(kind, config))
 
 
 def _note(place: Placement) -> None:

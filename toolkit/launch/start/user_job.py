@@ -115,7 +115,12 @@ def job_class(module: ModuleType) -> Any:
     return leaves[0] if leaves else None
 
 
-def params_of(module: ModuleType, config: JobConfig) -> Any:
-    """Return the config's ``params`` as the dataclass ``Params`` of the job's module; None where it has none."""
-    kind = getattr(module, "Params", None)
-    return None if kind is None else configs.filled(kind, config.params)
+def params_of(kind: type, config: JobConfig) -> Any:
+    """Return the config's ``params`` as the dataclass ``Params`` of the module of the job's class; None without one.
+
+    A module without ``Params`` has that of the class from which its own derives.
+    """
+    base: Any = toolkit.Job
+    modules = [sys.modules[parent.__module__] for parent in kind.__mro__ if issubclass(parent, base)]
+    params = next((module.Params for module in modules if hasattr(module, "Params")), None)
+    return None if params is None else configs.filled(params, config.params)
