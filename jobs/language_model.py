@@ -82,7 +82,7 @@ class LanguageModel(toolkit.Job):
     def setup(self) -> None:
         with self.main_first():  # which copies text into the run's folder
             self.tokens = toolkit.load_tokens(self.config.data, self.folder, self.alive)
-        self.sizes = self._sizes()
+        self.sizes, self.context = self._sizes(), self.params.length
 
     def _sizes(self) -> LlamaSizes:
         p: Params = self.params
@@ -135,6 +135,7 @@ class LanguageModel(toolkit.Job):
 
     def export_files(self) -> dict[str, str]:
         config = self.sizes.hugging_face(self.params.length)
+        config |= {"bos_token_id": None, "eos_token_id": self.tokens.index.end}
         return {"config.json": json.dumps(config, indent=2) + "\n"}
 
 

@@ -24,7 +24,7 @@ COMMANDS = (
     *("stacks", "profile", "set"),  # a run while it runs
     *("stop", "cancel", "resume"),  # ending runs, and going on with them
     *("rm", "gc"),  # removing runs
-    *("resume-check", "checkpoint", "evaluate", "export"),  # checkpoints and trained models
+    *("resume-check", "checkpoint", "evaluate", "generate", "export"),  # checkpoints and trained models
     *("env", "doctor", "init", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
     *("completion",),  # the shell
 )

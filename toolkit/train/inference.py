@@ -1,4 +1,5 @@
-"""A trained run's model on one device, without ranks, for `toolkit evaluate` and `toolkit export`.
+"""A trained run's model on one device, without ranks, for `toolkit evaluate`, `generate` and
+`toolkit export`.
 
 The job (:class:`toolkit.Job`) says how to make the model and how to judge it. It is imported from the run's own copy of
 the sources, as on the ranks.

@@ -58,6 +58,8 @@ class Job(Hooks):
     classes: Sequence[str] = ()  #: of a classifier whose outputs are logits (n, classes)
     #: How an image file becomes an input of the model, for `toolkit evaluate --images`.
     pictures: Pictures | None = None
+    tokens: Any = None  #: of a language model: what `toolkit.load_tokens` returned, for `toolkit generate`
+    context: int | None = None  #: of a language model: the most tokens that it was trained to see at once
     #: Has parameters that the loss needs and the model does not: they are trained and saved with the model's.
     criterion: nn.Module | None = None
 

@@ -75,8 +75,30 @@ def test_a_tokenizer_gives_the_ids_that_the_package_gives(lines: Path, tmp_path:
     assert tokens.read(0, len(tokens)).tolist() == expected
     assert tokens.index.vocabulary == theirs.get_vocab_size()
     assert tokens.text(tokens.read(0, 3)) == theirs.decode(expected[:3])
+    assert tokens.ids(TEXTS[1]) == theirs.encode(TEXTS[1]).ids
     with pytest.raises(RequestError, match=r"--end: .*<pad> is not in the vocabulary"):
         Encoder(tmp_path / "tokenizer.json", "<pad>")
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel"])
+def test_a_text_with_a_part_that_is_no_token_is_refused(kind: str, unknown: str | None, tmp_path: Path) -> None:
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    vocabulary = {"<eos>": 0, "<unk>": 1, "a": 2, "b": 3}
+    options = {} if unknown is None else {"unk_token": unknown}
+    model = tokenizers.models.BPE(vocabulary, [], **options)
+    if kind == "WordLevel":
+        model = tokenizers.models.WordLevel(vocabulary, **options)
+    theirs = tokenizers.Tokenizer(model)
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a b a")
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "out", Encoder(tmp_path / "tokenizer.json", None))
+    tokens = Tokens(tmp_path / "out")
+    assert tokens.ids(" b\na ") == [3, 2]
+    for text, says in (("a ß b", "'a ß b': the run's tokenizer has no tokens for a part"), (" ", "' ' has no tokens")):
+        with pytest.raises(RequestError, match=says):
+            tokens.ids(text)
 
 
 KILLED = """

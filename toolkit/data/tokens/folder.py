@@ -9,7 +9,9 @@ index.json             what there is (:class:`TokenIndex`); written last, so tha
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -91,16 +93,43 @@ class Tokens:
         first, last = np.searchsorted(self._ends, [start + 1, stop + 1])
         return np.asarray(self._ends[first:last], np.int64) - start
 
-    def text(self, ids: Ids) -> str:
+    def text(self, ids: Iterable[int]) -> str:
         """Return the text of tokens. Raises RequestError without the package `tokenizers`, where they are not bytes."""
-        if not self.is_bytes:
-            return str(load_tokenizer(self.folder / TOKENIZER).decode(ids.tolist()))
-        return bytes(ids.clip(0, BYTES - 1).tolist()).decode(errors="replace")
+        if self._tokenizer is not None:
+            return str(self._tokenizer.decode([int(number) for number in ids]))
+        return bytes(min(int(number), BYTES - 1) for number in ids).decode(errors="replace")
 
-    @property
-    def is_bytes(self) -> bool:
-        """True if each token is a byte of the text."""
-        return not (self.folder / TOKENIZER).exists()
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, without one that ends a document.
+
+        Raises RequestError for a text of which the tokenizer knows no token, or not all.
+        """
+        if self._tokenizer is None:
+            ids = list(text.encode(errors="surrogateescape"))  # an argument may hold bytes that are no UTF-8
+        else:
+            ids = self._encoded(text)
+        if not ids:
+            raise RequestError(f"{text[:48]!r} has no tokens; give a text that is not empty")
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises plain Exceptions
+            raise RequestError(f"{text[:48]!r} has no tokens: {error}") from None
+        # A tokenizer gives its "unknown" token for what it does not know, or leaves that out.
+        unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
+        spans = [span for span, number in zip(found.offsets, found.ids, strict=True) if number != unknown]
+        known = {place for first, last in spans for place in range(first, last)}
+        if not all(place in known or mark.isspace() for place, mark in enumerate(text)):
+            raise RequestError(f"{text[:48]!r}: the run's tokenizer has no tokens for a part of it; leave that out")
+        return list(found.ids)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer; None where each token is a byte of the text."""
+        path = self.folder / TOKENIZER
+        return load_tokenizer(path) if path.exists() else None
 
 
 def load_tokenizer(path: Path) -> Any:
