@@ -21,6 +21,12 @@ from toolkit import ConfigError
 
 #: The standard deviation of the first weights.
 STD = 0.02
+#: The kinds of ``rope_scaling``, and the figures that each needs.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class LlamaSizes:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = False  #: True: the embedding is the head, too
+    #: How positions are scaled, as ``rope_scaling`` of Hugging Face says it; None: not.
+    rope_scaling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.width // self.heads % 2:
@@ -58,15 +66,18 @@ class LlamaSizes:
     def of_hugging_face(cls, config: Mapping[str, Any], where: str) -> LlamaSizes:
         """Return the sizes in a ``config.json`` of Hugging Face, read from ``where``.
 
-        Raises ConfigError for a model that this decoder is not: another activation, biases, scaled positions.
+        Raises ConfigError for a model that this decoder is not: another activation, biases, other positions.
         """
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in SCALINGS:
+            known = ", ".join(SCALINGS)
+            raise ConfigError(f"params.hf_config: {where}: rope_type is {kind}, and jobs/llama.py has {known} only")
         expected = {
             "model_type": (config.get("model_type"), "llama"),
             "hidden_act": (config.get("hidden_act", "silu"), "silu"),
             "attention_bias": (bool(config.get("attention_bias")), False),
             "mlp_bias": (bool(config.get("mlp_bias")), False),
-            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         }
         for key, (value, known) in expected.items():
             if value != known:
@@ -83,6 +94,7 @@ class LlamaSizes:
                 float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
                 config.get("rms_norm_eps", 1e-6),
                 bool(config.get("tie_word_embeddings")),
+                {"rope_type": kind, **{key: rope[key] for key in SCALINGS[kind]}} if SCALINGS[kind] else None,
             )
         except KeyError as error:
             raise ConfigError(f"params.hf_config: {where} has no {error}; it is to be a Llama's config.json") from None
@@ -106,6 +118,7 @@ class LlamaSizes:
             "intermediate_size": self.hidden,
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling,
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": length,
@@ -113,6 +126,20 @@ class LlamaSizes:
             "mlp_bias": False,
             "torch_dtype": "float32",
         }
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angles (head width / 2,) by which a step of one place turns the pairs of a head."""
+        width = self.width // self.heads
+        plain = self.rope_theta ** -(torch.arange(0, width, 2, device=device) / width)
+        if self.rope_scaling is None:
+            return plain
+        if self.rope_scaling["rope_type"] == "linear":
+            return plain / self.rope_scaling["factor"]
+        # Llama 3.1 (https://arxiv.org/abs/2407.21783): only pairs that turn slowly are scaled, others by a part.
+        factor, low, high, length = (self.rope_scaling[key] for key in SCALINGS["llama3"])
+        turns = length * plain / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return plain * (kept + (1 - kept) / factor)
 
     def flops_per_token(self, length: int) -> float:
         """Return the operations of a training step for each token of sequences of ``length``.
@@ -166,7 +193,7 @@ class Decoder(nn.Module):
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.embed_tokens = TokenEmbedding(sizes.vocabulary, sizes.width)
-        places = Places(sizes.width // sizes.heads, sizes.rope_theta)
+        places = Places(sizes)
         self.layers = nn.ModuleList(DecoderBlock(sizes, places) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, sizes.norm_eps)
 
@@ -248,8 +275,8 @@ class SwiGLU(nn.Module):
 class Places:
     """What attention needs to know of the tokens' places. All blocks need the same, so a pass computes it once."""
 
-    def __init__(self, head_width: int, theta: float) -> None:
-        self._head_width, self._theta = head_width, theta
+    def __init__(self, sizes: LlamaSizes) -> None:
+        self._sizes = sizes
         self._inputs: Tensor | None = None
         self._version = 0
         self._found: tuple[Tensor, Tensor, Tensor | None]
@@ -270,8 +297,7 @@ class Places:
     def _computed(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         has_places = inputs.ndim == 3
         places = inputs[..., 1] if has_places else torch.arange(inputs.shape[1], device=inputs.device)[None]
-        exponents = torch.arange(0, self._head_width, 2, device=inputs.device) / self._head_width
-        angles = places[..., None].float() * self._theta**-exponents
+        angles = places[..., None].float() * self._sizes.frequencies(inputs.device)
         angles = torch.cat([angles, angles], -1)[:, None]
         mask = None
         if has_places:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,19 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     torch.testing.assert_close(loss.total / loss.weight, expected)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_and_loss_are_those_of_transformers(tied: bool, tmp_path: Path) -> None:
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20}
+
+
+@pytest.mark.parametrize(
+    ("tied", "scaling"),
+    [
+        (False, None),
+        (True, None),
+        (False, {"rope_type": "linear", "factor": 2.5}),
+        (False, {"rope_type": "llama3", **LLAMA3}),
+    ],
+)
+def test_logits_and_loss_are_those_of_transformers(tied: bool, scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -80,17 +92,29 @@ def test_logits_and_loss_are_those_of_transformers(tied: bool, tmp_path: Path) -
         num_key_value_heads=2,
         intermediate_size=40,
         rope_theta=5e4,
+        rope_scaling=scaling and dict(scaling),  # they add to it
+        initializer_range=0.3,  # so that places count
         tie_word_embeddings=tied,
     )
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
-    ours = llama(LlamaSizes.read(tmp_path / "config.json"))
+    sizes = LlamaSizes.read(tmp_path / "config.json")
+    assert sizes.rope_scaling == scaling
+    ours = llama(sizes)
     ours.load_state_dict(theirs.state_dict())
     tokens = torch.randint(50, (2, 33))
     wanted = theirs(tokens, labels=tokens)
-    torch.testing.assert_close(ours(tokens), wanted.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours(tokens), wanted.logits, atol=1e-4, rtol=0)
     loss = next_token(ours(tokens[:, :-1]), tokens[:, 1:])
     assert (loss.total / loss.weight).item() == pytest.approx(wanted.loss.item(), abs=1e-5)
+    if scaling:
+        plain = llama(replace(sizes, rope_scaling=None))
+        plain.load_state_dict(theirs.state_dict())
+        assert (plain(tokens) - wanted.logits).abs().max() > 0.1
+    # And back: what we write gives them the same model.
+    (tmp_path / "config.json").write_text(json.dumps(sizes.hugging_face(64)))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(tokens).logits, wanted.logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +122,11 @@ def test_logits_and_loss_are_those_of_transformers(tied: bool, tmp_path: Path) -
     [
         ({"model_type": "mistral"}, "model_type is mistral"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is yarn"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type is yarn, and .* has default, linear, llama3",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "has no 'factor'"),
         ({"head_dim": 7}, "head_dim is not"),
         ({"num_key_value_heads": 4}, "params.kv_heads: 4 does not divide"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
