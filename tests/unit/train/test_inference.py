@@ -146,7 +146,7 @@ def test_images_of_a_folder_are_classified_as_by_hand_and_a_torn_one_is_named(
     (folder / "notes.txt").write_text("")
     out = tmp_path / "found.csv"
     assert cli.main(["evaluate", run.id, "--images", str(folder), "--output", str(out)]) == EXIT_DONE
-    rows = list(csv.DictReader(out.open()))
+    rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [row["file"] for row in rows] == ["b.png", "more/a.PNG"]
     for row in rows:
         name, probability = by_hand(folder / row["file"], weights(31))
