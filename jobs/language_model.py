@@ -125,9 +125,6 @@ class LanguageModel(toolkit.Job):
 
     def show(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, str]:
         """Return what the model makes of the beginning of a held-out text."""
-        if self.config.strategy.name == "pipeline":  # which makes one pass, and wants it made
-            model(batch.inputs)
-            return {}
         window = batch.inputs[:1, :, 0] if self.params.documents else batch.inputs[:1]
         begin = min(PROMPT, self.params.length // 2)
         tokens = continued(model, window, begin, begin + SAMPLED, self.alive)[0].cpu().numpy()

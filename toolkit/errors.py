@@ -3,6 +3,7 @@
 ToolkitError
 ├── RequestError            the request was wrong; nothing was queued or changed (exit code 2)
 │   ├── ConfigError         a key, a value or a combination of them
+│   │   └── OnePassError    a model that is called again where the strategy makes one pass
 │   ├── PlacementError      launch variables that contradict each other
 │   ├── DataMissingError    a data set that is not where the config says
 │   ├── RunNotFoundError    no run, or several, match a name
@@ -47,6 +48,10 @@ class ConfigError(RequestError):
     Traceback (most recent call last):
     toolkit.errors.ConfigError: argument 'train.epoch=3': unknown key 'train.epoch'; did you mean 'train.epochs'...
     """
+
+
+class OnePassError(ConfigError):
+    """A job calls the model several times for a batch, of which its strategy makes one pass only."""
 
 
 class PlacementError(RequestError):

@@ -50,3 +50,23 @@ def test_a_killed_run_has_the_same_bits_and_its_export_is_transformers_model(
     assert not ours.load_state_dict(theirs.state_dict()).missing_keys
     tokens = torch.from_numpy(Tokens(texts).read(0, 128)).view(2, 64)
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_a_pipeline_evaluates_like_one_process_and_says_what_it_cannot_show(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["data.name=tokens", f"data.root={texts}", *SMALL, "train.max_steps=4", "train.eval_every=2"]
+    options += ["strategy={name: pipeline, mesh: {stages: 2, replicas: 1}}", "cluster.tasks_per_node=2"]
+    assert main(["submit", "configs/gpt_pipeline.yaml", *options, "--executor", "local", "--wait"]) == 0
+    run = all_runs()[-1]
+    capsys.readouterr()
+    assert main(["evaluate", run.id, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recorded"]["eval/perplexity"] == pytest.approx(found["metrics"]["eval/perplexity"], rel=1e-5)
+    logs = "".join(path.read_text() for path in run.logs.glob("*rank*"))
+    assert logs.count("the job's show() is left out: strategy.name: pipeline makes one pass") == 2  # ranks
+    # The stages of both ranks are one model again.
+    assert main(["generate", run.id, "17 and ", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["continuations"]
+    assert [row["prompt"] for row in rows] == ["17 and ", "3"]
+    assert all(row["tokens"] > 0 or row["ended"] for row in rows)

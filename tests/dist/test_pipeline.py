@@ -41,7 +41,7 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
-from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
+from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
@@ -322,6 +322,20 @@ def refusal(session: Session) -> str:
 
 def test_a_parameter_that_one_stage_does_not_use_is_refused_on_every_rank() -> None:
     assert all("depend on 1.idle.weight, 1.idle.bias; freeze" in message for message in run_ranks(2, refusal))
+
+
+def call_twice(session: Session) -> str:
+    def contrast(model: Any, batch: Any) -> Loss:
+        return Loss.sum((model(batch.inputs) - model(batch.inputs.flip(1))).square().sum(), len(batch))
+
+    strategy = build_strategy(pipeline("1f1b", 2), session, TrainConfig())
+    with pytest.raises(ConfigError) as caught:
+        strategy.build(plain_model, OPTIMIZERS["sgd"], Objective(contrast), part(strategy.share, 0, 10))
+    return str(caught.value)
+
+
+def test_a_loss_that_calls_the_model_twice_is_refused_on_every_rank() -> None:
+    assert all("makes one pass through the model for a batch" in text for text in run_ranks(2, call_twice))
 
 
 def fail(session: Session) -> str:

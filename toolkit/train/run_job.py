@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from toolkit import logs
 from toolkit.config import JobConfig, live
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
-from toolkit.errors import JobFailedError
+from toolkit.errors import JobFailedError, OnePassError
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -28,6 +29,8 @@ from toolkit.train.job import Job
 from toolkit.train.loop import Describe, Result, Show, Trainer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
+
+log = logs.get(__name__)
 
 #: Samples of the eval set that a job's ``show`` gets.
 SHOWN = 16
@@ -142,7 +145,18 @@ def _showing(job: Job, strategy: Strategy) -> Show:
     if type(job).show is Job.show or (eval_set := job.eval_set()) is None:
         return lambda sink, step: None
     batch = next(eval_batches(eval_set, Share(0, 1), min(SHOWN, len(eval_set)), collate=job.collate))
-    return partial(_show, job, strategy, batch)
+    is_possible = True
+
+    def show(sink: Sink, step: int) -> None:
+        nonlocal is_possible
+        if is_possible:
+            try:
+                _show(job, strategy, batch, sink, step)
+            except OnePassError as error:  # raised on every rank alike
+                is_possible = False
+                log.warning("the job's show() is left out: %s", error)
+
+    return show
 
 
 def _show(job: Job, strategy: Strategy, batch: Batch | None, sink: Sink, step: int) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from toolkit import logs
 from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_batches
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, OnePassError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import (
@@ -65,7 +65,14 @@ from toolkit.strategies.pipeline.placing import place
 from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.pipeline.schedules import build_schedule
 from toolkit.strategies.pipeline.stage_module import LayerChain, RowShape, StageModule
-from toolkit.strategies.priming import priming, random_state, refuse_together, same_randomness, without_gradient
+from toolkit.strategies.priming import (
+    CheckedObjective,
+    priming,
+    random_state,
+    refuse_together,
+    same_randomness,
+    without_gradient,
+)
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update import Update
 
@@ -172,9 +179,9 @@ class Pipeline(AllNeeded):
         with self._precision():
             if self._grid.is_last:
                 whole = torch.cat(outputs)
-                return measured(measure, lambda *_: whole, batch)
+                return measured(measure, _OnePass(whole), batch)
             nothing = self._outputs.empty(len(batch), self._device).zero_()
-            return measured(measure, lambda *_: nothing, batch).uncounted()
+            return measured(measure, _OnePass(nothing), batch).uncounted()
 
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective.
@@ -244,7 +251,12 @@ class Pipeline(AllNeeded):
         """
         batch = self._batches[int(number)]
         with self._precision():
-            losses = self._objective(lambda *_: outputs[: len(batch)], batch)
+            losses = self._objective(model := _OnePass(outputs[: len(batch)], refuses=False), batch)
+        if model.calls > 1:
+            # In the trial pass all ranks are to refuse it together, see _prime(): this rank alone has the loss.
+            if not isinstance(self._objective, CheckedObjective):
+                raise OnePassError(_AGAIN)
+            self._objective.refusal = _AGAIN
         refuse_other_weights(losses, "strategy.name: pipeline")
         parts: list[Tensor] = []
         kept = self._losses[int(number)] = {}
@@ -300,6 +312,27 @@ class Pipeline(AllNeeded):
         weighs = any(weight is not None for weight in weights_of([*self._losses.values()]))
         seen = self._parts[-1].gives, weighs, checked.names
         self._outputs, self._weighs, self._names = from_rank(self._session.world_size - 1, seen)
+
+
+class _OnePass:
+    """Stands for the model, whose one pass has been made, and gives its outputs."""
+
+    def __init__(self, outputs: Tensor, *, refuses: bool = True) -> None:
+        self._outputs, self._refuses = outputs, refuses
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> Tensor:
+        """Return the outputs. Raises OnePassError at the second call, unless the caller looks at ``calls``."""
+        self.calls += 1
+        if self.calls > 1 and self._refuses:
+            raise OnePassError(_AGAIN)
+        return self._outputs
+
+
+_AGAIN = (
+    "strategy.name: pipeline makes one pass through the model for a batch, and the job calls the model again for it; "
+    "make it one call, or use ddp or fsdp"
+)
 
 
 def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
