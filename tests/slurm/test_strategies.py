@@ -45,3 +45,28 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
         assert result.metrics["eval/accuracy"] >= 0.95
     else:  # a guess among 256 bytes would be 5.5
         assert result.metrics["eval/loss"] < 3.0
+
+
+#: Each job with all that draws random numbers, as a preemption must not change what is drawn.
+JOBS = {
+    "classify": ["configs/digits_ddp.yaml", *DIGITS, "train.max_steps=1200", "params.mixup=0.2", "data.augment=true"],
+    "language_model": ["configs/gpt_fsdp.yaml", *GPT],
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(site: Site, job: str, strategy: str) -> None:
+    for name in ("calm", "preempted"):
+        site.submit(*JOBS[job], f"strategy.name={strategy}", f"name={name}")
+        run = site.find(name)
+        if name == "preempted":
+            reached(run, 20)
+            site.preempt()
+        result = completed(site, run, END_S)
+    came_back(run)
+    # Tensors, those of the optimizer and of the order of the data included, and the figures of the evaluation.
+    step = str(result.step)
+    found = site.run("toolkit", "checkpoint", "diff", "preempted", step, step, "--with", "calm", check=False)
+    assert found.strip() == "identical: tensors, values and meta data"
