@@ -71,8 +71,9 @@ class LlamaSizes:
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in SCALINGS:
-            known = ", ".join(SCALINGS)
-            raise ConfigError(f"params.hf_config: {where}: rope_type is {kind}, and jobs/llama.py has {known} only")
+            raise ConfigError(
+                f"params.hf_config: {where}: rope_type is {kind}, and jobs/llama.py has {', '.join(SCALINGS)} only"
+            )
         expected = {
             "model_type": (config.get("model_type"), "llama"),
             "hidden_act": (config.get("hidden_act", "silu"), "silu"),
@@ -130,16 +131,16 @@ class LlamaSizes:
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the angles (head width / 2,) by which a step of one place turns the pairs of a head."""
         width = self.width // self.heads
-        plain = self.rope_theta ** -(torch.arange(0, width, 2, device=device) / width)
+        plain: Tensor = self.rope_theta ** -(torch.arange(0, width, 2, device=device) / width)
         if self.rope_scaling is None:
             return plain
-        if self.rope_scaling["rope_type"] == "linear":
-            return plain / self.rope_scaling["factor"]
-        # Llama 3.1 (https://arxiv.org/abs/2407.21783): only pairs that turn slowly are scaled, others by a part.
-        factor, low, high, length = (self.rope_scaling[key] for key in SCALINGS["llama3"])
-        turns = length * plain / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return plain * (kept + (1 - kept) / factor)
+        kept: Tensor | float = 0.0
+        if self.rope_scaling["rope_type"] == "llama3":
+            # Only pairs that turn slowly are scaled, others by a part (https://arxiv.org/abs/2407.21783).
+            _, low, high, length = (self.rope_scaling[key] for key in SCALINGS["llama3"])
+            kept = ((length * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        scaled: Tensor = plain * (kept + (1 - kept) / self.rope_scaling["factor"])
+        return scaled
 
     def flops_per_token(self, length: int) -> float:
         """Return the operations of a training step for each token of sequences of ``length``.

@@ -63,7 +63,7 @@ def test_a_pipeline_evaluates_like_one_process_and_says_what_it_cannot_show(
     assert main(["evaluate", run.id, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recorded"]["eval/perplexity"] == pytest.approx(found["metrics"]["eval/perplexity"], rel=1e-5)
-    logs = "".join(path.read_text() for path in run.logs.glob("*rank*"))
+    logs = "".join(path.read_text() for path in run.logs.rglob("rank-*.log"))
     assert logs.count("the job's show() is left out: strategy.name: pipeline makes one pass") == 2  # ranks
     # The stages of both ranks are one model again.
     assert main(["generate", run.id, "17 and ", "3", "--json"]) == 0
