@@ -49,14 +49,14 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
 
 #: Each job with all that draws random numbers, as a preemption must not change what is drawn.
 JOBS = {
-    "classify": ["configs/digits_ddp.yaml", *DIGITS, "train.max_steps=1200", "params.mixup=0.2", "data.augment=true"],
+    "classify": ["configs/digits_ddp.yaml", *DIGITS, "train.max_steps=800", "params.mixup=0.2", "data.augment=true"],
     "language_model": ["configs/gpt_fsdp.yaml", *GPT],
 }
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["classify", pytest.param("language_model", marks=pytest.mark.soak)])
 def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(site: Site, job: str, strategy: str) -> None:
     for name in ("calm", "preempted"):
         site.submit(*JOBS[job], f"strategy.name={strategy}", f"name={name}")
