@@ -8,12 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.dist.ranks import in_run, run_ranks
-from tests.dist.strategy_cases import snapshot
+from tests.dist.strategy_cases import (
+    CLASSES,
+    EXACT,
+    FEATURES,
+    OPTIMIZERS,
+    STEPS,
+    SUBJECTS,
+    built,
+    global_batch,
+    part,
+    snapshot,
+)
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
 from toolkit.checkpoint import weights
 from toolkit.config import ModelConfig, StrategyConfig
@@ -74,3 +87,47 @@ def test_sharded_ranks_start_from_the_other_runs_weights_which_rank_0_alone_read
     assert [reads for reads, _ in ranks] == [1, 0, 0]
     for _, first in ranks:
         assert_same(first, {name: trained[name] for name in first})
+
+
+def backbone_and_head() -> nn.Sequential:
+    torch.manual_seed(0)
+    body = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh()
+    head = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+    return nn.Sequential(*body, *head)  # enough layers to train for three stages of a pipeline
+
+
+def train_frozen(session: Session, name: str) -> tuple[list[float], Weights]:
+    model = partial(initialised, backbone_and_head, ModelConfig(freeze=["0.*", "1.*"]), session)
+    strategy = built(name, session, model)
+    losses = [strategy.step(part(strategy.share, step), 0.1).loss.item() for step in range(STEPS)]
+    return losses, snapshot(strategy)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "powersgd"]
+)
+def test_frozen_parts_stay_and_the_others_train_as_on_one_process(name: str) -> None:
+    model = backbone_and_head()
+    fresh = {key: value.clone() for key, value in model.state_dict().items()}
+    model[:2].requires_grad_(False).eval()
+    optimizer = OPTIMIZERS["sgd"](model)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = global_batch(step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ranks = run_ranks(SUBJECTS[name][1], train_frozen, name)
+    if name in EXACT:
+        assert np.allclose(np.sum([rank[0] for rank in ranks], axis=0), losses, atol=1e-6)
+    for _, after in ranks:
+        for key, value in model.state_dict().items():
+            found = after[f"model/{key}"]
+            if key.startswith(("0.", "1.")):
+                assert torch.equal(found, fresh[key]), key
+            elif name in EXACT:
+                torch.testing.assert_close(found, value, atol=1e-6, rtol=0, msg=key)
+            else:
+                assert not torch.equal(found, fresh[key]), key
