@@ -190,7 +190,7 @@ class Processes:
                 environ.pop(name, None)
             environ.update(self.copies.environment(environ))
             if child.rank is not None:
-                environ[state_memory.VARIABLE] = memory
+                environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
             files = [os.devnull, process["log"], process["log"]]
             theirs: list[int] = []
             if child.rank is None:

@@ -13,6 +13,8 @@ from toolkit import logs
 
 #: Tells a rank the files of its node: ``PID:FD,FD,...``, descriptors of the agent.
 VARIABLE = "TOOLKIT_STATE_MEMORY"
+#: Tells a rank the path of its node's file for decoded images, see toolkit.data.pixel_cache.
+PIXELS = "TOOLKIT_PIXEL_MEMORY"
 #: Two for what all ranks have in common, from which each rank of the node reads.
 FILES_A_NODE = 2
 #: Two for the rank's own state, and two for that of a rank on another node.
@@ -28,6 +30,12 @@ class NodeFiles:
 
     def __init__(self) -> None:
         self._files: list[int] = []
+        self._pixels = os.memfd_create("pixels")
+
+    @property
+    def pixels(self) -> str:
+        """Return the path of the file for decoded images."""
+        return f"/proc/{os.getpid()}/fd/{self._pixels}"
 
     def hold(self, ranks: int) -> str:
         """Hold the files of that many ranks; return the value of ``VARIABLE``, empty for too many."""

@@ -20,7 +20,7 @@ def check_data(config: JobConfig) -> None:
         raise ConfigError(
             f"data.images: these keys are for data.name image_folder, and it is {data.name}; leave them out"
         )
-    for option in ("policy", "erase"):
+    for option in ("policy", "erase", "cache_gb"):
         if getattr(images, option) != getattr(ImageConfig(), option) and not data.augment:
             raise ConfigError(f"data.images.{option}: changes nothing while data.augment is false; set that to true")
     if images.policy == "augmix" and images.interpolation != "bilinear":

@@ -183,6 +183,7 @@ class ImageConfig:
     interpolation: str = "bilinear"  #: bicubic: sharper, and slower
     val_size: int | None = None  #: edge of an evaluated image; null: data.image_size
     val_resize: int | None = None  #: shorter side to which it is resized before; null: 256/224 of its edge
+    cache_gb: float = 0.0  #: with augment: memory of each node for decoded training images; 0: none are kept
 
 
 @dataclass

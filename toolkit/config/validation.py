@@ -333,6 +333,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "data.repeats": (1, 1024),
     "data.images.magnitude": (0, 30),
     "data.images.erase": (0, 1),
+    "data.images.cache_gb": (0, 65_536),
     "data.images.val_size": (1, 65_536),
     "data.images.val_resize": (1, 65_536),
     "optim.lr": (0, 10_000),

@@ -27,7 +27,7 @@ from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order
-from toolkit.data.pictures import Pictures, training_transform, transforms
+from toolkit.data.pictures import Photographs, Pictures, Standardise, read_pixels, training_transform, transforms
 from toolkit.errors import ConfigError, DataMissingError, RequestError
 
 if TYPE_CHECKING:
@@ -161,8 +161,6 @@ def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
 
 def _image_folder(config: DataConfig) -> Datasets:
     """Return the images in ``root/train`` and ``root/val``, a folder for each class. Each is read and cropped alone."""
-    from torchvision.datasets import ImageFolder
-
     root = catalog.data_root(config.root)
     shape, images, statistics = catalog.sample_shape(config), config.images, _STATISTICS["image_folder"]
     val_size = images.val_size or shape[1]
@@ -170,15 +168,18 @@ def _image_folder(config: DataConfig) -> Datasets:
     evaluated = Pictures((3, val_size, val_size), *statistics, resize, images.interpolation)
     # Training images that are not changed at random are cut like evaluated ones, to their own size.
     plain = Pictures(shape, *statistics, round(shape[1] * 256 / 224), images.interpolation)
+    read, change = (read_pixels, training_transform(images, shape[1])) if config.augment else (plain.pixels, _unchanged)
+    standardise, cache_bytes = Standardise(*statistics), int(images.cache_gb * 2**30)
     try:
-        train = ImageFolder(
-            root / "train",
-            training_transform(images, shape[1], *statistics) if config.augment else plain.transform,
-        )
-        test = ImageFolder(root / "val", evaluated.transform)
+        train = Photographs(root / "train", read, change, standardise, erase=images.erase, cache_bytes=cache_bytes)
+        test = Photographs(root / "val", evaluated.pixels, _unchanged, standardise)
     except FileNotFoundError as error:
         raise DataMissingError(f"data.root: {root}: {error}") from error
     return Datasets(train, test, len(train.classes), shape, tuple(train.classes), evaluated)
+
+
+def _unchanged(pixels: Tensor) -> Tensor:
+    return pixels
 
 
 def fetch(name: str, root: str | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -86,7 +87,7 @@ class Batches(Protocol):
 
 
 class Source(Protocol):
-    """Where a loader gets the batch of a step from."""
+    """Where a loader gets the batch of a step from, on the CPU or on the device."""
 
     def fetch(self, step: int) -> Batch: ...
 
@@ -167,7 +168,7 @@ class Loader:
     def at(self, step: int) -> Batch | None:
         """See :class:`Batches`. The batch is empty, of the right shape, with more shares than samples."""
         started = self._clock()
-        batch = self._source.fetch(step).to(self._device) if self._has_data else None
+        batch = self._source.fetch(step) if self._has_data else None
         self.data_wait_s = self._clock() - started
         return batch
 
@@ -175,7 +176,7 @@ class Loader:
         """See :class:`Batches`. It is loaded in this process, whatever the number of workers."""
         if share not in self._others:
             self._others[share] = self._sources(self._samplers(share=share), workers=0)
-        return self._others[share].fetch(step).to(self._device)
+        return self._others[share].fetch(step)
 
     def samples(self, step: int) -> list[int]:
         """Return the samples that ``at(step)`` gives, as indices of the data set."""
@@ -265,9 +266,23 @@ def eval_batches(
     source = _source(dataset, sampler, seed=0, workers=workers, device=torch.device(device), collate=collate)
     try:
         for call in range(sampler.calls):
-            yield source.fetch(call).to(device) if call < mine else None
+            yield source.fetch(call) if call < mine else None
     finally:
         source.close()
+
+
+class _DeviceSource:
+    """A source of another one's batches, on ``device``, and ``finish``-ed there."""
+
+    def __init__(self, source: Source, device: torch.device, finish: Callable[[Any], Any] | None) -> None:
+        self._source = source
+        self._device = device
+        self._finish = finish
+        self.close = source.close
+
+    def fetch(self, step: int) -> Batch:
+        batch = self._source.fetch(step).to(self._device)
+        return batch if self._finish is None else replace(batch, data=self._finish(batch.data))
 
 
 def _uses_workers(dataset: Any) -> bool:
@@ -291,6 +306,7 @@ def _source(
     reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
+    source: Source = InlineSource(reader, sampler, pin=pin)
     if workers > 0 and _uses_workers(dataset):
-        return WorkerSource(reader, sampler, workers=workers, pin=pin)
-    return InlineSource(reader, sampler, pin=pin)
+        source = WorkerSource(reader, sampler, workers=workers, pin=pin)
+    return _DeviceSource(source, device, reader.finish)

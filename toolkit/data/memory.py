@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from toolkit.data.fingerprint import digest
 from toolkit.data.permutation import Indices, hash64, mix_array
+from toolkit.data.pictures import Standardise
 
 
 class InMemory:
@@ -31,10 +32,8 @@ class InMemory:
         std: tuple[float, ...] = (1.0,),
         image_size: int | None = None,
     ) -> None:
-        self._scale = 1 / torch.tensor(std).view(-1, 1, 1)
-        self._shift = -torch.tensor(mean).view(-1, 1, 1) * self._scale
-        #: What a pixel of 0 becomes, (c, 1, 1).
-        self.background = self._shift
+        self._standardise = Standardise(mean, std)
+        self.background = self._standardise.background
         is_of_size = images.shape[-2:] == (image_size, image_size)
         self._resize = None if is_of_size else image_size
         # Without a resize, float images are prepared once; all others batch by batch.
@@ -56,8 +55,7 @@ class InMemory:
         return inputs[0], targets[0]
 
     def _prepare(self, images: Tensor) -> Tensor:
-        scale = self._scale if images.is_floating_point() else self._scale / 255
-        images = torch.addcmul(self._shift, images.float(), scale)
+        images = self._standardise(images)
         if self._resize is None or not len(images):
             return images
         return functional.interpolate(images, size=(self._resize, self._resize), mode="bilinear")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -51,6 +51,17 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> Any:
         """Return sample ``index``: tensors, arrays, numbers and texts, nested alike in every sample."""
+
+
+@runtime_checkable
+class UnfinishedSamples(Samples, Protocol):
+    """A data set whose samples are finished batch by batch, unless the job collates; ``dataset[i]`` is finished."""
+
+    def unfinished(self, index: int) -> Any:
+        """Return sample ``index`` as workers load it, with all random changes of it."""
+
+    def finish(self, data: Any) -> Any:
+        """Return a batch's data, on its device, made of stacked unfinished samples."""
 
 
 #: Makes the data of a batch from its samples; a job may give its own instead of :func:`stacked`.
@@ -132,6 +143,8 @@ class SampleReader(PartReader):
         super().__init__(seed, collate)
         self.dataset = dataset
         self.skips = skips
+        #: What is left to do with the data of a batch; None: nothing.
+        self.finish = dataset.finish if collate is None and isinstance(dataset, UnfinishedSamples) else None
 
     @generators_kept()
     def load(self, part: BatchPart) -> Batch:
@@ -156,6 +169,8 @@ class SampleReader(PartReader):
             self.current[:] = [chosen, position]
             seed_sample(self.seed, position)
             try:
+                if self.finish is not None:
+                    return self.dataset.unfinished(chosen)  # type: ignore[attr-defined]
                 return self.dataset[chosen]
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"

@@ -104,7 +104,7 @@ def a_loader(**words: str) -> object:
 
 
 def a_transform(**words: str) -> object:
-    return training_transform(ImageConfig(**words), 8, (0.5,), (0.5,))  # type: ignore[arg-type]
+    return training_transform(ImageConfig(**words), 8)  # type: ignore[arg-type]
 
 
 def an_optimizer(name: str) -> object:
