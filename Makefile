@@ -48,12 +48,13 @@ MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
+bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, images, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.steps
 	$(BIN)/python -m tests.bench.checkpoint
 	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.data
+	$(BIN)/python -m tests.bench.images
 	$(BIN)/python -m tests.bench.shards
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.kills

@@ -43,6 +43,10 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "checkpoint": (["--mib", "16", "--rounds", "1"], ["plain copy in memory", "ours ", "torch.load", "ours, verified"]),
     "collectives": (["--rounds", "1"], ["all-reduce 64 MB", "DDP step"]),
     "goodput": (["--minutes", "0.5", "--every", "20"], ["failure 1", "1 failures in", "goodput", "kill to first step"]),
+    "images": (
+        ["--images", "50", "--rounds", "1", "--workers", "1", "--names", "1000"],
+        ["largest difference", "crop          1  ours", "recipe        1  ours", "names of 1,000 files, ours"],
+    ),
     "kills": (["--kills", "2"], ["job with ddp: 2 kills"]),
     "links": (["--rates", "1000", "--kinds", "ddp", "--steps", "1", "--samples", "0"], ["1000 Mbit/s", "ddp"]),
     "live_recovery": (["--runs", "2"], ["4 ranks, cut: 2 of 2 runs right"]),

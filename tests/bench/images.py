@@ -1,0 +1,263 @@
+"""Images a core: JPEG files decoded, changed at random and standardised, beside plain DataLoaders with torchvision v2.
+
+The bench makes photographs of 500 x 375. Every way gives the same inputs: a crop at random to 224, mirrored at random,
+or that and the policy and erasing of the recipe for ResNet-50. First it is shown how far they are apart. Then all ways
+take turns, each in a process of its own, and the CPU time of this process and its workers is counted: the fastest way
+needs the fewest cores. (What workers have loaded ahead at the end costs all ways alike.) ``plain`` is torchvision's
+reference on Pillow, ``plain, tensors`` the same on tensors of torchvision's own decoder. ``ours, standardised
+elsewhere`` leaves to a device what it does in a training there, and ``ours, cached`` has the decoded images in memory
+as well, as from the second epoch on with ``data.images.cache_gb``.
+
+Last: what going through the names of many files costs each worker in memory, since Python counts references to them.
+
+    python -m tests.bench.images [--images 300] [--rounds 5] [--workers 0 2] [--names 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from toolkit.agent import state_memory
+from toolkit.config import DataConfig, ImageConfig
+from toolkit.data.datasets import build_datasets
+from toolkit.data.loader import Loader
+from toolkit.data.pictures import Photographs, Standardise
+from toolkit.data.randomness import seed_sample
+from toolkit.ranks.batch import Share
+
+HEIGHT, WIDTH, SIZE, BATCH, CLASSES = 375, 500, 224, 10, 4
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CACHED = ImageConfig(cache_gb=1.0)
+RECIPE = ImageConfig(policy="trivial_augment", erase=0.1)
+
+#: Yields the inputs of an epoch, batch by batch; of a folder, with so many workers.
+Epoch = Callable[[Path, int], Iterator[Tensor]]
+
+
+def write_photographs(root: Path, count: int) -> None:
+    """Write JPEG files of about 100 kB, near the mean of ImageNet's: noise whose strength falls with its frequency."""
+    for number in range(count):
+        draw = torch.Generator().manual_seed(number)
+        pixels = torch.zeros(3, HEIGHT, WIDTH)
+        for cell in (1, 2, 4, 8, 16, 32, 64):
+            noise = torch.randn(1, 3, HEIGHT // cell + 2, WIDTH // cell + 2, generator=draw)
+            gray = noise.mean(1, keepdim=True)  # channels are mostly alike
+            pixels += torch.nn.functional.interpolate(1.5 * gray + 0.3 * noise, (HEIGHT, WIDTH), mode="bilinear")[0] * (
+                cell**0.4
+            )
+        levels = (pixels / pixels.std() * 50 + 120).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+        path = root / "train" / f"class-{number % CLASSES}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(levels).save(path, quality=95)
+    (root / "val").symlink_to("train")
+
+
+def plain_set(root: Path, images: ImageConfig, *, on_tensors: bool = False) -> Any:
+    """Return torchvision's ImageFolder with the transforms of its reference."""
+    v2, datasets = import_module("torchvision.transforms.v2"), import_module("torchvision.datasets")
+    steps = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()]
+    bilinear = v2.InterpolationMode.BILINEAR  # as the reference has it; nearest is the policy's own default
+    steps += [v2.TrivialAugmentWide(interpolation=bilinear)] if images.policy == "trivial_augment" else []
+    steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    steps += [v2.RandomErasing(images.erase)] if images.erase else []
+    more = {}
+    if on_tensors:
+        io = import_module("torchvision.io")
+        more["loader"] = lambda path: io.decode_image(io.read_file(path), io.ImageReadMode.RGB)
+    return datasets.ImageFolder(root / "train", v2.Compose(steps), **more)
+
+
+def our_set(root: Path, images: ImageConfig) -> Any:
+    config = DataConfig("image_folder", str(root), image_size=SIZE, augment=True, images=images)
+    return build_datasets(config).train
+
+
+def plain(images: ImageConfig, *, on_tensors: bool = False) -> Epoch:
+    def epoch(root: Path, workers: int) -> Iterator[Tensor]:
+        data = plain_set(root, images, on_tensors=on_tensors)
+        endless = RandomSampler(data, replacement=True, num_samples=10**9)  # as ours is
+        batches = DataLoader(data, BATCH, sampler=endless, num_workers=workers)
+        for inputs, _ in itertools.islice(batches, len(data) // BATCH):
+            yield inputs
+
+    return epoch
+
+
+def ours(images: ImageConfig, device: str = "cpu") -> Epoch:
+    def epoch(root: Path, workers: int) -> Iterator[Tensor]:
+        data = our_set(root, images)
+        loader = Loader(data, global_batch_size=BATCH, seed=0, share=Share(0, 1), workers=workers, device=device)
+        for step in range(len(data) // BATCH):
+            batch = loader.at(step)
+            assert batch is not None
+            yield batch.inputs
+        loader.close()
+
+    return epoch
+
+
+#: The first of each is the measure of the others. A tensor on ``meta`` has no memory, and work on it takes no time.
+WAYS: dict[str, dict[str, Epoch]] = {
+    "crop": {
+        "plain": plain(ImageConfig()),
+        "plain, tensors": plain(ImageConfig(), on_tensors=True),
+        "ours": ours(ImageConfig()),
+        "ours, standardised elsewhere": ours(ImageConfig(), "meta"),
+        "ours, cached": ours(CACHED, "meta"),
+    },
+    "recipe": {
+        "plain": plain(RECIPE),
+        "ours": ours(RECIPE),
+        "ours, standardised elsewhere": ours(RECIPE, "meta"),
+    },
+}
+
+
+def difference(root: Path) -> float:
+    """Return the largest difference between our inputs and the plain ones, in levels of 255."""
+    largest = 0.0
+    one, other = our_set(root, ImageConfig()), plain_set(root, ImageConfig())
+    for index in range(min(len(one), 20)):
+        images = []
+        for data in (one, other):
+            seed_sample(0, index)
+            images.append(data[index][0])
+        levels = (images[0] - images[1]) * torch.tensor(STD).view(3, 1, 1) * 255
+        largest = max(largest, float(levels.abs().max()))
+    return largest
+
+
+def cpu_s(epoch: Epoch, root: Path, workers: int) -> float:
+    """Return the CPU seconds of an epoch in a process of its own, with those of its workers."""
+    context: Any = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_count, args=(epoch, root, workers, sending))
+    process.start()
+    sending.close()
+    seconds: float = receiving.recv()
+    process.join()
+    return seconds
+
+
+def _count(epoch: Epoch, root: Path, workers: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of the deprecated decoder
+    before = _used()
+    for inputs in epoch(root, workers):
+        assert inputs.shape == (BATCH, 3, SIZE, SIZE)
+        assert inputs.dtype == torch.float32
+    pipe.send(_used() - before)
+
+
+def _used() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def compare(root: Path, count: int, rounds: int, workers: int) -> None:
+    """Print the rows of one number of workers."""
+    for kind, ways in WAYS.items():
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, epoch in ways.items():
+                found[name].append(cpu_s(epoch, root, workers))
+        first = next(iter(found.values()))
+        for name, seconds in found.items():
+            ratios = np.array(first) / np.array(seconds)
+            rate = count / statistics.median(seconds)
+            spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+            print(f"{kind:7} {workers:>7}  {name:29} {rate:8.0f} {np.median(ratios):7.2f}  {spread}", flush=True)
+
+
+def copied_mib(data: Any) -> float:
+    """Return the MiB that a worker gets of its own by going once through the names of ``data``."""
+    context: Any = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_go_through, args=(data, sending))
+    gc.collect()
+    gc.freeze()  # a collection in the child would touch all objects, whoever made them
+    process.start()
+    gc.unfreeze()
+    sending.close()
+    mib: float = receiving.recv()
+    process.join()
+    return mib
+
+
+def _go_through(data: Any, pipe: Connection) -> None:
+    read = getattr(data, "unfinished", data.__getitem__)
+    read(0)
+    before = _private_mib()
+    for index in range(len(data)):
+        read(index)
+    pipe.send(_private_mib() - before)
+
+
+def _private_mib() -> float:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def compare_names(root: Path, count: int) -> None:
+    """Print what the names of ``count`` files cost each worker."""
+    files = [*root.glob("train/*/*")]  # a file may have 65,000 links
+    folder = root / "names" / "class-0"
+    folder.mkdir(parents=True)
+    for number in range(count):
+        (folder / f"{number:09d}.jpg").hardlink_to(files[number % len(files)])
+    pixels = torch.zeros(1, 1, 3, dtype=torch.uint8)
+    plain_data = import_module("torchvision.datasets").ImageFolder(root / "names", loader=lambda _: pixels)
+    our_data = Photographs(root / "names", lambda _: pixels, lambda pixels: pixels, Standardise(MEAN, STD))
+    for name, data in {"plain": plain_data, "ours": our_data}.items():
+        print(f"names of {count:,} files, {name}: {copied_mib(data):.1f} MiB copied into each worker in an epoch")
+
+
+def main() -> None:
+    """Run all and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--images", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--names", type=int, default=100_000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    count = max(args.images // BATCH, 1) * BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_photographs(root, count)
+        size = statistics.mean(path.stat().st_size for path in root.glob("train/*/*")) / 1000
+        print(f"{count} files of {WIDTH} x {HEIGHT}, {size:.0f} kB each")
+        largest = difference(root)
+        print(f"largest difference of an input, ours from plain: {largest:.2f} levels of 255")
+        assert largest < 1.01, "they do not give the same images"
+        node = state_memory.NodeFiles()  # as an agent holds them
+        os.environ[state_memory.PIXELS] = node.pixels
+        for _ in ours(CACHED)(root, 0):
+            pass
+        print(f"{'changes':7} {'workers':>7}  {'':29} {'images/s':>8} {'x plain':>7}  in each round")
+        for workers in args.workers:
+            compare(root, count, args.rounds, workers)
+        compare_names(root, args.names)
+
+
+if __name__ == "__main__":
+    main()
