@@ -42,15 +42,12 @@ def of_attempt(start: Start, first_step: float | None, progress: RunProgress, un
     ledger = dict.fromkeys(PARTS, 0.0) | dict(progress.spent)
     ledger["queue"] = start.queue_s
     ledger["start_up"] = (until if first_step is None else first_step) - start.ready
-    share = _share_made_again(progress.step_start or 0, progress.step or 0, start.best_step)
+    first, last = progress.step_start or 0, progress.step or 0
+    share = max(0, min(last, start.best_step) - first) / (last - first) if last > first else 0.0
     ledger["replay"] = share * (ledger["training"] + ledger["data_wait"])
     ledger["training"] *= 1 - share
     ledger["data_wait"] *= 1 - share
     return _fitted(ledger, until - start.since)
-
-
-def _share_made_again(first: int, last: int, best: int) -> float:
-    return max(0, min(last, best) - first) / (last - first) if last > first else 0.0
 
 
 def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:

@@ -41,11 +41,11 @@ class Pace:
             "world/slowest_rank": float(slowest),
             "world/slowest_ratio": own_s[slowest] / usual if usual else float("nan"),
         }
-        return figures | (self._curves(own_s) if self.world_size <= MOST_CURVES else {})
-
-    def _curves(self, own_s: Sequence[float]) -> dict[str, float]:
-        digits = len(str(self.world_size - 1))
-        return {f"world_own_step_s/rank_{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s) if seconds}
+        if self.world_size <= MOST_CURVES:
+            digits = len(str(self.world_size - 1))
+            curves = {f"world_own_step_s/rank_{rank:0{digits}}": own for rank, own in enumerate(own_s) if own}
+            figures |= curves
+        return figures
 
     @property
     def stragglers(self) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ therefore begin by dropping everything after the step that is resumed from: ther
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import re
@@ -16,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, records
 from toolkit.records import COUNT, Record
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,})\..*")
 
 
-class Sink(Protocol):
-    """A place for metrics."""
+class Sink:
+    """A place for metrics. This one, that of all ranks but rank 0, does nothing and imports nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log values by tag (`train/loss`, ...) at `step`. A second call at the same step adds other tags."""
@@ -57,25 +56,7 @@ class Sink(Protocol):
         """Flush and close the files."""
 
 
-class NullSink:
-    """The sink of all ranks but rank 0: it does nothing and imports nothing."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None: ...
-
-    def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None: ...
-
-    def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None: ...
-
-    def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FanOut:
+class FanOut(Sink):
     """Hands everything to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -110,7 +91,7 @@ class FanOut:
             sink.close()
 
 
-class JsonlSink(NullSink):
+class JsonlSink(Sink):
     """One line of JSON per logged step: `step`, `wall_time` (seconds since 1970) and the tags. NaN becomes null.
 
     Lines after `resumed_step` (all of them when it is None) are dropped at the start.
@@ -129,7 +110,7 @@ class JsonlSink(NullSink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line. Add to the last one if it has the same step (an evaluation after a logging step)."""
-        self._append(step, {tag: _finite(value) for tag, value in values.items()})
+        self._append(step, fsio.finite({tag: float(value) for tag, value in values.items()}))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Add to the same line how often each number came, under the number."""
@@ -155,11 +136,6 @@ class JsonlSink(NullSink):
 
 def _encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n"
-
-
-def _finite(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 _LINE = Record({"step": COUNT})
@@ -224,7 +200,7 @@ def _last_line(path: Path) -> bytes:
             return lines[lines.rfind(b"\n", 0, size - 1) + 1 :]
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """One event file per attempt, in one folder and with one x axis, the step. Rank 0 only.
 
     The records and summaries are those of TensorBoard and `torch.utils.tensorboard`. The file is not `SummaryWriter`'s
@@ -244,15 +220,16 @@ class TensorBoardSink:
 
         fsio.make_dir(folder, parents=0)
         # TensorBoard reads the files in the order of these stamps: ours must be the last.
-        latest = _latest_stamp(folder)
+        stamps = [_EVENT_FILE.fullmatch(path.name) for path in folder.iterdir()]
+        latest = max((int(match[1]) for match in stamps if match), default=0)
         stamp = max(int(clock()), latest + 1)
-        self._ahead_s = max(
-            0.0, stamp - clock()
-        )  # events get the time of their file: with the clock's their times would run backwards
+        # Events get the time of their file: with the clock's their times would run backwards.
+        self._ahead_s = max(0.0, stamp - clock())
         self._clock = clock
         self._summary: Any = summary
         self._event = event_pb2
-        self._file = fsio.PatientFile(_event_path(folder, stamp))
+        name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = fsio.PatientFile(folder / name)
         self._records = RecordWriter(self._file)
         self._resumed_step = max(purge_step - 1, 0)
         self._write(file_version="brain.Event:2")
@@ -289,7 +266,17 @@ class TensorBoardSink:
         self._file.flush()
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
-        self._add(step, self._summary.image(tag, _enlarged(_to_bytes(images)), dataformats="NCHW"))
+        """Write uint8 images. Floats are stretched from their smallest and largest value to 0 and 255."""
+        from torch.nn.functional import pad
+
+        plain = images.detach().cpu()
+        if plain.is_floating_point():
+            low, high = plain.float().aminmax()
+            plain = ((plain.float() - low) / (high - low).clamp_min(1e-12) * 255).round()
+        # Small images are enlarged to a width of about 64 pixels. Each has a gap to its neighbor in the grid.
+        times = max(1, 64 // plain.shape[-1])
+        blocks = plain.byte().repeat_interleave(times, dim=-1).repeat_interleave(times, dim=-2)
+        self._add(step, self._summary.image(tag, pad(blocks, (2, 2, 2, 2), value=128), dataformats="NCHW"))
         self._file.flush()
 
     def flush(self) -> None:
@@ -307,39 +294,10 @@ class TensorBoardSink:
         self._records.write(event.SerializeToString())
 
 
-def _event_path(folder: Path, stamp: int) -> Path:
-    return folder / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
-
-
-def _latest_stamp(folder: Path) -> int:
-    """Return the time in the name of the last event file, 0 if there is none."""
-    names = [_EVENT_FILE.fullmatch(path.name) for path in folder.iterdir()]
-    return max((int(match[1]) for match in names if match), default=0)
-
-
-def _to_bytes(images: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images on the CPU. Floats are stretched from their smallest and largest value to 0 and 255."""
-    plain = images.detach().cpu()
-    if not plain.is_floating_point():
-        return plain.byte()
-    low, high = plain.float().aminmax()
-    return ((plain.float() - low) / (high - low).clamp_min(1e-12) * 255).round().byte()
-
-
-def _enlarged(images: torch.Tensor) -> torch.Tensor:
-    """Return images enlarged so that small ones can be seen. Each has a gap to its neighbor in the grid."""
-    from torch.nn.functional import pad
-
-    # To a width of about 64 pixels.
-    times = max(1, 64 // images.shape[-1])
-    blocks = images.repeat_interleave(times, dim=-1).repeat_interleave(times, dim=-2)
-    return pad(blocks, (2, 2, 2, 2), value=128)
-
-
 def build_sinks(run_dir: Path, is_main: bool, resumed_step: int | None) -> Sink:
     """Return the sinks of one rank. `resumed_step` is the loaded checkpoint's, None for a start without one."""
     if not is_main:
-        return NullSink()
+        return Sink()
     folder = run_dir / "tensorboard"
     purge_step = 0 if resumed_step is None else resumed_step + 1
     return FanOut([TensorBoardSink(folder, purge_step), JsonlSink(folder / "metrics.jsonl", resumed_step)])

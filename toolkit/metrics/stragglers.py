@@ -53,13 +53,12 @@ class Stragglers:
         self,
         host_of: Callable[[int], str],
         *,
-        ratio: float = SLOW_RATIO,
         windows: int = WINDOWS,
         span_s: float = SPAN_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._host_of = host_of
-        self._ratio = ratio
+
         self._windows = windows
         self._span_s = span_s
         self._clock = clock
@@ -75,8 +74,12 @@ class Stragglers:
         now, usual = self._clock(), usual_of(own_s)
         # A rank that was named keeps its streak there, which gets an end when the rank recovers.
         for rank, seconds in enumerate(own_s):
-            if seconds > self._ratio * usual > 0.0:
-                self._was_slow(rank, seconds / usual, now)
+            if seconds > SLOW_RATIO * usual > 0.0:
+                streak = self._running.setdefault(rank, _Streak(self._began))
+                streak.windows += 1
+                streak.ratios += seconds / usual
+                if streak.windows >= self._windows and now - streak.since >= self._span_s:
+                    self._named[rank] = streak
             elif rank in self._running:
                 self._running.pop(rank).until = now
         self._began = now
@@ -84,13 +87,6 @@ class Stragglers:
             self._block.append([seconds / usual for seconds in own_s])
         if len(self._block) >= BLOCK_WINDOWS and now - self._block_began >= BLOCK_S:
             self._end_block(now)
-
-    def _was_slow(self, rank: int, ratio: float, now: float) -> None:
-        streak = self._running.setdefault(rank, _Streak(self._began))
-        streak.windows += 1
-        streak.ratios += ratio
-        if streak.windows >= self._windows and now - streak.since >= self._span_s:
-            self._named[rank] = streak
 
     def _end_block(self, now: float) -> None:
         """Judge the block that has ended: which ranks were a little slower throughout."""
@@ -115,15 +111,15 @@ class Stragglers:
         by_host = defaultdict(list)
         for rank in sorted(self._named):
             by_host[self._host_of(rank)].append(rank)
-        return [self._straggler(host, ranks) for host, ranks in by_host.items()]
-
-    def _straggler(self, host: str, ranks: Sequence[int]) -> Straggler:
-        """Make the straggler of a node. It has the ranks that are slow now, or all ``ranks`` if none still is."""
-        still = [rank for rank in ranks if self._named[rank].until is None] or ranks
-        streaks = [self._named[rank] for rank in still]
-        until = max((s.until for s in streaks if s.until is not None), default=None)
-        ratio = round(median(s.ratio for s in streaks), 2)
-        return Straggler(host, tuple(still), ratio, min(s.since for s in streaks), until)
+        found = []
+        for host, ranks in by_host.items():
+            # A node's straggler has the ranks that are slow now, or all of them if none still is.
+            still = [rank for rank in ranks if self._named[rank].until is None] or ranks
+            streaks = [self._named[rank] for rank in still]
+            until = max((s.until for s in streaks if s.until is not None), default=None)
+            ratio = round(median(s.ratio for s in streaks), 2)
+            found.append(Straggler(host, tuple(still), ratio, min(s.since for s in streaks), until))
+        return found
 
 
 def usual_of(own_s: Sequence[float]) -> float:

@@ -83,7 +83,8 @@ class RunSync:
                 before = 0
             record = self._sent(record, last)
             self._tracker.close(None if result is None else result.state)
-            return SyncOutcome(record.points - before, record.points, record.step, self._held_back(record))
+            held_back = sum(1 for _ in self._final_lines(record.end, math.inf))
+            return SyncOutcome(record.points - before, record.points, record.step, held_back)
 
     # ----------------------------------------------------------------------------------------------------- the record
 
@@ -182,28 +183,22 @@ class RunSync:
                     equal += 1
         return equal != len(received)
 
-    def _held_back(self, record: SyncRecord) -> int:
-        return sum(1 for _ in self._final_lines(record.end, math.inf))
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold a lock. Where the file system has none, go on without."""
         fd = fsio.open_private(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
-        try:
-            self._lock(fd)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                where = f"run {self._run.id} to {self._tracker.place}"
+                raise RequestError(f"another `toolkit sync` sends {where}") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                log.warning("%s: no locks there: see to it that one `toolkit sync` runs at a time", self._run.trackers)
             yield
-        finally:
-            os.close(fd)
-
-    def _lock(self, fd: int) -> None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RequestError(f"another `toolkit sync` sends run {self._run.id} to {self._tracker.place}") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            log.warning("%s: no locks there: see to it that one `toolkit sync` runs at a time", self._run.trackers)
 
 
 def _without(line: MetricsLine, has: Has) -> MetricsLine:

@@ -113,10 +113,8 @@ class Wandb:
             for line in lines:
                 run.log({**line.values, "_timestamp": line.wall_time}, step=line.step)
             run.finish()
-        self._confirm(lines[-1].step)
-
-    def _confirm(self, step: int) -> None:
-        """Raise TrackerError unless the server has the rows up to ``step``."""
+        # Does the server have all rows?
+        step = lines[-1].step
         for _ in range(_TRIES):
             last = self.received(0)
             if last >= step:

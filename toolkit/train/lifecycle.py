@@ -21,7 +21,7 @@ from toolkit.hang import activity
 from toolkit.launch.record import user_request
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
-from toolkit.metrics.sinks import NullSink, Sink, build_sinks
+from toolkit.metrics.sinks import Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
@@ -60,7 +60,7 @@ class Lifecycle:
         self.metrics: dict[str, float] = {}  #: the last figure of each metric
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
-        self.sink: Sink = NullSink()
+        self.sink = Sink()
         self._on_request = OnRequest(session, self._adopt)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None

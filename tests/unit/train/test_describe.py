@@ -6,12 +6,12 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.config import load_config
-from toolkit.metrics.sinks import NullSink
+from toolkit.metrics.sinks import Sink
 from toolkit.run_files import SweepPoint
 from toolkit.train.describe import describe_run, swept_hparams
 
 
-class HparamsKept(NullSink):
+class HparamsKept(Sink):
     """Keeps the hyper-parameters."""
 
     values: Mapping[str, Any]

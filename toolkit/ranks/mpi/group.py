@@ -120,13 +120,7 @@ class MpiGroupBase(_Group):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------------------- beginning
 
     def _do(
-        self,
-        method: str,
-        calls: Calls,
-        opts: Any,
-        finish: Callable[[], object],
-        result: list[Tensor],
-        held: object,
+        self, method: str, calls: Calls, opts: Any, finish: Callable[[], object], result: list[Tensor], held: object
     ) -> Work:
         """Start one of MPI's collectives. Run it here and now if the caller waits for it at once."""
         work = Collective(method, calls, f"{self.where}: {method.lower()}", finish, result, self._limit_s, held)
@@ -296,12 +290,7 @@ class MpiGroup(MpiGroupBase):
 
     @_naming
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: list[int] | None,
-        input_splits: list[int] | None,
-        opts: Any,
+        self, output: Tensor, input: Tensor, output_splits: list[int] | None, input_splits: list[int] | None, opts: Any
     ) -> Work:
         sent, received = on_host(input), on_host(output)
         arguments = (self._split(sent, input_splits), self._split(received, output_splits))

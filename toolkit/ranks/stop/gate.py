@@ -173,20 +173,17 @@ class Gate:
         if kind == STOP:
             self._stopped = True
         else:
-            self._reopen(n)
+            # Get ready for the next round. The watcher enters it only when ``_handed_out`` is set.
+            self._started = n - 1  # step n needs a permission of its own
+            self._round += 1
+            self.pending = None
+            self._decided.clear()
+            self._closed = False
+            if self._failure is not None:  # the other thread failed meanwhile, and the lines above undid what it set
+                self._closed = True
+                self._decided.set()
         self._handed_out.set()
         return kind
-
-    def _reopen(self, n: int) -> None:
-        """Get ready for the next round. The watcher enters it only when ``_handed_out`` is set."""
-        self._started = n - 1  # step n needs a permission of its own
-        self._round += 1
-        self.pending = None
-        self._decided.clear()
-        self._closed = False
-        if self._failure is not None:  # the other thread failed meanwhile, and the lines above undid what it set
-            self._closed = True
-            self._decided.set()
 
     # ------------------------------------------------------------------------------------------- the watcher thread
 

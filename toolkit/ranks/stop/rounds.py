@@ -126,18 +126,16 @@ def find_missing(
     """
     try:
         if store.claim(keys.lister(kind), str(rank)) == str(rank):
-            store.set({keys.missing(kind): json.dumps(_list_missing(store, keys, world_size))})
+            decided = store.exists(keys.decision)
+            agreed = int(store.get([keys.decision])[0]) if decided else None
+            # Before the decision a missing acknowledgement means "not acknowledged", after it a remaining one "not
+            # reached".
+            late = [other for other in range(world_size) if store.exists(keys.ack(other)) == decided]
+            listed = agreed, late[:MOST_NAMED], len(late[MOST_NAMED:])
+            store.set({keys.missing(kind): json.dumps(listed)})
         elif not store.wait(keys.missing(kind), LIST_S):
             return None, (), 0
         step, ranks, more = json.loads(store.get([keys.missing(kind)])[0])
         return step, tuple(map(int, ranks)), int(more)
     except Exception:
         return None, (), 0
-
-
-def _list_missing(store: Transport, keys: Round, world_size: int) -> tuple[int | None, list[int], int]:
-    decided = store.exists(keys.decision)
-    step = int(store.get([keys.decision])[0]) if decided else None
-    # Before the decision a missing acknowledgement means "not acknowledged", after it a remaining one "not reached".
-    ranks = [rank for rank in range(world_size) if store.exists(keys.ack(rank)) == decided]
-    return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
