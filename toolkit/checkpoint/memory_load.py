@@ -41,12 +41,7 @@ class MemoryLoad:
     def __init__(self, seat: Seat, files: RankFiles, attempt: int, kv: KeyValue | None) -> None:
         self._seat, self._files, self._attempt, self._kv = seat, files, attempt, kv
         self._talk = Exchange(
-            kv,
-            rank=seat.rank,
-            world_size=seat.world_size,
-            topic=f"memory/{attempt}",
-            number=1,
-            timeout_s=_TIMEOUT_S,
+            kv, rank=seat.rank, world_size=seat.world_size, topic=f"memory/{attempt}", number=1, timeout_s=_TIMEOUT_S
         )
         self.is_usable = False  #: True if all ranks have files
         self.partner_told: Mapping[str, Any] | None = None  #: where the partner receives, if there is one

@@ -77,7 +77,16 @@ class SecondPlace:
                 if path is None:
                     self._thread = None
                     return
-            self._try_to_copy(path)
+            try:
+                self._refuse_of_others()
+                if not self.store.is_committed(step_of(path)):
+                    with file_errors("creating", self.store.folder):
+                        fsio.make_dir(self.store.folder)
+                    _copy(CheckpointStore(path.parent), path, self.store)
+                    self.store.prune()
+            except CheckpointError as error:
+                if path.exists():  # else it was pruned meanwhile: there is a newer one
+                    log.error("%s has no copy in %s: %s", path, self.store.folder, error)
 
     def _refuse_of_others(self) -> None:
         """Raise CheckpointError where another user may place a checkpoint, with right digests, for this run to load."""
@@ -86,18 +95,6 @@ class SecondPlace:
                 trust.refuse_of_others(self.store.folder, "checkpoint.copy_to")
         except RequestError as error:
             raise CheckpointError(str(error)) from error
-
-    def _try_to_copy(self, path: Path) -> None:
-        try:
-            self._refuse_of_others()
-            if not self.store.is_committed(step_of(path)):
-                with file_errors("creating", self.store.folder):
-                    fsio.make_dir(self.store.folder)
-                _copy(CheckpointStore(path.parent), path, self.store)
-                self.store.prune()
-        except CheckpointError as error:
-            if path.exists():  # else it was pruned meanwhile: there is a newer one
-                log.error("%s has no copy in %s: %s", path, self.store.folder, error)
 
 
 def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:

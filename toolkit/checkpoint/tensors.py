@@ -9,13 +9,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.manifest import (
-    CorruptCheckpointError,
-    TensorPart,
-    check_crc,
-    open_part,
-    unreadable_is_corrupt,
-)
+from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart, check_crc, open_part, unreadable_is_corrupt
 from toolkit.errors import CheckpointError
 
 

@@ -97,7 +97,19 @@ def _lead(
         try:
             if write_files is not None:
                 write_files(folder)
-            manifest = _write_with_others(store, folder, step, state, meta, talk, world_size)
+            # Write rank 0's part while the others write theirs, then compare and merge the reports.
+            own = _write_own(store, folder, 0, state)
+            reports = talk.gather()
+            for rank, report in reports.items():
+                _check_replicas(state, own, rank, report["replicas"])
+            files = manifests.library_files(folder)  # files of all ranks: each has reported that its own are written
+            sizes = {part.file: part.size_bytes for record in files.values() for part in record.parts}
+            library = _WrittenPart(sizes, files, {})
+            parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values()), library]
+            manifest = _merge(step, world_size, meta, parts)
+            # Copies of shards are compared last: any rank may have written the original.
+            for rank, report in reports.items():
+                _check_copies(manifest, rank, report["replicas"])
             final = store.commit(folder, manifest)
         except Exception:
             store.abandon(folder)
@@ -106,31 +118,6 @@ def _lead(
     # Older checkpoints go only now that the newest is on disk. No other rank waits for it.
     _prune(store)
     return final
-
-
-def _write_with_others(
-    store: CheckpointStore,
-    folder: Path,
-    step: int,
-    state: State,
-    meta: Mapping[str, Json],
-    talk: Exchange,
-    world_size: int,
-) -> Manifest:
-    # Write rank 0's part while the others write theirs, then compare and merge the reports.
-    own = _write_own(store, folder, 0, state)
-    reports = talk.gather()
-    for rank, report in reports.items():
-        _check_replicas(state, own, rank, report["replicas"])
-    files = manifests.library_files(folder)  # files of all ranks: each has reported that its own are written
-    sizes = {part.file: part.size_bytes for record in files.values() for part in record.parts}
-    library = _WrittenPart(sizes, files, {})
-    parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values()), library]
-    manifest = _merge(step, world_size, meta, parts)
-    # Copies of shards are compared last: any rank may have written the original.
-    for rank, report in reports.items():
-        _check_copies(manifest, rank, report["replicas"])
-    return manifest
 
 
 def _follow(

@@ -83,11 +83,7 @@ def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how:
 
 def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
     sizes = mesh_of(replace(config, name=name), session.world_size)
-    how: dict[str, Any] = {
-        "precision": train.precision,
-        "compile": train.compile,
-        "recompute": recomputed(config),
-    }
+    how: dict[str, Any] = {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
     match name:
         case "ddp":
             return _replicas(config, session, train, how)

@@ -39,12 +39,7 @@ from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, total_weight
-from toolkit.strategies.protocol import (
-    REPLICA,
-    ModelFactory,
-    OptimizerFactory,
-    StepOutput,
-)
+from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.spmd import Spmd
 
 #: Slots that count steps. They are equal on all ranks, and a mean would round them.
@@ -311,7 +306,11 @@ class LocalSgd(Spmd):
         part = self._part()
         self._average(part)
         # The divergence is measured before the outer step changes the mean.
-        self._spread = part * _distance(self._own.values(), self._weights.values())
+        # Their squared distance from the mean over its squared length, float64.
+        mean = list(self._weights.values())
+        apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(self._own.values()), mean)))
+        length = torch.stack(torch._foreach_norm(mean))
+        self._spread = part * (apart.double().square().sum() / length.double().square().sum().clamp(min=1e-30))
         if not self._meeting.keeps_slots:
             self._sent += sum_tensors(self._slots(), part=part)
         self._meeting.end()
@@ -336,10 +335,3 @@ class LocalSgd(Spmd):
 
     def _size_bytes(self) -> int:
         return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
-
-
-def _distance(ones: Collection[Tensor], others: Collection[Tensor]) -> Tensor:
-    """Return the squared distance of ``ones`` from ``others`` over the squared length of ``others``, float64."""
-    apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(ones), list(others))))
-    length = torch.stack(torch._foreach_norm(list(others)))
-    return apart.double().square().sum() / length.double().square().sum().clamp(min=1e-30)

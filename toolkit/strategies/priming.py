@@ -103,7 +103,14 @@ class _Kept:
         if self._extra is not None:
             self._module.set_extra_state(self._extra)
         for name, (value, before) in self._values.items():
-            vars(self._module)[name] = _refilled(value, before)
+            # The same object, which others may hold, gets its earlier contents.
+            if isinstance(value, (dict, set)):
+                value.clear()
+                value.update(before)
+            elif isinstance(value, (list, deque)):
+                value.clear()
+                value.extend(before)
+            vars(self._module)[name] = value
 
 
 def _is_plain(value: object) -> bool:
@@ -112,17 +119,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple, set, deque)):
         return all(map(_is_plain, value))
     return isinstance(value, _ATOMS)
-
-
-def _refilled(value: Any, before: Any) -> Any:
-    """Return the same object, which others may hold, with its earlier contents."""
-    if isinstance(value, (dict, set)):
-        value.clear()
-        value.update(before)
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(before)
-    return value
 
 
 def has_extra_state(module: nn.Module) -> bool:

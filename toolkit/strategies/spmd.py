@@ -177,10 +177,7 @@ class Spmd(AllNeeded):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of the global mean loss in ``.grad``.
-
-        Returns this rank's part of each loss, by name.
-        """
+        """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
         *early, last = self._parts(batch)
         in_parts = f"train.accumulate: {len(early) + 1}" if early else None
         passes: list[dict[str, Loss]] = []

@@ -42,7 +42,8 @@ class OnRequest:
 
     def resume(self, step: int) -> None:
         """Take the values that were set before ``step``. Others are set again at their steps."""
-        for at, key, value in self._held_from(self._session.from_main("changes", self._read_held), step):
+        known = self._session.from_main("changes", lambda: changes.in_force(changes.read(self._run)))
+        for at, key, value in self._held_from(known, step):
             if at < step:
                 self._set(step, {key: value})
 
@@ -104,9 +105,6 @@ class OnRequest:
 
     # ------------------------------------------------------------------------------------------------ rank 0 alone
 
-    def _read_held(self) -> list[tuple[int, str, Any]]:
-        return changes.in_force(changes.read(self._run))
-
     def _decide(self, request_id: str, step: int) -> dict[str, Any]:
         """Return what all ranks are to do; nothing where the request is answered or withdrawn, or cannot be done."""
         try:
@@ -114,7 +112,12 @@ class OnRequest:
             if request is None or not self._session.owns_run():
                 return {}
             if request.wish is Wish.PROFILE:
-                self._refuse_profile(request, step)
+                if step < self._profiled_until:
+                    raise RequestError(f"a profile is being made up to step {self._profiled_until}: ask again after it")
+                if request.rank in self._session.lost or request.rank >= self._session.world_size:
+                    raise RequestError(
+                        f"there is no rank {request.rank}, or it has died and the run goes on without it"
+                    )
                 return {"profile": request.to_json()}
             return self._record(request_id, request.values, step)
         except (OSError, RequestError) as error:
@@ -122,12 +125,6 @@ class OnRequest:
             log.warning("a user's request is not carried out: %s", error)
             self._answer(request_id, Answer(refused=f"nothing was done: {error}"))
             return {}
-
-    def _refuse_profile(self, request: UserRequest, step: int) -> None:
-        if step < self._profiled_until:
-            raise RequestError(f"a profile is being made up to step {self._profiled_until}: ask again after it")
-        if request.rank in self._session.lost or request.rank >= self._session.world_size:
-            raise RequestError(f"there is no rank {request.rank}, or it has died and the run goes on without it")
 
     def _record(self, request_id: str, values: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Write the values into the history. An attempt before may have done so, and died before it could answer."""

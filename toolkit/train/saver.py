@@ -40,10 +40,7 @@ class Saver:
         self._timer: threading.Timer | None = None
         self._blocked_s = 0.0
         self.store = CheckpointStore(
-            RunDir(session.run_dir).checkpoints,
-            _keep(config),
-            is_ours=session.owns_run,
-            moved=self._moved,
+            RunDir(session.run_dir).checkpoints, _keep(config), is_ours=session.owns_run, moved=self._moved
         )
         # Only rank 0 copies checkpoints to the second place.
         self.second: SecondPlace | None = None
@@ -131,7 +128,19 @@ class Saver:
         started = time.monotonic()
         self.settle()  # one save at a time
         if self._background and self._has_saved and not must:
-            self._begin_in_background(step, reached)
+            # It writes a copy, because the next step changes the weights.
+            staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
+            meta = {**self._state.meta, **reached}
+            # A store client serves one call at a time, so the writing thread gets one of its own.
+            if self._client is None and self._session.store is not None:
+                self._client = CuttableClient(self._session.store.clone())
+
+            def write() -> Path:
+                wait_for_copy()
+                return self._write(step, staged, meta, self._client, check_replicas=False)
+
+            self._waits = False
+            self._writing = BackgroundSave(step, self._client, write)
         else:
             self._save_now(step, reached, must)
         self._blocked_s = time.monotonic() - started
@@ -156,21 +165,6 @@ class Saver:
                     raise
                 time.sleep(RETRY_EVERY_S)
                 self._session.activity.move()  # a full disk is waited for and is no hang
-
-    def _begin_in_background(self, step: int, reached: Mapping[str, Json]) -> None:
-        """Begin a save in the background. It writes a copy, because the next step changes the weights."""
-        staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
-        meta = {**self._state.meta, **reached}
-        # A store client serves one call at a time, so the writing thread gets one of its own.
-        if self._client is None and self._session.store is not None:
-            self._client = CuttableClient(self._session.store.clone())
-
-        def write() -> Path:
-            wait_for_copy()
-            return self._write(step, staged, meta, self._client, check_replicas=False)
-
-        self._waits = False
-        self._writing = BackgroundSave(step, self._client, write)
 
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. With ``wanted``, cancel it unless it is of that step."""

@@ -101,17 +101,11 @@ def entry(tensor: Tensor) -> Replicated | Sharded:
     if all(placement.is_replicate() for placement in tensor.placements):
         return Replicated(local(tensor))
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part is
-    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), _is_copy(tensor))
-
-
-def _is_copy(tensor: DTensor) -> bool:
-    """True if another rank's part counts as the original of ours.
-
-    Rows of ranks may be equal: a mesh covers one row, and the others have meshes of their own. The original is in the
-    row with rank 0, and there the first along each dimension of copies.
-    """
+    # Another rank's part may count as the original of ours. Rows of ranks may be equal: a mesh covers one row, and
+    # the others have meshes of their own. The original is in the row with rank 0, and there the first along each
+    # dimension of copies.
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     assert place is not None, "this rank holds a part of the tensor"
     copies = [index for index, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()]
-    return any(copies) or 0 not in mesh.mesh
+    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), any(copies) or 0 not in mesh.mesh)

@@ -20,7 +20,7 @@ plain Linear is ``gathered``: right whatever the model does with it, but slower 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -77,7 +77,12 @@ class TensorPlan:
         ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
         # The last moment at which rank 0 still has the whole model to compare with.
         cut = CutLayers.before(model, styles, trial, mesh.size(), sequence=self.sequence)
-        _refuse_tied(ties, cut.fused)
+        for names in ties:
+            if any(name in cut.fused for name in names):
+                raise ConfigError(
+                    f"strategy.tensor_plan: {listing(names)} are one parameter, and it cannot be cut in several parts "
+                    "(colwise:N); leave the layer out of the plan"
+                )
         for name, style in styles.items():
             layer = model.get_submodule(name)
             how = _torch_style(style.partition(":")[0], self.sequence, isinstance(layer, nn.Embedding))
@@ -87,7 +92,13 @@ class TensorPlan:
         for name in frozen:  # some of torch's new parameters would be trained
             model.get_parameter(name).requires_grad_(False)
         if self.sequence:
-            _refuse_whole(model)
+            # A layer in no pattern of the plan would silently get a part of each sequence and a part of its gradient.
+            whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+            if whole:
+                raise ConfigError(
+                    f"strategy.sequence_parallel: {listing(whole, 5)} in no pattern of strategy.tensor_plan; add their "
+                    "layers, norms as sequence, or set it to false"
+                )
             model.register_forward_pre_hook(partial(_refuse_length, mesh.size()))
         shown = ", ".join(f"{count} {style}" for style, count in sorted(Counter(styles.values()).items()))
         log.info("%d ranks compute layers together: %s", mesh.size(), shown)
@@ -182,15 +193,6 @@ class CutLayers:
         return marked
 
 
-def _refuse_tied(ties: list[list[str]], fused: Collection[str]) -> None:
-    for names in ties:
-        if any(name in fused for name in names):
-            raise ConfigError(
-                f"strategy.tensor_plan: {listing(names)} are one parameter, and it cannot be cut in several parts "
-                "(colwise:N); leave the layer out of the plan"
-            )
-
-
 def _torch_style(style: str, sequence: bool, embeds: bool) -> ParallelStyle | None:
     outside = Shard(_LENGTH) if sequence else Replicate()  # what a rank has between cut layers
     into = Replicate() if embeds else outside
@@ -267,19 +269,6 @@ def _what(layer: nn.Module, style: str) -> str:
     if style == "rowwise":
         return "inputs" if isinstance(layer, nn.Linear) else "rows"
     return "outputs"
-
-
-def _refuse_whole(model: nn.Module) -> None:
-    """Raise ConfigError for parameters that are in no pattern of the plan.
-
-    Such a layer would silently get a part of each sequence and a part of its gradient.
-    """
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
-        raise ConfigError(
-            f"strategy.sequence_parallel: {listing(whole, 5)} in no pattern of strategy.tensor_plan; add their layers, "
-            "norms as sequence, or set it to false"
-        )
 
 
 def _refuse_length(ranks: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -90,7 +90,13 @@ class Side:
         self._update = Update(self._part, optimizer(self._part), self._train)
         refusal: str | None = None
         try:
-            self._refuse_scalars()
+            # Every server has the scalars, and updates in another order would make them differ.
+            scalars = [name for name, p in self._part.named_parameters() if p.requires_grad and not p.ndim]
+            if scalars and len(self._servers) > 1 and not self._keeps_own:
+                raise ConfigError(
+                    f"strategy.parameter_server.servers: {listing(scalars, 3)} has no dimension to cut; give it the "
+                    "shape (1,), or use one server, or mode: sync"
+                )
             self._try_optimizer()
             self._get_ready(whole, objective, sample)
         except ConfigError as error:
@@ -105,18 +111,6 @@ class Side:
     def _handlers(self) -> dict[Kind, Handler]:
         """Return what handles a message as it comes, by its kind."""
         raise AssertionError("each side does it in its own way")
-
-    def _refuse_scalars(self) -> None:
-        """Refuse scalars if several servers update asynchronously.
-
-        Every server has them, and updates in another order would make them differ.
-        """
-        scalars = [name for name, p in self._part.named_parameters() if p.requires_grad and not p.ndim]
-        if scalars and len(self._servers) > 1 and not self._keeps_own:
-            raise ConfigError(
-                f"strategy.parameter_server.servers: {listing(scalars, 3)} has no dimension to cut; give it the shape "
-                "(1,), or use one server, or mode: sync"
-            )
 
     def _try_optimizer(self) -> None:
         try:
@@ -245,10 +239,7 @@ class Side:
         return entries
 
     def _equalise(self, entries: dict[str, Entry]) -> None:
-        """Set small values that are equal on all servers (step counts) to rank 0's.
-
-        Workers do not make the steps.
-        """
+        """Set small values that are equal on all servers (step counts) to rank 0's. Workers do not make the steps."""
         replicated = {name: entry.value for name, entry in entries.items() if isinstance(entry, Replicated)}
         small = {name: value for name, value in replicated.items() if not name.startswith("model/")}
         # Tensors are filled in place; plain values are replaced in ``entries``.

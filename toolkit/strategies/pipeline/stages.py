@@ -64,7 +64,14 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     _refuse_other_calls(calls, _watch(model, inputs, training=True))
     names = [call.name for call in calls]
     idle = [name for name in _layers(model) if name not in names]
-    _refuse_what_no_layer_has(model, [*names, *idle])
+    layers = [*names, *idle]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    loose = [name for name, _ in named if owner(name, layers) is None]
+    if loose:
+        raise ConfigError(
+            f"strategy.name: {listing(loose, 5)} belongs to the model and to none of its layers, so that no stage of a "
+            "pipeline would have it; move it into a layer, or use fsdp"
+        )
     unused = [name for name, p in model.named_parameters() if p.requires_grad and owner(name, idle) is not None]
     if unused:
         raise ConfigError(unused_message(unused))
@@ -290,16 +297,6 @@ def owner(name: str, layers: Sequence[str]) -> str | None:
 
 def _trains(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
-
-
-def _refuse_what_no_layer_has(model: nn.Module, layers: Sequence[str]) -> None:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    loose = [name for name, _ in named if owner(name, layers) is None]
-    if loose:
-        raise ConfigError(
-            f"strategy.name: {listing(loose, 5)} belongs to the model and to none of its layers, so that no stage of a "
-            "pipeline would have it; move it into a layer, or use fsdp"
-        )
 
 
 def _refuse_shared(model: nn.Module, found: StagePlan) -> None:

@@ -32,13 +32,7 @@ from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_ba
 from toolkit.errors import ConfigError, OnePassError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
-from toolkit.ranks.collectives import (
-    broadcast_tensors,
-    from_rank,
-    sum_across_ranks,
-    sum_in_order,
-    sum_tensors,
-)
+from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.blocks import recomputed
@@ -212,10 +206,7 @@ class Pipeline(AllNeeded):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of the global mean loss in ``.grad``.
-
-        Returns this rank's part of each loss, by name.
-        """
+        """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
         self._batches = batch.to(self._device).split(self._micro_batches)
         self._losses = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
@@ -296,7 +287,17 @@ class Pipeline(AllNeeded):
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
         objective = self._objective
-        _refuse_random_inputs(objective, batch)
+        # The last stage would draw other random numbers for the model's inputs than the first.
+        with same_randomness():
+            before = random_state()
+            _model_input(objective, batch.part(0, 1))
+            draws = random_state() != before
+        if draws:
+            raise ConfigError(
+                "strategy.name: pipeline makes the model's inputs on one rank and the loss on another, and the loss "
+                f"({objective.where}) draws random numbers before it calls the model; draw them in the data set, or "
+                "use ddp or fsdp"
+            )
         self._weighs, self._names = False, ("",)
         # The first call of the objective is torch's probe.
         activity = self._session.activity
@@ -336,10 +337,7 @@ _AGAIN = (
 
 
 def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
-    """Return what a loss or a measure gives the model for ``batch``.
-
-    Raises ConfigError unless that is one tensor.
-    """
+    """Return what a loss or a measure gives the model for ``batch``. Raises ConfigError unless that is one tensor."""
     args, kwargs = given_to_model(call, batch) or ((), {})
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         given = [type(value).__name__ for value in args] + [f"{name}=..." for name in kwargs]
@@ -348,20 +346,6 @@ def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tens
             f"({', '.join(given)}): give it one tensor, or use ddp or fsdp"
         )
     return args[0]
-
-
-def _refuse_random_inputs(objective: Objective, batch: Batch) -> None:
-    """Refuse a loss that draws random numbers for the model's inputs. The last stage would draw other ones."""
-    with same_randomness():
-        before = random_state()
-        _model_input(objective, batch.part(0, 1))
-        draws = random_state() != before
-    if draws:
-        raise ConfigError(
-            "strategy.name: pipeline makes the model's inputs on one rank and the loss on another, and the loss "
-            f"({objective.where}) draws random numbers before it calls the model; draw them in the data set, or "
-            "use ddp or fsdp"
-        )
 
 
 @contextmanager

@@ -59,7 +59,13 @@ class Update:
         self._group: dist.ProcessGroup | None = None
         self._buffers_equal = True  #: on all ranks, as the first ones are
         self._optimizer = optimizer
-        _split_groups(optimizer)
+        # Kernels for several parameters at once take one kind only: split groups that hold both plain parameters
+        # and DTensors. A model of which some layers are cut over ranks has both.
+        groups, optimizer.param_groups = optimizer.param_groups, []
+        for group in groups:
+            sharded = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+            optimizer.param_groups += [{**group, "params": kind} for kind in (sharded, plain) if kind] or [group]
         self._ratios = _ratios(optimizer)
         self._slots = OptimizerState(names, optimizer)
         # The rest exists only if the config asks for it.
@@ -238,18 +244,6 @@ class _Buffers:
         for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
-
-
-def _split_groups(optimizer: Optimizer) -> None:
-    """Split groups that hold both plain parameters and DTensors.
-
-    Kernels for several parameters at once take one kind only. A model of which some layers are cut over ranks has both.
-    """
-    groups, optimizer.param_groups = optimizer.param_groups, []
-    for group in groups:
-        cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
-        plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
-        optimizer.param_groups += [{**group, "params": kind} for kind in (cut, plain) if kind] or [group]
 
 
 def _names(model: nn.Module, criterion: nn.Module | None) -> dict[Tensor, str]:

@@ -31,7 +31,20 @@ class OptimizerState:
         """Return every slot; tensors are live and may be filled in place."""
         # Without a step there may be no slots yet.
         if not self._stepped and not self._optimizer.state:
-            self._make_slots()
+            # Make every slot by a step of length 0 with gradients of 0, which moves no weight.
+            groups = self._optimizer.param_groups
+            rates = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = 0.0
+                for parameter in group["params"]:
+                    if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
+                        parameter.grad = torch.zeros_like(parameter)
+            # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            self._unfilled = True
         found = ((name, slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None)
         return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found}
 
@@ -61,19 +74,3 @@ class OptimizerState:
         for parameter, slots in self._optimizer.state.items():
             for slot in slots:
                 yield f"optim/{self._names[parameter]}/{slot}", slots, slot
-
-    def _make_slots(self) -> None:
-        """Make every slot by a step of length 0 with gradients of 0, which moves no weight."""
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
-                    parameter.grad = torch.zeros_like(parameter)
-        # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        self._unfilled = True
