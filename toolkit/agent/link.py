@@ -71,7 +71,14 @@ class AuthenticatedLink:
         if self._keys is None:
             if len(self._received) < NONCE_BYTES:
                 return [], b""
-            self._derive_keys(bytes(self._received[:NONCE_BYTES]))
+            other = bytes(self._received[:NONCE_BYTES])
+            if hmac.compare_digest(other, self._nonce):
+                raise StrangerError("our own greeting came back")
+            other_role = {"supervisor": "agent", "agent": "supervisor"}[self._role]
+            self._keys = (
+                hmac.digest(self._secret, self._role.encode() + self._nonce + other, "sha256"),
+                hmac.digest(self._secret, other_role.encode() + other + self._nonce, "sha256"),
+            )
             del self._received[:NONCE_BYTES]
             answer = b"".join(map(self.send, self._waiting))
             self._waiting.clear()
@@ -79,15 +86,6 @@ class AuthenticatedLink:
         while (message := self._next()) is not None:
             messages.append(message)
         return messages, answer
-
-    def _derive_keys(self, other: bytes) -> None:
-        if hmac.compare_digest(other, self._nonce):
-            raise StrangerError("our own greeting came back")
-        other_role = {"supervisor": "agent", "agent": "supervisor"}[self._role]
-        self._keys = (
-            hmac.digest(self._secret, self._role.encode() + self._nonce + other, "sha256"),
-            hmac.digest(self._secret, other_role.encode() + other + self._nonce, "sha256"),
-        )
 
     def _next(self) -> Message | None:
         assert self._keys is not None

@@ -116,12 +116,13 @@ class Agent:
                 for key, _ in self._selector.select(HEARTBEAT_S):
                     key.data()
                 self._reap()
+                now = time.monotonic()
                 # The supervisor that was to take over has sent nothing.
-                if time.monotonic() >= self._give_up_at:
+                if now >= self._give_up_at:
                     self._be_alone()
                 self._watch_the_batch_host()
-                if time.monotonic() >= next_heartbeat:
-                    next_heartbeat = time.monotonic() + HEARTBEAT_S
+                if now >= next_heartbeat:
+                    next_heartbeat = now + HEARTBEAT_S
                     digest = self._progress.digest()
                     sample = self._monitor.take_sample()
                     self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
@@ -323,22 +324,6 @@ def _connect(host: str, port: int) -> socket.socket:
     return connection
 
 
-def _redirect_output(path: Path) -> None:
-    """Redirect stdout and stderr, the zygote's too, to ``path``.
-
-    Where it cannot be written they go nowhere. srun's --output is not used: with it Slurm starts nothing on such a
-    node, and the reason would not be known.
-    """
-    try:
-        file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError as error:
-        print(f"{path}: {error.strerror}", file=sys.stderr)
-        file = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
-        os.dup2(file, output)
-    os.close(file)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Connect to the supervisor, and serve it."""
     ignore_signals()  # until there may be ranks to pass them on to
@@ -349,7 +334,17 @@ def main(arguments: Sequence[str]) -> None:
         secret = Path(secret_file).read_bytes()
     except OSError as error:
         sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
-    _redirect_output(Path(logs_dir) / f"agent-{name}.log")
+    # Redirect stdout and stderr, the zygote's too. Where the file cannot be written they go nowhere. srun's --output is
+    # not used: with it Slurm starts nothing on such a node, and the reason would not be known.
+    log_path = Path(logs_dir) / f"agent-{name}.log"
+    try:
+        file = fsio.open_private(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        print(f"{log_path}: {error.strerror}", file=sys.stderr)
+        file = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(file, output)
+    os.close(file)
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs

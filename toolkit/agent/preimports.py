@@ -19,7 +19,6 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit import fsio
@@ -130,39 +129,35 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
     found: list[str] = []
     for package in reversed(packages):
         before, threads = set(sys.modules), _threads()
-        with _watched(varying) as seen:
+        with _watched(varying) as reads:
             imported = [import_quietly(name) for name in modules if _package(name) == package]
-        if seen.harm or not all(imported) or _threads() != threads or has_gpu():
+        if reads or not all(imported) or _threads() != threads or has_gpu():
             found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
         if has_gpu():  # the packages after it can no longer be judged
             return list(packages)
     return found
 
 
-@dataclass
-class _ImportEffects:
-    harm: bool = False
-
-
 @contextlib.contextmanager
-def _watched(varying: Collection[str]) -> Iterator[_ImportEffects]:
-    """Notice reads of one of these environment variables, or of all variables."""
-    seen = _ImportEffects()
+def _watched(varying: Collection[str]) -> Iterator[list[str]]:
+    """Yield a list that gets each read of one of these environment variables, or of all variables."""
+    reads: list[str] = []
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
 
     def getitem(self: os._Environ[str], key: str) -> str:
-        seen.harm |= key in varying
+        if key in varying:
+            reads.append(key)
         return get(self, key)
 
     def iterate_all(self: os._Environ[str]) -> Iterator[str]:
-        seen.harm = True
+        reads.append("all")
         return iterate(self)
 
     # Methods are looked up in the class, so the class of os.environ is changed for the trial.
     kind.__getitem__, kind.__iter__ = getitem, iterate_all  # type: ignore[method-assign]
     try:
-        yield seen
+        yield reads
     finally:
         kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
 

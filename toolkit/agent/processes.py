@@ -119,15 +119,11 @@ class Processes:
 
     def look_at_the_clock(self) -> None:
         """Do what is due. To be called every second."""
-        if self.copies.awaited_by is not None and time.monotonic() >= self.copies.awaited_by:
+        now, zygote = time.monotonic(), self._zygote
+        if self.copies.awaited_by is not None and now >= self.copies.awaited_by:
             self.use_copies({})
-        self._learn()
-
-    def _learn(self) -> None:
-        """Have the zygote import what the ranks had to, once these have trained for a while."""
-        zygote = self._zygote
-        if self._imports and zygote and zygote.can_fork and self._children and time.monotonic() >= self._learn_at:
-            now = time.monotonic()
+        # Have the zygote import what the ranks had to, once these have trained for a while.
+        if self._imports and zygote and zygote.can_fork and self._children and now >= self._learn_at:
             self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
             zygote.learn()
 
@@ -298,9 +294,14 @@ class Processes:
         code = os.waitstatus_to_exitcode(status)
         no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
         self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
-        # Once no process of an attempt is left, all other children are strays.
+        # Once no process of an attempt is left, all other children are strays: what ranks have left in sessions of
+        # their own. After its parents' end it is the agent's child.
         if not self._children:
-            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
+            own = {*helpers, *([self._zygote.pid] if self._zygote else [])}
+            with contextlib.suppress(OSError):
+                for child_pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+                    if child_pid not in own:
+                        os.kill(child_pid, signal.SIGKILL)
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
@@ -334,14 +335,6 @@ def _make_pipes(child: _Child, files: list[str]) -> list[int]:
     return [reading, writing]
 
 
-def _end_strays(own: Collection[int]) -> None:
-    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
-    with contextlib.suppress(OSError):
-        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-            if pid not in own:
-                os.kill(pid, signal.SIGKILL)
-
-
 def _signal_session(leader: int, number: signal.Signals) -> None:
     """Signal the session, or only its leader. Until a fork has made its session it has no group of its own."""
     try:
@@ -356,9 +349,8 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
 def _oom_kills() -> int:
     """Return the number of out-of-memory kills in this control group; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        group = next(
-            line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"
-        )
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        group = next(line[3:].strip() for line in lines if line[:3] == "0::")
         for line in Path(f"/sys/fs/cgroup{group}/memory.events").read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])

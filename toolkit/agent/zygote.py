@@ -136,18 +136,13 @@ def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float =
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     preimports.inherited = frozenset(sys.modules)
-    took = {"import_s": time.monotonic() - began, "waited_s": max(0.0, waited_s)}
-    _send(lines, {"ready": {**took, "learnt": len(modules), "unclean": _unclean()}})
-
-
-def _unclean() -> str | None:
-    """Return why a fork would not be as good as a fresh interpreter; None where it would."""
+    # Say why a fork would not be as good as a fresh interpreter; None where it would.
+    unclean = "an import has opened the GPU" if preimports.has_gpu() else None
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
-        return f"an import has started threads: {', '.join(others)}"
-    if preimports.has_gpu():
-        return "an import has opened the GPU"
-    return None
+        unclean = f"an import has started threads: {', '.join(others)}"
+    took = {"import_s": time.monotonic() - began, "waited_s": max(0.0, waited_s)}
+    _send(lines, {"ready": {**took, "learnt": len(modules), "unclean": unclean}})
 
 
 def _send(lines: Any, message: dict[str, Any]) -> None:

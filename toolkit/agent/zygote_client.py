@@ -24,9 +24,8 @@ log = logs.get(__name__)
 class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
-    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
-    ``has_learnt``: it may have imported what earlier ranks did. ``took``: how long its import has taken, and has waited
-    for files.
+    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use. ``took``: how
+    long its import has taken, and has waited for files.
     """
 
     def __init__(

@@ -109,22 +109,18 @@ class _ProofRun:
         self._add("start of ranks", True, f"{len(measured.hosts)} ranks on {nodes} nodes")
         names = ", ".join(sorted({*measured.interfaces}))
         self._add("interface", True, f"{names}; backend {measured.backend}")
-        figures = measured.all_reduce
-        text = f"{figures.get('latency_us', 0):.0f} us for 8 B, {figures.get('bus_gb_s', 0):.2f} GB/s bus for 16 MiB"
-        self._add("all-reduce", True if nodes > 1 else None, text if nodes > 1 else "one node", dict(figures))
-        self._judge_folder(measured)
-
-    def _judge_folder(self, measured: Measured) -> None:
-        folder = dict(measured.folder)
-        if len({*measured.hosts}) < 2:
+        figures, folder = measured.all_reduce, measured.folder
+        if nodes < 2:
+            self._add("all-reduce", None, "one node", dict(figures))
             self._add("shared folder", None, "one node sees only itself")
             return
+        text = f"{figures.get('latency_us', 0):.0f} us for 8 B, {figures.get('bus_gb_s', 0):.2f} GB/s bus for 16 MiB"
+        self._add("all-reduce", True, text, dict(figures))
+        # The shared folder, as the other node saw it.
         visible, ahead = folder["visible_s"], folder["mtime_ahead_s"]
-        text = (
-            f"seen on the other node within {visible * 1000:.0f} ms"
-            if visible < LATE_S
-            else f"seen {visible:.1f} s late"
-        )
+        text = f"seen {visible:.1f} s late"
+        if visible < LATE_S:
+            text = f"seen on the other node within {visible * 1000:.0f} ms"
         self._add("renamed files", visible < LATE_S, text, {"visible_s": visible})
         torn = folder["torn"]
         text = "no read was torn" if not torn else f"{torn:.0f} reads found a file half written, or missing"
@@ -172,15 +168,12 @@ class _ProofRun:
             self._add("srun after a loss", None, "without a follow-up job")
             return
         self._add("follow-up job", True, "started after the run")
-        self._judge_loss(followed)
-
-    def _judge_loss(self, followed: Followed) -> None:
-        name, why = "srun after a loss", followed.why.partition("\n")[0]
         if followed.shrunk_s is None:
-            self._add(name, False if followed.nodes > 1 else None, why)
+            why = followed.why.partition("\n")[0]
+            self._add("srun after a loss", False if followed.nodes > 1 else None, why)
             return
         text = f"a step ran on the node that is left after {followed.shrunk_s:.1f} s"
-        self._add(name, True, text, {"step_s": followed.shrunk_s})
+        self._add("srun after a loss", True, text, {"step_s": followed.shrunk_s})
 
     # --------------------------------------------------------------------------------------------------------- inside
 
@@ -194,13 +187,6 @@ class _ProofRun:
             self._ask_at = now + ASK_SLURM_EVERY_S
             return self._run.is_over()
         return self._dir.result() is not None
-
-    def _is_queued(self, job: str | None) -> bool:
-        """True if Slurm says that the job waits in the queue. One that is held would wait for ever."""
-        with suppress(SlurmError):
-            status = self._slurm.show_jobs([job])[job] if job else None
-            return status is not None and ownership.waits(status) and not (status.reason or "").startswith("JobHeld")
-        return False
 
     def _why(self) -> str:
         result = self._dir.result()
@@ -218,8 +204,12 @@ class _ProofRun:
         while not is_true():
             now = time.monotonic()
             if limit_s is not None and ask_at <= now < began + QUEUE_S:
-                ask_at = now + ASK_SLURM_EVERY_S
-                deadline = now + limit_s if self._is_queued(job()) else deadline
+                ask_at, job_id = now + ASK_SLURM_EVERY_S, job()
+                # Time in the queue does not count. A job that is held there would wait for ever.
+                with suppress(SlurmError):
+                    status = self._slurm.show_jobs([job_id])[job_id] if job_id else None
+                    if status and ownership.waits(status) and not (status.reason or "").startswith("JobHeld"):
+                        deadline = now + limit_s
             if deadline is not None and now >= deadline:
                 return
             with suppress(OSError):

@@ -36,7 +36,14 @@ log = logs.get(__name__)
 
 def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
     """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
-    _refuse_impossible(plan)
+    if plan.how not in SIGNALS:
+        raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
+    if plan.then_ranks is not None and plan.how != "kill":
+        raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
+    if plan.steps < FEWEST_STEPS:
+        raise RequestError(f"resume-check: {plan.steps} steps are too few; use {FEWEST_STEPS} or more")
+    if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
+        raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
     loaded = configs.load_config(config, overrides)
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
     # Several checkpoints within the few steps, unless the user says how often.
@@ -50,31 +57,14 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
     steps = len(read(undisturbed).steps)
     log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, steps, ranks)
-    strike = _strike(plan, _needed(loaded, ranks), steps)
+    # A rank whose death ends the attempt: a parameter server's workers are not among them.
+    needed = loaded.strategy.parameter_server.servers if loaded.strategy.name == "parameter_server" else ranks
+    strike = _strike(plan, needed, steps)
     plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     common.append(f"name={loaded.name}-disturbed")
     disturbed = _disturb(config, common, plan, {"strikes": {"1": strike}}, executor)
     struck = f"rank {strike['rank']}, {plan.how}, in step {strike['step']}"
     return compare(undisturbed, disturbed, plan, struck)
-
-
-def _needed(config: configs.JobConfig, ranks: int) -> int:
-    """Return the number of first ranks whose death ends the attempt.
-
-    A parameter server's workers are not among them.
-    """
-    return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
-
-
-def _refuse_impossible(plan: CheckPlan) -> None:
-    if plan.how not in SIGNALS:
-        raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
-    if plan.then_ranks is not None and plan.how != "kill":
-        raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
-    if plan.steps < FEWEST_STEPS:
-        raise RequestError(f"resume-check: {plan.steps} steps are too few; use {FEWEST_STEPS} or more")
-    if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
-        raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
 
 
 def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:
@@ -111,26 +101,25 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
     """
-    if plan.then_ranks is not None:
+    ranks = plan.then_ranks
+    if ranks is not None:
         # Without retries a killed run ends, so that it can be resumed with other ranks.
         overrides = [*overrides, "retry.max_failures=0"]
     with _brief(brief):
         run = submit(config, overrides, executor=executor)
         ended = run.wait()
         if ended["state"] in (RunState.STOPPED, RunState.FAILED) and len(run.dir.attempts()) == 1:
-            if plan.then_ranks is not None:
-                _set_ranks(run.dir, plan.then_ranks)
+            if ranks is not None:
+                changed = configs.load_config(run.dir.config, site=False)
+                nodes = changed.cluster.nodes
+                if plan.then_ranks % nodes:
+                    raise RequestError(
+                        f"resume-check: {plan.then_ranks} ranks cannot be shared evenly by {nodes} nodes"
+                    )
+                changed.cluster.tasks_per_node = ranks // nodes
+                fsio.write_atomic(run.dir.config, configs.dump_config(changed))
             run = resume(run.dir)
     return _completed(run)
-
-
-def _set_ranks(run: RunDir, ranks: int) -> None:
-    config = configs.load_config(run.config, site=False)
-    nodes = config.cluster.nodes
-    if ranks % nodes:
-        raise RequestError(f"resume-check: {ranks} ranks cannot be shared evenly by {nodes} nodes")
-    config.cluster.tasks_per_node = ranks // nodes
-    fsio.write_atomic(run.config, configs.dump_config(config))
 
 
 @contextmanager

@@ -87,19 +87,11 @@ def page(report: CheckReport) -> str:
         )
         lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
     if report.worst_loss is not None:
-        lines += _what_of_the_loss(report, report.worst_loss)
+        why = "models with batch statistics or dropout draw"
+        more = "them for each rank, so that another number of ranks is another training (--tolerance)"
+        if report.moving_shares:
+            why = "more is not promised, for the shares follow the ranks' speed (data.share: auto),"
+            more = "which is another one each time; batch statistics and dropout follow the shares (--tolerance)"
+        lines += [f"loss: equal to {report.worst_loss:.1e} of its value; {why}", f"  {more}"]
     lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
     return "\n".join(lines)
-
-
-def _what_of_the_loss(report: CheckReport, worst: float) -> list[str]:
-    equal = f"loss: equal to {worst:.1e} of its value;"
-    if report.moving_shares:
-        return [
-            f"{equal} more is not promised, for the shares follow the ranks' speed (data.share: auto),",
-            "  which is another one each time; batch statistics and dropout follow the shares (--tolerance)",
-        ]
-    return [
-        f"{equal} models with batch statistics or dropout draw",
-        "  them for each rank, so that another number of ranks is another training (--tolerance)",
-    ]

@@ -30,11 +30,9 @@ def lines(profile: SiteProfile) -> Iterator[str]:
     """Yield the settings in words."""
     restarts = "at once, with --requeue=expedite" if profile.expedites else f"after {profile.requeue_delay_s:.0f} s"
     requeue = f"allowed; a requeued job may start again {restarts}"
-    yield (
-        f"requeue: {requeue}"
-        if profile.can_requeue
-        else ("requeue: forbidden by default (JobRequeue=0); follow-up jobs continue a run")
-    )
+    if not profile.can_requeue:
+        requeue = "forbidden by default (JobRequeue=0); follow-up jobs continue a run"
+    yield f"requeue: {requeue}"
     yield f"preemption: {profile.preempt_type.removeprefix('preempt/')}; {profile.kill_wait_s:.0f} s from TERM to KILL"
     arrays = f"indices below {profile.max_array_size}" if profile.max_array_size else "switched off"
     yield f"arrays: {arrays}; {profile.max_jobs} jobs of all users at once"

@@ -28,7 +28,12 @@ def versions() -> dict[str, str]:
     nccl = next(
         (v for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11") if (v := _package(name))), ""
     )
-    more = {"cuda": _cuda_of_torch(), "nccl": nccl, "driver": _driver()}
+    # The version of CUDA that torch was built for, from its file of versions.
+    spec = find_spec("torch") if "torch" not in sys.modules else sys.modules["torch"].__spec__
+    text = _text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
+    cuda = re.search(r"""^cuda\b.*?=\s*['"]([\d.]+)['"]""", text, re.MULTILINE)
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text(DRIVER))
+    more = {"cuda": cuda and cuda[1], "nccl": nccl, "driver": driver and driver[1]}
     return found | {name: version for name, version in more.items() if version}
 
 
@@ -37,19 +42,6 @@ def _package(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the version of CUDA that torch was built for, from its file of versions."""
-    spec = find_spec("torch") if "torch" not in sys.modules else sys.modules["torch"].__spec__
-    text = _text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
-    match = re.search(r"""^cuda\b.*?=\s*['"]([\d.]+)['"]""", text, re.MULTILINE)
-    return match[1] if match else None
-
-
-def _driver() -> str | None:
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text(DRIVER))
-    return match[1] if match else None
 
 
 def _text(path: Path) -> str:

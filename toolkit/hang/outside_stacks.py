@@ -80,7 +80,19 @@ def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> No
 
 
 def _notes(pids: Sequence[int]) -> str:
-    return "".join(f"# process {pid}: {_kernel_words(pid)}\n" for pid in pids)
+    """Return name and state of each process, and the kernel function it waits in.
+
+    Arguments may hold a password: they are left out.
+    """
+    notes = ""
+    for pid in pids:
+        words: list[str] = []
+        for name in ("comm", "status", "wchan"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
+                words += re.findall(r"^State:\s*(.+)$", text, re.MULTILINE) if name == "status" else [text]
+        notes += f"# process {pid}: {', '.join(words)}\n"
+    return notes
 
 
 def _parents(pids: Sequence[int]) -> dict[int, int]:
@@ -105,16 +117,6 @@ def _put(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())  # else the supervisor's node would not see it over NFS
-
-
-def _kernel_words(pid: int) -> str:
-    """Return name, state and the kernel function it waits in. Arguments may hold a password: they are left out."""
-    words: list[str] = []
-    for name in ("comm", "status", "wchan"):
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
-            words += re.findall(r"^State:\s*(.+)$", text, re.MULTILINE) if name == "status" else [text]
-    return ", ".join(words)
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -196,10 +198,11 @@ def _abort(pid: int, log: Path) -> str:
         text, now = b"", time.monotonic()
         deadline, grew = now + ABORT_LIMIT_S, now
         while now < deadline:
-            is_gone = _is_gone(pid)
+            # It has ended, whether its parent has reaped it or not.
+            state = _stat_fields(pid)[:1]
             if piece := file.read():
                 text, grew = text + piece, now
-            elif is_gone or (text and now - grew > QUIET_S):
+            elif state in ([], ["Z"], ["X"]) or (text and now - grew > QUIET_S):
                 break
             time.sleep(LOOK_EVERY_S)
             now = time.monotonic()
@@ -210,9 +213,3 @@ def _abort(pid: int, log: Path) -> str:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, number)
-
-
-def _is_gone(pid: int) -> bool:
-    """True for a process that has ended, whether its parent has reaped it or not."""
-    fields = _stat_fields(pid)
-    return not fields or fields[0] in "ZX"

@@ -207,9 +207,7 @@ def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:
 def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
     """Return the groups that :func:`digest` has written."""
     return [
-        RankGroup(
-            (place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s, tuple(stack)
-        )
+        RankGroup(tuple(place), doing, is_read, has_answered, tuple(ranks), still_s, tuple(stack))
         for place, doing, is_read, has_answered, ranks, still_s, stack in groups
     ]
 

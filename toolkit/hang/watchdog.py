@@ -26,11 +26,8 @@ class Watchdog:
     """Watches one attempt of ranks whose process group times out after ``timeout_s``."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._looked = clock()
-        self._now = 0.0
-        self._progress = 0.0
+        self._timeout_s, self._clock, self._looked = timeout_s, clock, clock()
+        self._now = self._progress = 0.0
         self._has_begun = False
         self.nodes: dict[str, Digest] = {}  #: the last digest of each node
 

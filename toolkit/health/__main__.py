@@ -86,31 +86,29 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         )
         return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
 
+    def asking(check: str, whom: str, run: Callable[[], list[Finding]]) -> Check:
+        text = f"{whom} does not answer within {ASKING_LIMIT_S:g} s; have the node looked at"
+        return Check(run, ASKING_LIMIT_S, Finding(check, "bad", "hangs", text))
+
+    def quick(run: Callable[[], list[Finding]]) -> Check:
+        text = f"does not get through its checks within {QUICK_LIMIT_S:g} s"
+        return Check(run, QUICK_LIMIT_S, Finding("answer", "bad", "none", text))
+
     # A look-up that has not ended within three times the warning's limit is reported as slow.
     look_up_s = 3 * host.LOOK_UP_WARNING_S
     slow = host.slow_look_up(f"takes more than {look_up_s:g} s", f"> {look_up_s:g} s")
     return [
-        _asking("network", "the name service", lambda: [_find_address(request)]),
+        asking("network", "the name service", lambda: [_find_address(request)]),
         Check(lambda: _look_up(request), look_up_s, slow),
-        _asking("gpus", "nvidia-smi", lambda: devices.check_gpus(request.gpus, os.environ)),
-        _quick(lambda: [cpus.check_cpus(asked)]),
-        _quick(lambda: [cpus.check_taken(asked)]),
-        _quick(lambda: _check_limits(request.gpus)),
-        *([_quick(speed.check_speeds)] if request.may_load else []),
+        asking("gpus", "nvidia-smi", lambda: devices.check_gpus(request.gpus, os.environ)),
+        quick(lambda: [cpus.check_cpus(asked)]),
+        quick(lambda: [cpus.check_taken(asked)]),
+        quick(lambda: _check_limits(request.gpus)),
+        *([quick(speed.check_speeds)] if request.may_load else []),
         disk("shared folder", runs, lambda: storage.check_shared(folder, request.token, name)),
         disk("run folder space", runs, lambda: storage.check_space("run folder space", runs)),
         disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),
     ]
-
-
-def _asking(check: str, whom: str, run: Callable[[], list[Finding]]) -> Check:
-    text = f"{whom} does not answer within {ASKING_LIMIT_S:g} s; have the node looked at"
-    return Check(run, ASKING_LIMIT_S, Finding(check, "bad", "hangs", text))
-
-
-def _quick(run: Callable[[], list[Finding]]) -> Check:
-    text = f"does not get through its checks within {QUICK_LIMIT_S:g} s"
-    return Check(run, QUICK_LIMIT_S, Finding("answer", "bad", "none", text))
 
 
 def _check_limits(gpus: int) -> list[Finding]:

@@ -56,22 +56,15 @@ def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
         folder = top / path.lstrip("/")
         # A parent's quota also binds, so go up to the root.
         while folder != top.parent:
-            yield from _quota(folder)
+            # cgroup 2 writes ``max 100000`` or ``150000 100000`` in one file; cgroup 1 has two files, -1 for no limit.
+            for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+                try:
+                    words = " ".join((folder / name).read_text() for name in names).split()
+                except OSError:
+                    continue
+                if words[0] not in ("max", "-1"):
+                    yield int(words[0]) / int(words[1])
             folder = folder.parent
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """Yield the quota in CPUs of one cgroup, if it has one.
-
-    cgroup 2 writes ``max 100000`` or ``150000 100000`` in one file; cgroup 1 has two files, and -1 for no limit.
-    """
-    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        try:
-            words = " ".join((folder / name).read_text() for name in names).split()
-        except OSError:
-            continue
-        if words[0] not in ("max", "-1"):
-            yield int(words[0]) / int(words[1])
 
 
 # ------------------------------------------------------------------------------------------------ who else uses them

@@ -115,7 +115,11 @@ class Nvml:
         if code != SUCCESS:
             raise NvmlError(f"nvmlInit_v2 failed with code {code}")
         self.gpus = [gpu for gpu in self._all() if is_visible(gpu, visible)]
-        self._events = self._open_events()
+        self._events: c_void_p | None = c_void_p()
+        if self._call("nvmlEventSetCreate", byref(self._events)) != SUCCESS:
+            self._events = None
+        for gpu in self.gpus if self._events is not None else ():
+            self._call("nvmlDeviceRegisterEvents", gpu.handle, c_ulonglong(XID_EVENT), self._events)
 
     def _all(self) -> Iterator[NvidiaGpu]:
         count = c_uint()
@@ -144,7 +148,7 @@ class Nvml:
 
     def condition(self, gpu: NvidiaGpu) -> Condition:
         """Return how well ``gpu`` is."""
-        errors, code = c_ulonglong(), SUCCESS
+        errors = c_ulonglong()
         code = self._call("nvmlDeviceGetTotalEccErrors", gpu.handle, UNCORRECTED, VOLATILE, byref(errors))
         if code in (GPU_IS_LOST, RESET_REQUIRED):
             return Condition(is_lost=True)
@@ -155,8 +159,10 @@ class Nvml:
         reasons = self._number("nvmlDeviceGetCurrentClocksEventReasons", gpu, c_ulonglong)
         if reasons is None:
             reasons = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, c_ulonglong)
+        action = _FieldValue(field=RECOVERY_ACTION)
+        knows_action = self._call("nvmlDeviceGetFieldValues", gpu.handle, c_int(1), byref(action)) == SUCCESS
         return Condition(
-            recovery_action=self._recovery_action(gpu),
+            recovery_action=action.value.unsigned if knows_action and action.code == SUCCESS else None,
             uncorrected_errors=errors.value if code == SUCCESS else None,
             remapped_rows=rows.value if knows_rows else None,
             has_remap_failed=bool(has_failed.value) if knows_rows else None,
@@ -183,19 +189,6 @@ class Nvml:
             index = next((str(gpu.index) for gpu in self.gpus if gpu.handle.value == event.device), "?")
             found.append((index, event.data))
         return found
-
-    def _open_events(self) -> c_void_p | None:
-        events = c_void_p()
-        if self._call("nvmlEventSetCreate", byref(events)) != SUCCESS:
-            return None
-        for gpu in self.gpus:
-            self._call("nvmlDeviceRegisterEvents", gpu.handle, c_ulonglong(XID_EVENT), events)
-        return events
-
-    def _recovery_action(self, gpu: NvidiaGpu) -> int | None:
-        value = _FieldValue(field=RECOVERY_ACTION)
-        code = self._call("nvmlDeviceGetFieldValues", gpu.handle, c_int(1), byref(value))
-        return value.value.unsigned if code == value.code == SUCCESS else None
 
     def _number(self, name: str, gpu: NvidiaGpu, kind: type[Any]) -> int | None:
         value = self._get(name, gpu, kind)

@@ -63,7 +63,12 @@ class Sickness:
 
     def look(self) -> list[str]:
         """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
-        problems = [*self._memory(), *self._heat(), *self._disk()]
+        problems = [*self._memory(), *self._heat()]
+        folder = self._root / "tmp"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            if self._lasts("disk", disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES, FULL_LOOKS):
+                problems.append(f"no room on {folder}")
         if self._looks % LOOKS_PER_GPU_LOOK == 0:
             problems += self._gpus()
         self._looks += 1
@@ -85,13 +90,6 @@ class Sickness:
         is_hot = self._looks > 0 and self._throttled > before
         if self._lasts("heat", is_hot, HOT_LOOKS):
             yield "processors throttled for heat"
-
-    def _disk(self) -> Iterator[str]:
-        folder = self._root / "tmp"
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(folder)
-            if self._lasts("disk", disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES, FULL_LOOKS):
-                yield f"no room on {folder}"
 
     def _gpus(self) -> Iterator[str]:
         if self._nvml is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -64,12 +65,9 @@ def _reading(folder: Path, token: str, within_s: float) -> str | None:
         return f"{folder.parent}: cannot be read ({_words(error)}){_advice(error)}"
     if text is None:
         # Tell a missing mount from a file that does not appear on a folder of the same name.
-        try:
-            is_mounted = folder.parent.is_dir()
-        except OSError:
-            is_mounted = True
-        if not is_mounted:
-            return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
+        with contextlib.suppress(OSError):
+            if not folder.parent.is_dir():
+                return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
         return (
             f"{folder.parent} is another folder here than on the batch host, or a stale one: what was written there is "
             f"not seen within {within_s:g} s; have its file system mounted anew"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.health.nvml import NvidiaGpu, Nvml
+from toolkit.health.nvml import Nvml
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 #: A process that is younger may still become another program, with the job's variables.
@@ -302,27 +302,25 @@ class NodeSampler:
         return self._usage
 
     def _gpus(self, elapsed_s: float) -> Iterator[GpuUsage]:
-        for gpu, known in zip(self._nvml.gpus if self._nvml else (), self._usage.gpus, strict=True):
-            yield self._gpu(gpu, known, elapsed_s)
-
-    def _gpu(self, gpu: NvidiaGpu, known: GpuUsage, elapsed_s: float) -> GpuUsage:
-        assert self._nvml is not None
-        load = self._nvml.load(gpu)
-        busy, memory, power_w = load.busy or 0.0, load.memory_bytes or 0, load.power_w or 0.0
-        # GPUs before Volta count no energy: take the power instead.
-        first, energy_j = self._first_energy[gpu.index], known.energy_j + power_w * elapsed_s
-        if first is not None and load.energy_j is not None:
-            energy_j = load.energy_j - first
-        return GpuUsage(
-            gpu.index,
-            busy,
-            known.busy_s + busy * elapsed_s,
-            memory,
-            max(known.most_memory_bytes, memory),
-            power_w,
-            energy_j,
-            # A driver that does not tell leaves it open whether the GPU is idle.
-            0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
-            max(known.link, self._nvml.link(gpu)),
-            gpu.model,
-        )
+        if self._nvml is None:
+            return
+        for gpu, known in zip(self._nvml.gpus, self._usage.gpus, strict=True):
+            load = self._nvml.load(gpu)
+            busy, memory, power_w = load.busy or 0.0, load.memory_bytes or 0, load.power_w or 0.0
+            # GPUs before Volta count no energy: take the power instead.
+            first, energy_j = self._first_energy[gpu.index], known.energy_j + power_w * elapsed_s
+            if first is not None and load.energy_j is not None:
+                energy_j = load.energy_j - first
+            yield GpuUsage(
+                gpu.index,
+                busy,
+                known.busy_s + busy * elapsed_s,
+                memory,
+                max(known.most_memory_bytes, memory),
+                power_w,
+                energy_j,
+                # A driver that does not tell leaves it open whether the GPU is idle.
+                0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
+                max(known.link, self._nvml.link(gpu)),
+                gpu.model,
+            )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,15 +78,26 @@ def cause_of_text(text: str) -> Diagnosis | None:
     """
     lines = _clean(text)
     plain = _LABELS.sub("", lines)
-    end = _last_moment(plain)
-    hits = ((rule.tier, at, rule) for rule in all_rules() for at in _first_hit(rule, plain, end))
+    # An error before this position cannot have ended the job: it went on for several steps.
+    steps = [match.start() for match in _PROGRESS.finditer(plain)]
+    start = steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
+    # For each rule the first line that fits.
+    hits: list[tuple[Tier, int, Rule]] = []
+    for each in all_rules():
+        places = [match.start() for pattern in each.lines if (match := pattern.search(plain, start))]
+        if places:
+            hits.append((each.tier, min(places), each))
     best = min(hits, key=lambda hit: hit[:2], default=None)
     if best is None:
         return None
     _, at, found = best
-    line = _line_at(plain, at)
+    # The line; of a long one, what is around the position.
+    begin, end = plain.rfind("\n", 0, at) + 1, plain.find("\n", at)
+    begin = begin if at - begin < SHOWN // 2 else at - SHOWN // 4
+    line = plain[begin : len(plain) if end < 0 else end].strip()[:SHOWN]
+    host = _HOST.search(line)
     rank = _rank_at(lines, plain.count("\n", 0, at))
-    return diagnosis_by(found, line, rank, _host_in(line), _frame(plain, at))
+    return diagnosis_by(found, line, rank, host and next(filter(None, host.groups())), _frame(plain, at))
 
 
 def diagnosis_by(
@@ -132,36 +142,11 @@ def _clean(text: str) -> str:
     return "\n".join(line[:LONGEST_LINE] for line in text.split("\n"))
 
 
-def _last_moment(text: str) -> int:
-    """Return the position before which an error cannot have ended the job: it went on for several steps."""
-    steps = [match.start() for match in _PROGRESS.finditer(text)]
-    return steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
-
-
-def _first_hit(rule: Rule, text: str, start: int) -> Iterator[int]:
-    """Yield the position of the first line from ``start`` on that fits, if there is one."""
-    hits = [match.start() for pattern in rule.lines if (match := pattern.search(text, start))]
-    if hits:
-        yield min(hits)
-
-
-def _line_at(text: str, at: int) -> str:
-    """Return the line at a position; of a long one, what is around the position."""
-    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
-    start = start if at - start < SHOWN // 2 else at - SHOWN // 4
-    return text[start : len(text) if end < 0 else end].strip()[:SHOWN]
-
-
 def _rank_at(lines: str, number: int) -> int | None:
     """Return the rank that a launcher's label before the line names."""
     match = _LABELS.match(lines.split("\n", number + 1)[number])
     ranks = match and next(filter(None, match.groups()), None)
     return int(ranks) if ranks else None
-
-
-def _host_in(line: str) -> str | None:
-    match = _HOST.search(line)
-    return match and next(filter(None, match.groups()))
 
 
 def _frame(text: str, at: int) -> str | None:

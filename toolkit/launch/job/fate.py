@@ -59,10 +59,7 @@ def fate_of_row(row: JobRow | None, restart_count: int) -> JobFate:
         return _BY_STATE[row.state]
     if row.preempt_time is not None and (row.end_time or 0.0) - row.preempt_time <= SAME_MOMENT_S:
         return JobFate.PREEMPTED
-    return JobFate.TIMEOUT if row.reason == "TimeLimit" or _used_up(row) else JobFate.CANCELLED
-
-
-def _used_up(row: JobRow) -> bool:
-    if row.end_time is None or row.start_time is None or row.time_limit_s is None:
-        return False
-    return row.end_time - row.start_time >= row.time_limit_s
+    is_timeout = row.reason == "TimeLimit"
+    if row.end_time is not None and row.start_time is not None and row.time_limit_s is not None:
+        is_timeout |= row.end_time - row.start_time >= row.time_limit_s
+    return JobFate.TIMEOUT if is_timeout else JobFate.CANCELLED

@@ -92,10 +92,7 @@ def submit(
 def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str | None:
     """Submit a job like the present one, from inside it. It follows this job and those that wait for it."""
     # Set the variables that the submission set for the first job.
-    variables = {
-        **snapshot.job_environment(run, os.environ, token),
-        **environment(run, [row.requeue_id, *waiting]),
-    }
+    variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     script = "\n".join(["#!/bin/bash", *exports, command(run), ""])
     return submit(run, slurm, script, [row.job_id, *waiting], options_of_job(os.environ, row, run))
@@ -213,13 +210,7 @@ def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
     return is_left and all(fate in _TAKEN_AWAY for fate in others)
 
 
-_TAKEN_AWAY = (
-    JobFate.PREEMPTED,
-    JobFate.REQUEUED,
-    JobFate.TIMEOUT,
-    JobFate.NODE_FAILED,
-    JobFate.UNKNOWN,
-)
+_TAKEN_AWAY = (JobFate.PREEMPTED, JobFate.REQUEUED, JobFate.TIMEOUT, JobFate.NODE_FAILED, JobFate.UNKNOWN)
 
 
 def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:

@@ -48,10 +48,8 @@ class Nodes:
 
     def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
         """Keep ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
-        self._run = run
-        self._allocation = allocation
+        self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
         self._wanted = len(allocation.without(spare).hosts)
-        self._allow_fewer = allow_fewer
         self._out: dict[str, str] = {}
         self._bad = remembered(run)
         self._ailing: dict[str, BadNode] = {}

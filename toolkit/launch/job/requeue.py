@@ -35,11 +35,8 @@ class JobRequeue:
 
     def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
         assert allocation.job_id is not None
-        self._run = run
-        self._job_id = allocation.job_id
+        self._run, self._slurm, self._nodes, self._job_id = run, slurm, nodes, allocation.job_id
         self._look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-        self._slurm = slurm
-        self._nodes = nodes
         self._row: JobRow | None = None
         self._follow_ups: list[str] = []
 

@@ -36,7 +36,9 @@ class UsageRecorder:
     def __init__(self, run: RunDir, allocation: Allocation, price: PriceConfig, environ: Mapping[str, str]) -> None:
         self._run, self._allocation = run, allocation
         self._price = PriceRecord(price.cpu_hour, price.gpu_hour, price.currency)
-        self._cpus = _cpus_of(allocation, environ)
+        # Slurm rounds up the CPUs that were asked for, and may give whole nodes.
+        given = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if allocation.job_id else []
+        self._cpus = sum(given) or allocation.cpus_per_task * allocation.world_size
         self._since = time.time()
         self._usage: JobUsage | None = None
         self.slow_links: Mapping[str, str] = {}  #: the nodes with a GPU whose PCIe link is slower than the others'
@@ -94,12 +96,6 @@ class UsageRecorder:
             time_limit_s=None if row is None else row.time_limit_s,
             gpus_per_node=job.gpus_per_node,
         )
-
-
-def _cpus_of(job: Allocation, environ: Mapping[str, str]) -> int:
-    """Return the number of CPUs that the job has; Slurm rounds up what was asked for, and may give whole nodes."""
-    given = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if job.job_id else []
-    return sum(given) or job.cpus_per_task * job.world_size
 
 
 def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:

@@ -29,9 +29,7 @@ class Journal:
     """The records of one run, written by the one job that supervises it."""
 
     def __init__(self, run: RunDir, allocation: Allocation, nodes: Nodes) -> None:
-        self._run = run
-        self._allocation = allocation
-        self._nodes = nodes
+        self._run, self._allocation, self._nodes = run, allocation, nodes
         self._unwritten: OSError | None = None
         self._began = time.time()
         self._is_first = True  # attempt of this job, or since its supervisor was killed

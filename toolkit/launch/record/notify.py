@@ -32,7 +32,7 @@ def notify(run: RunDir) -> None:
     try:
         result, command = run.result(), configs.load_config(run.config, site=False).notify
         if command and result is not None:
-            log.info("notify: %s", _call(run, command, _environ(run, result)))
+            log.info("notify: %s %s", command[0], _call(run, command, _environ(run, result)))
     except (OSError, ToolkitError) as error:
         log.warning("notify: the command could not be called: %s", error)
 
@@ -46,16 +46,12 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
     try:
         code = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"{command[0]} was not done after {LIMIT_S:g} s and is killed; its output: {output.name}"
+        return f"was not done after {LIMIT_S:g} s and is killed; its output: {output.name}"
     finally:
         with contextlib.suppress(ProcessLookupError):  # also what it has left in the background
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return (
-        f"{command[0]} is done"
-        if code == 0
-        else f"{command[0]} failed with exit code {code}; its output: {output.name}"
-    )
+    return "is done" if code == 0 else f"failed with exit code {code}; its output: {output.name}"
 
 
 def _environ(run: RunDir, result: RunResult) -> dict[str, str]:

@@ -173,6 +173,7 @@ class Claim:
             # A second start of the same job keeps its place; a new job becomes the present one.
             if job_id is not None and job_id not in jobs:
                 jobs = (*jobs, job_id)
+            known = jobs_of(run)  # the present job and those that follow it
             claim = Claim(
                 run,
                 OwnerRecord(
@@ -183,7 +184,7 @@ class Claim:
                     pid=os.getpid(),
                     time=time.time(),
                     jobs=jobs,
-                    follow_ups=_follow_ups_of(run, job_id),
+                    follow_ups=tuple(known[known.index(job_id) + 1 :]) if job_id in known else (),
                 ),
             )
             try:
@@ -253,12 +254,6 @@ def _may_serve(owner: OwnerRecord, job_id: str | None, token: str | None) -> boo
     if job_id is not None and job_id in owner.jobs:
         return job_id == owner.job_id
     return token == owner.token or (token is None and job_id is None)
-
-
-def _follow_ups_of(run: RunDir, job_id: str | None) -> tuple[str, ...]:
-    """Return the jobs that follow ``job_id``, the run's present job or one of its followers."""
-    jobs = jobs_of(run)
-    return tuple(jobs[jobs.index(job_id) + 1 :]) if job_id in jobs else ()
 
 
 def _describe(run: RunDir, owner: OwnerRecord) -> str:

@@ -166,15 +166,12 @@ class SweepDir:
 
     def was_removed(self, point: Point) -> bool:
         """True if the point has had a run folder, and somebody has removed it. It is not run again by itself."""
-        return self._mark(point).exists() and not self.run_of(point).path.exists()
+        return (self.path / "begun" / point.id).exists() and not self.run_of(point).path.exists()
 
     def begun(self) -> set[str]:
         """Return the ids of the points that have, or have had, a run folder."""
         folder = self.path / "begun"
         return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-    def _mark(self, point: Point) -> Path:
-        return self.path / "begun" / point.id
 
     def make_run(self, point: Point, submitted: float) -> RunDir:
         """Return the run of a point; make its folder unless it is there. What an interrupted start left is completed.
@@ -206,7 +203,7 @@ class SweepDir:
         return run
 
     def _mark_begun(self, point: Point) -> None:
-        mark = self._mark(point)
+        mark = self.path / "begun" / point.id
         if not mark.exists():
             fsio.make_dir(mark.parent, parents=0)
             fsio.write_atomic(mark, b"", durable=False)

@@ -16,7 +16,7 @@ from toolkit.launch.start.store import StoreHostEnded, port_in
 
 
 class AgentStore:
-    """The store of one attempt, on the supervisor's node."""
+    """The store of one attempt, on the supervisor's node: a :class:`~toolkit.launch.start.launcher.Store`."""
 
     def __init__(self, attempt: int, host: str, events: Events, links: AgentLinks) -> None:
         self.attempt = attempt
@@ -28,12 +28,10 @@ class AgentStore:
         self._is_over = False
 
     def propose(self, kind: str, by: str) -> None:
-        """See :class:`~toolkit.launch.start.launcher.Store`."""
         text = json.dumps({"propose": kind, "by": by}) + "\n"
         self._links.call(lambda: self.when_ready(lambda: self._send(do="tell", text=text)))
 
     def close(self) -> None:
-        """See :class:`~toolkit.launch.start.launcher.Store`."""
         self.is_closing = True
         self._send(do="end_store")
 
@@ -69,7 +67,10 @@ class AgentStore:
 
 
 class AgentRanks:
-    """The ranks of one attempt. All methods except ``kill`` and ``abandon`` are called in the links' thread."""
+    """The ranks of one attempt: :class:`~toolkit.launch.start.launcher.RunningRanks`.
+
+    All methods except ``kill`` and ``abandon`` are called in the links' thread.
+    """
 
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
         self._attempt, self._events, self._links = attempt, events, links
@@ -81,7 +82,6 @@ class AgentRanks:
         self.may_begin = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
         self._links.call(lambda: self._kill(number))
 
     def _kill(self, number: signal.Signals) -> None:
@@ -93,14 +93,13 @@ class AgentRanks:
             self._links.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
 
     def abandon(self) -> None:
-        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
-        self._links.call(self._abandon)
+        def give_up() -> None:
+            hosts = [host for host in self.hosts if self._ranks_on(host)]
+            self._end(list(self._left), EXIT_FAILED)
+            for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
+                self._links.drop(host, "its ranks were given up")
 
-    def _abandon(self) -> None:
-        hosts = [host for host in self.hosts if self._ranks_on(host)]
-        self._end(list(self._left), EXIT_FAILED)
-        for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
-            self._links.drop(host, "its ranks were given up")
+        self._links.call(give_up)
 
     def _ranks_on(self, host: str) -> list[int]:
         return [rank for rank in self._ranks.get(host, ()) if rank in self._left]

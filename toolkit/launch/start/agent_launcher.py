@@ -46,7 +46,7 @@ class CopyingListener(Protocol):
 
 
 class AgentLauncher(AgentUser):
-    """Starts ranks through the agents of the job's nodes.
+    """Starts ranks through the agents of the job's nodes: a :class:`~toolkit.launch.start.launcher.Launcher`.
 
     ``settings`` tells what the ranks get from the agents because Slurm does not give it to them: CPUs of their own, and
     the signals for the job. Without Slurm it is neither: who signals a process here has chosen it.
@@ -75,7 +75,6 @@ class AgentLauncher(AgentUser):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         if not self._agents.is_open:
             self._open(command, environ, events)
             self._agents.links.start()
@@ -91,7 +90,6 @@ class AgentLauncher(AgentUser):
     def take_over(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> tuple[RunningRanks, Store] | None:
-        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
         spares = dict.fromkeys(self._allocation.hosts, 0)
         awaited = Awaited(attempt, {**spares, **dict(zip(allocation.hosts, allocation.tasks, strict=True))})
@@ -114,7 +112,6 @@ class AgentLauncher(AgentUser):
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
-        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         links = self._agents.links
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
@@ -133,7 +130,6 @@ class AgentLauncher(AgentUser):
         events: Events,
         store: Store,
     ) -> RunningRanks:
-        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         assert isinstance(store, AgentStore)
         links = self._agents.links
         step = AgentRanks(attempt, allocation, events, links)
@@ -233,10 +229,9 @@ class AgentLauncher(AgentUser):
             for host in self._step.orders.keys() & hosts:
                 links.send(host, self._step.orders.pop(host))
 
-    # what the agents tell
+    # what the agents tell, see AgentUser
 
     def agent_connected(self, host: str) -> None:
-        """See :class:`~toolkit.launch.start.agents.AgentUser`."""
         for order in self._orders_to_copy:
             self._agents.links.send(host, order)
         if self._is_warm and not self._has_to_copy_first:  # also on a spare
@@ -244,7 +239,6 @@ class AgentLauncher(AgentUser):
         self._send_orders([host])
 
     def take_message(self, host: str, message: Message) -> None:
-        """See :class:`~toolkit.launch.start.agents.AgentUser`."""
         if message["is"] in ("imported", "staged"):
             if self.copying is not None:
                 hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged
@@ -262,7 +256,6 @@ class AgentLauncher(AgentUser):
             step.take(host, message)
 
     def agent_ended(self, host: str, why: str) -> None:
-        """See :class:`~toolkit.launch.start.agents.AgentUser`."""
         if self.copying is not None:
             self.copying.note_lost(host)
         if self._step is not None:
@@ -271,7 +264,6 @@ class AgentLauncher(AgentUser):
             self._store.end(EXIT_FAILED)
 
     def agent_missing(self, host: str, why: str) -> None:
-        """See :class:`~toolkit.launch.start.agents.AgentUser`."""
         if self.copying is not None:
             self.copying.note_lost(host)
         if self._step is not None:

@@ -71,7 +71,7 @@ class AgentLinks:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for end, what in ((listening, self._accept), (self._woken, self._be_called)):
+        for end, what in ((listening, self._accept), (self._woken, self._carry_out_calls)):
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ, what)
         self._waker.setblocking(False)
@@ -134,7 +134,8 @@ class AgentLinks:
                         key.data()
                     elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select
                         self._serve_peer(key.data, ready)
-                self._close_strangers()
+                if self._strangers:
+                    self._close_strangers()
                 self._listener.time_passed()
         except Exception as error:
             self._listener.broke(error)
@@ -145,7 +146,7 @@ class AgentLinks:
             for peer in self._peers.values():
                 peer.connection.close()
 
-    def _be_called(self) -> None:
+    def _carry_out_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         while not self._calls.empty():
@@ -223,10 +224,8 @@ class AgentLinks:
             self._listener.agent_left(peer.host, why)
 
     def _close_strangers(self) -> None:
-        if not self._strangers:
-            return
         now = time.monotonic()
-        peers = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Peer)]
-        for peer in peers:
-            if peer.host is None and now - peer.heard > STRANGER_S:
+        for key in [*self._selector.get_map().values()]:
+            peer = key.data
+            if isinstance(peer, _Peer) and peer.host is None and now - peer.heard > STRANGER_S:
                 self._drop(peer, "it has not shown that it knows the secret")

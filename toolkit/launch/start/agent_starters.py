@@ -21,14 +21,13 @@ GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")
 
 
 class LocalAgent:
-    """An agent on this machine, which dies with this process."""
+    """An agent on this machine, which dies with this process: an :class:`.AgentStarter`."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        """See :class:`AgentStarter`."""
         (host,) = hosts
         log_path = self._run.logs / f"agent-{host}.log"
         with open_log(log_path) as output:
@@ -50,16 +49,15 @@ class LocalAgent:
         threading.Thread(target=wait, daemon=True).start()
 
     def note_connected(self, host: str) -> None:
-        """See :class:`AgentStarter`."""
+        """Do nothing: the end of the process is noticed in any case."""
 
     def close(self) -> None:
-        """See :class:`AgentStarter`."""
         for process in self._processes:
             process.kill()
 
 
 class SrunAgents:
-    """Agents as one step of the job, with all resources that the job has on its nodes.
+    """Agents as one step of the job, with all resources that it has on its nodes: an :class:`.AgentStarter`.
 
     An srun is killed, without notice to its step, as soon as all its agents have connected. When a batch host comes
     back just as Slurm has given it up, its slurmd ends the job's processes there. An srun among them would take the
@@ -71,7 +69,6 @@ class SrunAgents:
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        """See :class:`AgentStarter`."""
         plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,
@@ -108,7 +105,6 @@ class SrunAgents:
                 on_failure([host], "Slurm has given the node up")
 
     def note_connected(self, host: str) -> None:
-        """See :class:`AgentStarter`."""
         for srun, missing in self._sruns:
             if host in missing:
                 missing.remove(host)
@@ -117,7 +113,7 @@ class SrunAgents:
                     srun.silence()
 
     def close(self) -> None:
-        """End the sruns, see :class:`AgentStarter`. The agents have left; srun must end no step by number."""
+        """End the sruns. The agents have left; srun must end no step by number."""
         for srun, _ in self._sruns:
             srun.silence()
 

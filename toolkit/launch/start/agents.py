@@ -285,20 +285,18 @@ class Agents:
         for some in [hosts] if self._start_of else [hosts, self._allocation.hosts]:
             wanted = {*some} - self.links.hosts - self._starting.keys()
             missing = [host for host in self._allocation.hosts if host in wanted]
-            if missing:
-                self._start_on(missing)
-
-    def _start_on(self, hosts: Sequence[str]) -> None:
-        self._starting |= dict.fromkeys(hosts, time.monotonic())
-        for host in hosts:
-            self._requests.missing.pop(host, None)
-        # The number tells a late failure of an earlier start from one of this start.
-        number = max(self._start_of.values(), default=0) + 1
-        self._start_of |= dict.fromkeys(hosts, number)
-        try:
-            self._starter.start(hosts, self._at, self.environ, partial(self._note_failure, number))
-        except OSError as error:
-            self._give_up(hosts, f"agents cannot be started: {error}")
+            if not missing:
+                continue
+            self._starting |= dict.fromkeys(missing, time.monotonic())
+            for host in missing:
+                self._requests.missing.pop(host, None)
+            # The number tells a late failure of an earlier start from one of this start.
+            number = max(self._start_of.values(), default=0) + 1
+            self._start_of |= dict.fromkeys(missing, number)
+            try:
+                self._starter.start(missing, self._at, self.environ, partial(self._note_failure, number))
+            except OSError as error:
+                self._give_up(missing, f"agents cannot be started: {error}")
 
     def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
         """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
@@ -317,14 +315,13 @@ class Agents:
             self._requests.note_missing(NodeSilent(host, why, is_certain))
             self._user.agent_missing(host, why)
 
-    # what the links tell
+    # what the links tell, see Listener
 
     def admits(self, host: str, message: Message) -> bool:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`. A refused agent ends its ranks."""
+        """True if the agent is wanted. A refused agent ends its ranks."""
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         self._starting.pop(host, None)
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
@@ -335,7 +332,6 @@ class Agents:
         self._user.agent_connected(host)
 
     def take_message(self, host: str, message: Message) -> None:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         match message["is"]:
             case "alive":
                 if message["progress"] is not None:
@@ -359,7 +355,6 @@ class Agents:
                 self._user.take_message(host, message)
 
     def agent_left(self, host: str, why: str) -> None:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         # While closing, agents are meant to leave.
         if self._is_closed.is_set():
             if not self.links.hosts:
@@ -370,11 +365,9 @@ class Agents:
         self._user.agent_ended(host, why)
 
     def broke(self, error: Exception) -> None:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         self._events.put(error)
 
     def time_passed(self) -> None:
-        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         now = time.monotonic()
         if now < self._next_heartbeat:
             return

@@ -138,7 +138,7 @@ class SharedFolder:
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Add a finding to each node whose file is not visible here."""
         try:
-            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes if _wrote(node)]))
+            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen(nodes))
         except OSError:  # it hangs here, since the request
             unseen = set()
         text = (
@@ -149,28 +149,25 @@ class SharedFolder:
             if node.name in unseen:
                 node.find(Finding("shared folder", "bad", "differs", text))
 
-    def _unseen(self, names: Sequence[str]) -> set[str]:
-        """Return the names whose files are not visible. One listing covers nearly all of them.
+    def _unseen(self, nodes: Sequence[Heard]) -> set[str]:
+        """Return the nodes that have written a file which is not visible. One listing covers nearly all of them.
 
         With thousands of nodes a look at each file would take seconds.
         """
         deadline = time.monotonic() + storage.SEEN_WITHIN_S
-        listed = {path.name for path in self.path.iterdir()}
-        return {
-            name
-            for name in names
-            if name not in listed
-            and storage.read_soon(self.path / name, self.token, deadline - time.monotonic()) != self.token
-        }
+        listed, unseen = {path.name for path in self.path.iterdir()}, set[str]()
+        for node in nodes:
+            found = [finding.severity for finding in node.findings or () if finding.check == "shared folder"]
+            if "ok" in found and node.name not in listed:
+                text = storage.read_soon(self.path / node.name, self.token, deadline - time.monotonic())
+                if text != self.token:
+                    unseen.add(node.name)
+        return unseen
 
     def remove(self) -> None:
         """Remove the folder. An error is ignored: it is a few bytes in the run folder."""
         with contextlib.suppress(OSError):
             _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
-
-
-def _wrote(node: Heard) -> bool:
-    return any(finding.check == "shared folder" and finding.severity == "ok" for finding in node.findings or ())
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:

@@ -252,7 +252,9 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
             runpy._run_module_as_main(python.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
         else:
             # the name that a fresh interpreter gives it, which pathlib would shorten
-            _run_script(main, python.target if python.target.startswith("/") else f"{Path.cwd()}/{python.target}")
+            path = python.target if python.target.startswith("/") else f"{Path.cwd()}/{python.target}"
+            main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit:
         raise
     except BaseException as error:
@@ -262,11 +264,6 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None
         raise  # the interpreter ends as for any exception: KeyboardInterrupt is an end by SIGINT
-
-
-def _run_script(main: ModuleType, path: str) -> None:
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _unset_safe_path() -> None:

@@ -46,7 +46,7 @@ SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
 
 
 class SrunLauncher(AgentUser):
-    """Starts ranks as one srun step of the job, each on its planned node.
+    """Starts ranks as one srun step of the job, each on its planned node: a `Launcher`.
 
     The ranks are not the agents' children, but report to the agents. Where an agent ends, the ranks of its node notice
     it, and end.
@@ -61,28 +61,24 @@ class SrunLauncher(AgentUser):
         mpi: str | None = None,
     ) -> None:
         """Take what the launcher needs. ``mpi`` is the plugin that ranks over MPI need."""
-        self._run = run
-        self._slurm = slurm
-        self._agents = agents
-        self._container = container
-        self._mpi = mpi
+        self._run, self._slurm, self._agents = run, slurm, agents
+        self._container, self._mpi = container, mpi
         self._step: _SrunRanks | None = None
 
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """Start the agents, see :class:`~toolkit.launch.start.launcher.Launcher`. They start no ranks."""
+        """Start the agents. They start no ranks."""
         self._agents.open(environ, events, self)
         self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure(hosts))
 
     def take_over(self, *attempt: object) -> None:
-        """Return None: the ranks' srun has died with the supervisor. See `Launcher`."""
+        """Return None: the ranks' srun has died with the supervisor."""
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> StoreHost:
-        """See :class:`~toolkit.launch.start.launcher.Launcher`."""
         log_path = self._run.attempt_logs(attempt) / "store.log"
         return StoreHost(world_size, host, environ, events, log_path, self._container)
 
@@ -95,8 +91,7 @@ class SrunLauncher(AgentUser):
         events: Events,
         store: Store,
     ) -> RunningRanks:
-        """Start the ranks, see :class:`~toolkit.launch.start.launcher.Launcher`. They get their numbers from the step's
-        variables."""
+        """Start the ranks. They get their numbers from the step's variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
         environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
@@ -119,7 +114,7 @@ class SrunLauncher(AgentUser):
         return step
 
     def agent_missing(self, host: str, why: str) -> None:
-        """Note a missing agent, see :class:`~toolkit.launch.start.agents.AgentUser`. Its ranks could not report."""
+        """Note a missing agent. Its ranks could not report."""
         if self._step is not None:
             self._step.lack_agent(host, why)
 
@@ -197,13 +192,9 @@ class _SrunRanks:
         self, srun: Srun, name: str, allocation: Allocation, slurm: SlurmCommands, events: Events, agents: Agents
     ) -> None:
         assert allocation.job_id is not None
-        self._srun = srun
-        self._name = name
+        self._srun, self._name, self._slurm, self._events, self._agents = srun, name, slurm, events, agents
         self._number: str | None = None  #: the step's number in its job, once it has been asked for
         self._job_id, self._hosts = allocation.job_id, allocation.hosts
-        self._slurm = slurm
-        self._events = events
-        self._agents = agents
 
     def wait(self) -> None:
         code = self._srun.wait(self._events.put)
@@ -223,7 +214,6 @@ class _SrunRanks:
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
-        """See :class:`~toolkit.launch.start.launcher.RunningRanks`."""
         self._srun.silence()
 
     def _kill(self, number: signal.Signals) -> None:

@@ -39,7 +39,7 @@ class StoreHostEnded:
 
 
 class StoreHost:
-    """The child that serves an attempt's store."""
+    """The child that serves an attempt's store: a :class:`~toolkit.launch.start.launcher.Store`."""
 
     def __init__(
         self,
@@ -62,7 +62,12 @@ class StoreHost:
         if container is not None and container.is_a_step:
             command = srun_here_argv([*container.srun_options(), *container.command(module)])
             self._process = _start(command, step_environment(environ), log_path, signal.SIGTERM)
-            self.port = self._hear_port(log_path)
+            # The store chooses its port, since srun passes no socket on.
+            assert self._process.stdout is not None
+            port = next((port for line in self._process.stdout if (port := port_in(line)) is not None), None)
+            if port is None:
+                raise RequestError(f"the store host did not start in the container: {log_path} says why")
+            self.port = port
         else:
             with listen(host) as listener:
                 listener.set_inheritable(True)
@@ -73,14 +78,6 @@ class StoreHost:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def _hear_port(self, log_path: Path) -> int:
-        """Return the port that the store chose, since srun passes no socket on. Then the ranks can start."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if (port := port_in(line)) is not None:
-                return port
-        raise RequestError(f"the store host did not start in the container: {log_path} says why")
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -90,14 +87,12 @@ class StoreHost:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
 
     def propose(self, kind: str, by: str) -> None:
-        """See :class:`~toolkit.launch.start.launcher.Store`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and the queue has that event
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """See :class:`~toolkit.launch.start.launcher.Store`."""
         self._closing = True
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()

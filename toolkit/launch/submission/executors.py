@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs, rundir
+from toolkit import logs, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.requeue import forbid_expedited_requeue
 from toolkit.launch.record import after, awaited, ownership
+from toolkit.launch.start.children import open_log
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.site_checks import profile_here
@@ -102,7 +103,10 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             flags = parameters["additional_parameters"]
             if _may_expedite(config):
                 flags["requeue"] = "expedite"
-            if jobs := _awaited_jobs(run):
+            # Wait for the present jobs of the runs that come first. Whether that is enough, the run finds out itself.
+            waits_for = after.record_of(run)
+            jobs = [] if waits_for is None else awaited.outlook(waits_for, Slurm().show_jobs).jobs
+            if jobs:
                 flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
@@ -111,12 +115,6 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
         except OSError:
             _cancel(submitted)
             raise
-
-
-def _awaited_jobs(run: RunDir) -> Sequence[str]:
-    """Return the jobs that must have ended before the run can start. Whether that is enough, it finds out itself."""
-    record = after.record_of(run)
-    return () if record is None else awaited.outlook(record, Slurm().show_jobs).jobs
 
 
 def _may_expedite(config: JobConfig) -> bool:
@@ -228,7 +226,7 @@ def _output_to(path: Path) -> Iterator[None]:
         with suppress(OSError):  # a daemon may have closed them
             saved[number] = os.dup(number)
     try:
-        with Path(os.devnull).open("rb") as nothing, os.fdopen(fsio.open_private(path, _APPEND), "ab") as file:
+        with Path(os.devnull).open("rb") as nothing, open_log(path) as file:
             for source, number in ((nothing, 0), (file, 1), (file, 2)):
                 os.dup2(source.fileno(), number)
         yield
@@ -238,9 +236,6 @@ def _output_to(path: Path) -> Iterator[None]:
             if number in saved:
                 os.dup2(saved[number], number)
                 os.close(saved[number])
-
-
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 @contextmanager

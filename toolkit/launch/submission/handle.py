@@ -116,9 +116,8 @@ class Run:
             # A local process is checked in each round: that costs nothing.
             if now >= ask_at or self.executor != "slurm":
                 ask_at = now + ASK_SLURM_EVERY_S
-                over_since = (
-                    (over_since or now) if self.is_over(partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S)) else None
-                )
+                is_over = self.is_over(partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
+                over_since = (over_since or now) if is_over else None
             if over_since is not None:
                 self._raise_without_result(now - over_since)
             yield status
@@ -148,7 +147,17 @@ class Run:
             raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
-            is_over = self._end_jobs(what)
+            slurm, jobs = Slurm(), self._jobs()
+            answers = slurm.show_jobs(jobs) if jobs else {}
+            # The last follow-up job comes first, because each would start when those before it have ended.
+            for job in reversed(jobs):
+                status = answers[job]
+                # A job that still waits has nothing to save, so also a stop cancels it.
+                if what is Intent.CANCEL or ownership.waits(status):
+                    slurm.cancel(job)
+                elif status is not None and not status.is_over and status.state != "COMPLETING":
+                    slurm.cancel(job, signal="USR1", batch=True)
+            is_over = all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
         else:
             owner = ownership.read(self.dir)
             if owner is not None and _is_process_of(self.dir, owner.pid):  # else it finds the request at its start
@@ -157,22 +166,6 @@ class Run:
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
-
-    def _end_jobs(self, what: Intent) -> bool:
-        """Cancel or signal the run's jobs; True if no job is left that could write a result.
-
-        The last follow-up job comes first, because each would start when those before it have ended.
-        """
-        slurm, jobs = Slurm(), self._jobs()
-        answers = slurm.show_jobs(jobs) if jobs else {}
-        for job in reversed(jobs):
-            status = answers[job]
-            # A job that still waits has nothing to save, so also a stop cancels it.
-            if what is Intent.CANCEL or ownership.waits(status):
-                slurm.cancel(job)
-            elif status is not None and not status.is_over and status.state != "COMPLETING":
-                slurm.cancel(job, signal="USR1", batch=True)
-        return all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
 
     @property
     def job_now(self) -> str:

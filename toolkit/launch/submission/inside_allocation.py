@@ -24,7 +24,16 @@ log = logs.get(__name__)
 
 def supervise(config_path: str, overrides: Sequence[str]) -> None:
     """Find or make the job's run, then become its supervisor from the run's copy of the sources."""
-    enter(lambda allocation: _make_run(config_path, overrides, allocation))
+
+    def make_run(allocation: Allocation) -> RunDir:
+        config = configs.load_config(config_path, overrides)
+        configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
+        configs.check_places(config)
+        run = new_run(config, Path.cwd())
+        log.info("run folder: %s", run.path)
+        return run
+
+    enter(make_run)
 
 
 def enter(make_run: Callable[[Allocation], RunDir]) -> None:
@@ -36,7 +45,12 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     if run_dir is None:
         logs.setup("supervisor")
         allocation = Allocation.slurm(os.environ)
-        run = _open_run_of(allocation) or make_run(allocation)
+        # A job that Slurm has restarted goes on with its run.
+        key = allocation.job_key if allocation.restart_count > 0 else None
+        run = None if key is None else rundir.run_of_job(key)
+        if run is not None:
+            log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
+        run = run or make_run(allocation)
         if run.code.is_dir():
             os.environ.update(snapshot.job_environment(run, os.environ))
             os.environ[RUN_VARIABLE] = str(run.path)
@@ -61,23 +75,3 @@ def _is_wanted(run: RunDir) -> bool:
         token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
         follow_up.close(run, predecessors[0], token, slurm, job_id)
     return wanted
-
-
-def _open_run_of(allocation: Allocation) -> RunDir | None:
-    """Return the run that this job served before it was restarted by Slurm."""
-    if allocation.restart_count == 0 or allocation.job_key is None:
-        return None
-    run = rundir.run_of_job(allocation.job_key)
-    if run is None:
-        return None
-    log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
-    return run
-
-
-def _make_run(config_path: str, overrides: Sequence[str], allocation: Allocation) -> RunDir:
-    config = configs.load_config(config_path, overrides)
-    configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
-    configs.check_places(config)
-    run = new_run(config, Path.cwd())
-    log.info("run folder: %s", run.path)
-    return run

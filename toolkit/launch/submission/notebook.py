@@ -24,10 +24,8 @@ def html_of(run: RunDir) -> str:
     rows += [(name, "not a number" if value is None else f"{value:.4g}") for name, value in sorted(metrics.items())]
     rows += [("why", result.why)] if result is not None and result.why else []
     rows += [("damaged", text) for text in damage]
-    bar = (
-        f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
-        if at.total_steps
-        else ""
-    )
+    bar = ""
+    if at.total_steps:
+        bar = f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     return f"{bar}<table>{cells}</table>"

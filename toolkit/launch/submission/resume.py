@@ -52,7 +52,9 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
             taken = ownership.submit_as(run, chosen, number)
             if overrides:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
-                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in _live_keys(overrides)})
+                # A new value ends what `toolkit set` has given its key.
+                keys = [text.partition("=")[0] for text in overrides]
+                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in keys if key in LIVE})
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
@@ -65,11 +67,6 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
     return sent
-
-
-def _live_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys whose new values end what `toolkit set` has given them."""
-    return [key for override in overrides if (key := override.partition("=")[0]) in LIVE]
 
 
 def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:

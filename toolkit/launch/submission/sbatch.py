@@ -49,6 +49,9 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
     """
     cluster = config.cluster
     nodes = cluster.nodes + cluster.spare_nodes
+    quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
+    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    exports = [f"export {name}={value}" for name, value in quoted.items()]
     values: dict[str, Any] = {
         "job_name": config.name,
         "nodes": nodes,
@@ -60,7 +63,7 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
-        "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
+        "setup": [*cluster.setup, *exports],  # ours last: `module load` may set PYTHONPATH
     }
     others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
     if may_lose_nodes(config, nodes):
@@ -103,9 +106,3 @@ def _gpus(cluster: ClusterConfig) -> str | int | None:
     if cluster.gpus_per_node == 0:
         return None
     return f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
-
-
-def _environment_lines(run: RunDir, token: str) -> list[str]:
-    quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
-    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
-    return [f"export {name}={value}" for name, value in quoted.items()]

@@ -23,8 +23,8 @@ def check_site(config: JobConfig) -> None:
     Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
     default partition.
     """
-    profile = profile_here()
-    if profile is None or _is_for_another_cluster(config, profile):
+    profile, named = profile_here(), config.cluster.extra.get("clusters") or config.cluster.extra.get("cluster")
+    if profile is None or (named is not None and str(named) != profile.cluster):
         return
     # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
     has_partition = bool(config.cluster.partition)
@@ -54,11 +54,6 @@ def profile_here() -> SiteProfile | None:
 def cluster_name() -> str:
     """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
     return Slurm().settings().cluster
-
-
-def _is_for_another_cluster(config: JobConfig, profile: SiteProfile) -> bool:
-    named = config.cluster.extra.get("clusters") or config.cluster.extra.get("cluster")
-    return named is not None and str(named) != profile.cluster
 
 
 def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:

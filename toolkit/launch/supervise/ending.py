@@ -130,7 +130,18 @@ def _judge_told_to_end(facts: Facts) -> Ending:
 def _judge_fault(facts: Facts) -> Ending:
     first = facts.hang or first_failure(facts.failures)
     cause = Cause.HANG if facts.hang else Cause.CRASHED
-    what = (_describe(first) if first else _describe_exit(facts)) + _describe_links(facts)
+    what = f"the ranks ended with exit code {facts.exit_code}"
+    if first is not None:
+        what = _describe(first)
+    elif facts.exit_code == 0:
+        what = (
+            "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
+        )
+    # Name both ends of the connections that could not be made, the first few.
+    links = [f"{host} to {peer}" for host, peer in facts.cut_links]
+    if links:
+        more = f" and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
+        what += f"; no connection from {', '.join(links[:MOST_LINKS])}{more}"
     # Failures that would come again unchanged end the run at once.
     if any(failure.out_of_memory for failure in facts.failures):
         # torch's own error is about a GPU.
@@ -166,12 +177,6 @@ def _judge_fault(facts: Facts) -> Ending:
     return Ending(cause, Decision.RESTART, line, first, suspect)
 
 
-def _describe_exit(facts: Facts) -> str:
-    if facts.exit_code != 0:
-        return f"the ranks ended with exit code {facts.exit_code}"
-    return "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
-
-
 def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
     """Return the node that may be to blame. Who sent a signal, or why a rank hung or a device failed, is unknown."""
     if first is None or first.rank is None:
@@ -189,13 +194,6 @@ def _cut_off(facts: Facts) -> str | None:
     links = {frozenset(link) for link in facts.cut_links}
     ends = frozenset.intersection(*links) if links else frozenset[str]()
     return max(ends, key=list(facts.hosts).index, default=None)
-
-
-def _describe_links(facts: Facts) -> str:
-    """Name both ends of the connections that could not be made, the first few."""
-    links = [f"{host} to {peer}" for host, peer in facts.cut_links]
-    more = f" and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
-    return f"; no connection from {', '.join(links[:MOST_LINKS])}{more}" if links else ""
 
 
 def _is_first_to_blame(facts: Facts) -> bool:

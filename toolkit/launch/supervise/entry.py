@@ -99,14 +99,12 @@ def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, earlier_death
     except Overtaken as error:
         log.error("%s", error)
         return EXIT_DONE
-    except OSError as error:
-        log.error("%s: %s", run.path, error, exc_info=True)
-        # A full disk passes: go back into the queue.
-        if where == "slurm" and _is_given_back(run, error):
-            return EXIT_STOPPED
-        _write_own_failure(run, error)
-        return EXIT_FAILED
     except Exception as error:
+        if isinstance(error, OSError):
+            log.error("%s: %s", run.path, error, exc_info=True)
+            # A full disk passes: go back into the queue.
+            if where == "slurm" and _is_given_back(run, error):
+                return EXIT_STOPPED
         _write_own_failure(run, error)
         return EXIT_FAILED
 
@@ -140,8 +138,7 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         agents = Agents(run, allocation, LocalAgent(run))
         launcher: Launcher = AgentLauncher(run, allocation, agents, container)
         return Supervisor(run, config, allocation, launcher, None, agents, container, token)
-    allocation = Allocation.slurm(os.environ)
-    slurm = Slurm()
+    allocation, slurm = Allocation.slurm(os.environ), Slurm()
     container = _container(run, config, allocation)
     watch_batch_host = may_lose_nodes(config, len(allocation.hosts))
     agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)

@@ -54,7 +54,16 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
     signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
     child = os.fork()
     if child == 0:
-        _be_child(supervise, earlier_death, guard)
+        # Run ``supervise``, and never return: the frames above on the stack are the guard's.
+        code = 1
+        try:
+            die_with_parent.die_with(guard, signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
+            code = supervise(earlier_death)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def pass_on(number: int, frame: object) -> None:
         passed_on.append(number)
@@ -68,16 +77,3 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
     for number in die_with_parent.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on
-
-
-def _be_child(supervise: Callable[[str | None], int], earlier_death: str | None, guard: int) -> None:
-    """Run ``supervise``, and never return: the frames above on the stack are the guard's."""
-    code = 1
-    try:
-        die_with_parent.die_with(guard, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
-        code = supervise(earlier_death)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -63,9 +63,10 @@ def excuse_nodes(attempt: Attempt) -> None:
 def _look_after_nodes(context: Context, attempt: Attempt) -> None:
     """Find the lost nodes. A job that Slurm has put back into the queue may be there because of a dead node."""
     job, nodes = context.job, context.nodes
-    # A completed run needs no answer from Slurm.
+    # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
     if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
-        attempt.slurm = _ask_slurm(context)
+        is_cancelled = context.asked() is Intent.CANCEL
+        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
     if job.slurm is not None and attempt.silent_nodes:
         attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
     # Slurm may have requeued the job for a node that did not answer then, and does now.
@@ -77,13 +78,6 @@ def _look_after_nodes(context: Context, attempt: Attempt) -> None:
     for host in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
         nodes.condemn(host, f"ranks of attempt {attempt.number} could not be started there")
         attempt.lost_nodes.add(host)
-
-
-def _ask_slurm(context: Context) -> JobFate:
-    """Return how Slurm sees the job at this moment. A cancelled run counts as cancelled in any case."""
-    if context.asked() is Intent.CANCEL:
-        return JobFate.CANCELLED
-    return context.job.state(outages.GIVE_UP_AFTER_S)
 
 
 def _facts(context: Context, attempt: Attempt) -> Facts:

@@ -51,10 +51,13 @@ def wait(context: Context, requeue: JobRequeue | None) -> Ending | None:
             return _fail(context, stands.lost[0])
         if requeue is not None and (stands is None or stands.jobs):
             return _give_back(context, requeue, record, stands)
-        if _is_signalled(context, LOOK_EVERY_S):
-            if requeue is not None:
-                return _give_back(context, requeue, record, stands)
-            stop_request.ask(context.run, Intent.STOP)
+        # A signal to end may come meanwhile.
+        with contextlib.suppress(Empty):
+            event = context.events.get(timeout=LOOK_EVERY_S)
+            if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
+                if requeue is not None:
+                    return _give_back(context, requeue, record, stands)
+                stop_request.ask(context.run, Intent.STOP)
         _note(context, RunState.QUEUED, record)
     return None
 
@@ -72,15 +75,6 @@ def _look(context: Context, record: AfterRecord) -> Outlook | None:
 
 
 _SILENT = "Slurm does not say how the jobs stand that are waited for"
-
-
-def _is_signalled(context: Context, wait_s: float) -> bool:
-    """Return whether a signal to end has come; wait for one for this time."""
-    try:
-        event = context.events.get(timeout=wait_s)
-    except Empty:
-        return False
-    return isinstance(event, Signalled) and not is_slurms_signal(context, event.number)
 
 
 def _note(context: Context, state: RunState, record: AfterRecord) -> None:

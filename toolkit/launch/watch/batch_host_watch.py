@@ -73,10 +73,7 @@ class BatchHostWatch:
         clock: Callable[[], float] = time.monotonic,
         answers: Callable[[str, int], bool] = answers,
     ) -> None:
-        self._watched = watched
-        self._slurm = slurm
-        self._clock = clock
-        self._answers = answers
+        self._watched, self._slurm, self._clock, self._answers = watched, slurm, clock, answers
         self._updated: float | None = None
         self._changed = clock()
         self._unanswered = 0

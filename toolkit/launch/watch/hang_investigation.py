@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from traceback import StackSummary
@@ -67,8 +67,14 @@ def look(
     for host, ranks in standings.items():
         if host in answers:
             groups += stack_digest.from_json(answers[host]["groups"])
-        else:
-            groups += stack_digest.group(_unheard(ranks, known.get(host), is_silent=host in agents.silent_hosts))
+            continue
+        # Its ranks count as stopped if it is silent, else as unknown.
+        last, is_silent, unheard = known.get(host), host in agents.silent_hosts, list[RankStack]()
+        for rank in ranks:
+            phase, step = (rank.phase, rank.step) if last is None else (activity.IN_STEP, last.least)
+            standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
+            unheard.append(RankStack(standing, [] if is_silent else None, is_read=is_silent))
+        groups += stack_digest.group(unheard)
     return stack_digest.merge(groups)
 
 
@@ -83,14 +89,6 @@ def _orders(
     folder = str(run.attempt_logs(attempt))
     order: Message = {"do": "stacks", "attempt": attempt, "folder": folder, **how}
     return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
-
-
-def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool) -> Iterator[RankStack]:
-    """Yield the ranks of a node that has not answered. They count as stopped if it is silent, else as unknown."""
-    for rank in ranks:
-        phase, step = (rank.phase, rank.step) if known is None else (activity.IN_STEP, known.least)
-        standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
-        yield RankStack(standing, [] if is_silent else None, is_read=is_silent)
 
 
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
@@ -167,9 +165,7 @@ def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
         return [], line
     last = [group for group in groups if group.place == furthest]
     # Of those furthest behind the rarest activity is blamed.
-    does: Counter[str] = Counter()
-    for group in last:
-        does[group.doing] += len(group.ranks)
+    does = _by_activity(last)
     doing = min(does, key=does.__getitem__)
     blamed = [group for group in last if group.doing == doing]
     culprits = sorted(rank for group in blamed for rank in group.ranks)
@@ -186,6 +182,14 @@ def _count(groups: Iterable[RankGroup]) -> int:
     return sum(len(group.ranks) for group in groups)
 
 
+def _by_activity(groups: Iterable[RankGroup]) -> Counter[str]:
+    """Return how many ranks do the same."""
+    does: Counter[str] = Counter()
+    for group in groups:
+        does[group.doing] += len(group.ranks)
+    return does
+
+
 def _names(ranks: Sequence[int]) -> str:
     numbers = hostlist.compress(map(str, ranks)).strip("[]")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
@@ -193,9 +197,6 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _counts(groups: Iterable[RankGroup], noun: str = "other") -> str:
     """Return text such as ``30 others in all_reduce, 1 in a step``."""
-    does: Counter[str] = Counter()
-    for group in groups:
-        does[group.doing] += len(group.ranks)
-    (doing, count), *rest = does.most_common()
+    (doing, count), *rest = _by_activity(groups).most_common()
     first = f"{count} {noun}{'s' if count > 1 else ''} {doing}"
     return ", ".join([first, *(f"{count} {doing}" for doing, count in rest)])

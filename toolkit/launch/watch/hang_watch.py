@@ -61,24 +61,20 @@ class HangWatch:
         # Ask before the kill, which destroys the evidence.
         assert agents is not None
         agents.ask_for_unanswered()
-        known: Mapping[str, Digest] = {} if isinstance(watch, SilenceWatch) else watch.nodes
-        ranks = self._ask_for_stacks(watch)
-        groups = hang_investigation.look(agents, self._context.run, attempt.number, ranks, known)
-        attempt.hang = hang_investigation.investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
-        attempt.kill_at = time.monotonic()
-
-    def _ask_for_stacks(self, watch: Watchdog | SilenceWatch) -> dict[str, list[Standing]]:
-        """Have the ranks write their stacks; return, by host, what is known here of those in question."""
-        attempt = self._attempt
+        known: Mapping[str, Digest] = {}
         if isinstance(watch, SilenceWatch):
-            standings = watch.standings()
+            ranks = self._by_host(watch.standings())
             watch.ask_for_stacks()
         else:
             # Ranks that report write their stacks on a signal.
-            log.info("all ranks together: %s", progress.merge(watch.nodes.values()))
-            standings = [Standing(rank, None, None, watch.still_s, False) for rank in range(attempt.plan.world_size)]
-            self._have_stacks_written(self._by_host(standings))
-        return self._by_host(standings)
+            known = watch.nodes
+            log.info("all ranks together: %s", progress.merge(known.values()))
+            world_size = attempt.plan.world_size
+            ranks = self._by_host([Standing(rank, None, None, watch.still_s, False) for rank in range(world_size)])
+            self._have_stacks_written(ranks)
+        groups = hang_investigation.look(agents, self._context.run, attempt.number, ranks, known)
+        attempt.hang = hang_investigation.investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
+        attempt.kill_at = time.monotonic()
 
     def read_stacks(self) -> list[RankGroup]:
         """Return what the ranks do now, with their stacks. It does not disturb them. Any thread may call it."""

@@ -276,11 +276,8 @@ class NodeWatch:
         is_gpu_busy: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._processes = processes
-        self._bound_s = bound_s
-        self._is_gpu_busy = is_gpu_busy
-        self._clock = clock
-        self._looked = clock()
+        self._processes, self._bound_s, self._is_gpu_busy = processes, bound_s, is_gpu_busy
+        self._clock, self._looked = clock, clock()
         self._ranks: dict[int, _WatchedRank] = {}
 
     def look(self) -> list[dict[str, Any]]:
@@ -321,10 +318,11 @@ class NodeWatch:
 
     def write_stacks(self, run: RunDir, attempt: int) -> None:
         """Have the stacks of all ranks of this node written, see :mod:`toolkit.hang.outside_stacks`."""
-        ages = {rank: sorted(known.usages, key=lambda process: process[1]) for rank, known in self._ranks.items()}
-        outside_stacks.write(
-            run, attempt, {rank: [pid for pid, _ in oldest] for rank, oldest in ages.items() if oldest}
-        )
+        pids: dict[int, list[int]] = {}
+        for rank, known in self._ranks.items():
+            if known.usages:
+                pids[rank] = [pid for pid, _ in sorted(known.usages, key=lambda process: process[1])]
+        outside_stacks.write(run, attempt, pids)
 
 
 def main() -> None:

@@ -46,12 +46,10 @@ class SilenceWatch:
     def __init__(
         self, talk: LineChannel, plan: Allocation, bound_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._talk = talk
-        self._nodes = len(plan.hosts)
+        self._talk, self._nodes, self._clock = talk, len(plan.hosts), clock
         self._waiting = set(range(plan.world_size))  #: ranks that have not ended
         self._silent: dict[int, float] = {}  #: by rank: since when, by this process's clock
         self._confirm_s = 2 * node_watch.look_every_s(bound_s)
-        self._clock = clock
         self._all_silent_since: float | None = None
         self._answers = 0
         self._complaint = ""
