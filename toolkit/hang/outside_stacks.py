@@ -198,11 +198,10 @@ def _abort(pid: int, log: Path) -> str:
         text, now = b"", time.monotonic()
         deadline, grew = now + ABORT_LIMIT_S, now
         while now < deadline:
-            # It has ended, whether its parent has reaped it or not.
-            state = _stat_fields(pid)[:1]
+            is_gone = _is_gone(pid)
             if piece := file.read():
                 text, grew = text + piece, now
-            elif state in ([], ["Z"], ["X"]) or (text and now - grew > QUIET_S):
+            elif is_gone or (text and now - grew > QUIET_S):
                 break
             time.sleep(LOOK_EVERY_S)
             now = time.monotonic()
@@ -213,3 +212,8 @@ def _abort(pid: int, log: Path) -> str:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, number)
+
+
+def _is_gone(pid: int) -> bool:
+    """True for a process that has ended, whether its parent has reaped it or not."""
+    return _stat_fields(pid)[:1] in ([], ["Z"], ["X"])
