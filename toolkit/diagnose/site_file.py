@@ -36,21 +36,17 @@ def write(text: str, *, force: bool) -> Path:
 
 def text_of(profile: SiteProfile, partition: str | None) -> str:
     """Return the site's file for jobs on ``partition``, the default one if None. Raises RequestError."""
-    part = _choose(profile, partition)
+    known = [part.name for part in profile.partitions]
+    part = profile.partition(partition)
+    if part is None and partition is not None:
+        hint = nearest(partition, known)
+        raise RequestError(f"--partition: there is no {partition!r}; {hint}there are: {listing(known)}")
+    if part is None and not known:
+        raise RequestError(f"no partition could be read of the cluster {profile.cluster}: see `toolkit doctor --site`")
+    if part is None:
+        raise RequestError(f"--partition: this cluster has no default partition; name one of: {listing(known)}")
     account = _association(profile, part)
     return "\n".join([*_head(profile), "cluster:", *_cluster(profile, part, account), "", *_example(part), ""])
-
-
-def _choose(profile: SiteProfile, name: str | None) -> PartitionRecord:
-    known = [part.name for part in profile.partitions]
-    part = profile.partition(name)
-    if part is not None:
-        return part
-    if name is not None:
-        raise RequestError(f"--partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}")
-    if not known:
-        raise RequestError(f"no partition could be read of the cluster {profile.cluster}: see `toolkit doctor --site`")
-    raise RequestError(f"--partition: this cluster has no default partition; name one of: {listing(known)}")
 
 
 def _association(profile: SiteProfile, part: PartitionRecord) -> AssociationRecord | None:
@@ -83,21 +79,16 @@ def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRe
     else:
         reason = "Slurm lists none for you" if profile.accounting == "on" else f"accounting is {profile.accounting}"
         yield f"  # account, qos: {reason}"
-    yield from _time_lines(part, account)
-    after = f"a requeued job may start {profile.requeue_delay_s:.0f} s later"
-    yield from _line("signal_delay_s", SIGNAL_DELAY_S, f"a checkpoint is saved so long before the limit; {after}")
-
-
-def _time_lines(part: PartitionRecord, account: AssociationRecord | None) -> Iterator[str]:
+    # The time: the partition's limit, or that of the account.
     limits = [part.time_limit_s, account.time_limit_s if account else None]
     limit_s = min((limit for limit in limits if limit is not None), default=None)
     if limit_s is None:
         yield f"  # time_min: no limit on {part.name}; a job without the key asks for {ClusterConfig().time_min} min"
-        return
-    usual_s = min(part.default_time_s or limit_s, limit_s)
-    yield from _line(
-        "time_min", max(1, math.floor(usual_s / 60)), f"the limit is {in_units(limit_s)}; runs go on after it"
-    )
+    else:
+        usual_min = math.floor(min(part.default_time_s or limit_s, limit_s) / 60)
+        yield from _line("time_min", max(1, usual_min), f"the limit is {in_units(limit_s)}; runs go on after it")
+    after = f"a requeued job may start {profile.requeue_delay_s:.0f} s later"
+    yield from _line("signal_delay_s", SIGNAL_DELAY_S, f"a checkpoint is saved so long before the limit; {after}")
 
 
 def _example(part: PartitionRecord) -> Iterator[str]:

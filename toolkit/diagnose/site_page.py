@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 
 from toolkit.durations import in_units
-from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, QosRecord, SiteProfile
+from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
 
 #: Proofs, as they are marked in front of their lines.
 _MARKS = {True: "proven", False: "FAILED", None: "not tried"}
@@ -43,8 +43,24 @@ def lines(profile: SiteProfile) -> Iterator[str]:
     yield f"processes: {profile.proctrack}, {profile.task_plugins}{cgroup}"
     yield f"srun --mpi: {', '.join(profile.mpi_plugins) or 'no plugins'}; default {profile.mpi_default}"
     yield f"accounting: {profile.accounting}"
-    yield from map(_association_text, profile.associations)
-    yield from map(_qos_text, profile.qos)
+    for account in profile.associations:
+        limits: dict[str, str | int | float | None] = {
+            "on partition": account.partition,
+            "qos": ", ".join(account.qos),
+            "default qos": account.default_qos,
+            "jobs at once": account.max_jobs,
+            "jobs in the queue": account.max_submit,
+            "time": account.time_limit_s and in_units(account.time_limit_s),
+        }
+        yield f"account {account.account}: {_listed(limits)}"
+    for qos in profile.qos:
+        limits = {
+            "time": qos.time_limit_s and in_units(qos.time_limit_s),
+            "preemption": qos.preempt_mode,
+            "a user's resources": qos.max_resources,
+            "a user's jobs": qos.max_submit,
+        }
+        yield f"qos {qos.name}: {_listed(limits)}"
     yield from (f"note: {note}" for note in profile.notes)
 
 
@@ -80,28 +96,6 @@ def preemption_text(profile: SiteProfile, part: PartitionRecord) -> str:
         return "none"
     grace = f", {part.grace_s:.0f} s grace" if part.grace_s else ", no grace"
     return f"{mode.lower()}{grace}"
-
-
-def _association_text(record: AssociationRecord) -> str:
-    limits = {
-        "on partition": record.partition,
-        "qos": ", ".join(record.qos),
-        "default qos": record.default_qos,
-        "jobs at once": record.max_jobs,
-        "jobs in the queue": record.max_submit,
-        "time": record.time_limit_s and in_units(record.time_limit_s),
-    }
-    return f"account {record.account}: {_listed(limits)}"
-
-
-def _qos_text(record: QosRecord) -> str:
-    limits = {
-        "time": record.time_limit_s and in_units(record.time_limit_s),
-        "preemption": record.preempt_mode,
-        "a user's resources": record.max_resources,
-        "a user's jobs": record.max_submit,
-    }
-    return f"qos {record.name}: {_listed(limits)}"
 
 
 def _listed(limits: dict[str, str | int | float | None]) -> str:

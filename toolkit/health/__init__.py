@@ -8,8 +8,10 @@ answers. The checks must start within a few hundredths of a second, so they use 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Severity = Literal["ok", "warning", "bad"]
@@ -37,6 +39,16 @@ class Finding:
         if finding.severity not in ("ok", "warning", "bad") or not isinstance(finding.text, str):
             raise ValueError(f"not a finding: {content}")
         return finding
+
+
+def bare_python(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls ``main()`` of ``module``, which needs only Python's own library.
+
+    ``-S``: searching site-packages takes longer than all checks of a node together.
+    """
+    here = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {here!r}); from {module} import main; main()"
+    return [sys.executable, "-I", "-S", "-c", code, *arguments]
 
 
 def ok(check: str, figure: str, value: float | None = None) -> Finding:

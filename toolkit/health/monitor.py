@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import toolkit
-from toolkit.health import sickness, usage
+from toolkit.health import bare_python, sickness, usage
 from toolkit.health.nvml import Nvml, NvmlError
 
-_ROOT = str(Path(toolkit.__file__).parents[1])
-MONITOR_COMMAND = (
-    *(sys.executable, "-I", "-S", "-c"),
-    f"import sys; sys.path.insert(0, {_ROOT!r}); from toolkit.health import monitor; monitor.main()",
-)
+MONITOR_COMMAND = bare_python("toolkit.health.monitor")
 #: Seconds between two samples. The first ones come sooner: a job may be short.
 FIRST_SAMPLE_S, SAMPLE_EVERY_S, RAREST_SAMPLE_S = 1.0, 15.0, 120.0
 #: The most of one processor that samples may cost in the long run: else the next one waits. The first ones, for which

@@ -63,7 +63,12 @@ class Sickness:
 
     def look(self) -> list[str]:
         """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
-        problems = [*self._memory(), *self._heat()]
+        problems = [*self._memory()]
+        # Intel's counters count each time a core or package is too hot (Linux, therm_throt.c).
+        files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
+        before, self._throttled = self._throttled, sum(_number(file) or 0 for file in files)
+        if self._lasts("heat", self._looks > 0 and self._throttled > before, HOT_LOOKS):
+            problems.append("processors throttled for heat")
         folder = self._root / "tmp"
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
@@ -82,14 +87,6 @@ class Sickness:
         for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
             if self._has_risen(str(file), _number(file)):
                 yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
-
-    def _heat(self) -> Iterator[str]:
-        """Yield heat, by Intel's counters. They count each time a core or package is too hot (Linux, therm_throt.c)."""
-        files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
-        before, self._throttled = self._throttled, sum(_number(file) or 0 for file in files)
-        is_hot = self._looks > 0 and self._throttled > before
-        if self._lasts("heat", is_hot, HOT_LOOKS):
-            yield "processors throttled for heat"
 
     def _gpus(self) -> Iterator[str]:
         if self._nvml is None:

@@ -64,19 +64,17 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
         if going & {*each.jobs} or each.works_here or each.is_starting:
             working.append(each)
         elif each.result is not None:
-            ended.append(f"{name} {_how(each.result)}; `toolkit resume {each.run.id}` goes on with it")
+            state, why = each.result.state, each.result.why or ""
+            how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
+            # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
+            why = after.NEVER_STARTED if why.startswith(after.NEVER_STARTED) else why
+            how += f" ({why})" if why and why != state else ""
+            ended.append(f"{name} {how}; `toolkit resume {each.run.id}` goes on with it")
         elif each.run.path.is_dir():
             lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
         else:
             lost.append(f"{name} has no folder, and no job that would make it")
     return Outlook(ended, lost, sorted(going), working)
-
-
-def _how(result: RunResult) -> str:
-    how = "has ended, and how cannot be read" if result.state is RunState.UNREADABLE else f"is {result.state}"
-    # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
-    why = after.NEVER_STARTED if (result.why or "").startswith(after.NEVER_STARTED) else result.why
-    return f"{how} ({why})" if why and why != result.state else how
 
 
 def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
@@ -200,15 +198,14 @@ def refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
                 f"--after: {after.names(record)[0]} would wait for itself: the points are to be added to sweep "
                 f"{sweep.name}, for which it waits; use another --name"
             )
-        if path not in seen:
-            seen.add(path)
-            way += [each for other in _waits_of(Path(path)) for each in (*other.sweeps, *other.runs)]
-
-
-def _waits_of(path: Path) -> list[AfterRecord]:
-    """Return what the run, or the points of the sweep, in this folder wait for."""
-    if path.parent.name != sweep_folder.FOLDER:
-        record = after.record_of(RunDir(path), [])
-        return [] if record is None else [record]
-    points = (point for point, _, _ in sweep_folder.newest(SweepDir(path).arrays(), []).values())
-    return [point.after for point in points if point.after is not None]
+        if path in seen:
+            continue
+        seen.add(path)
+        # What the run, or the points of the sweep, in this folder wait for.
+        if Path(path).parent.name == sweep_folder.FOLDER:
+            points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
+            others = [point.after for point, _, _ in points.values()]
+        else:
+            others = [after.record_of(RunDir(Path(path)), [])]
+        for other in others:
+            way += [] if other is None else [*other.sweeps, *other.runs]

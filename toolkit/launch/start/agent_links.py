@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from toolkit import logs
 from toolkit.agent.link import AuthenticatedLink, Message, StrangerError
 from toolkit.slurm.network import plain_address
+
+if TYPE_CHECKING:
+    from toolkit.launch.start.agents import Agents
 
 #: A connection that has not proved within this time that it knows the secret is closed.
 STRANGER_S = 10.0
@@ -23,28 +26,6 @@ MAX_STRANGERS = 256
 LOOK_EVERY_S = 1.0
 
 log = logs.get(__name__)
-
-
-class Listener(Protocol):
-    """Takes the events of the links' thread."""
-
-    def admits(self, host: str, message: Message) -> bool:
-        """True if the agent of ``host`` is wanted; else it is told to leave. It describes itself in ``message``."""
-
-    def agent_came(self, host: str) -> None:
-        """Note that messages can be sent to the agent of ``host`` from now on."""
-
-    def take_message(self, host: str, message: Message) -> None:
-        """Take a message of the agent."""
-
-    def agent_left(self, host: str, why: str) -> None:
-        """Note that the agent has ended, or cannot be reached any more."""
-
-    def broke(self, error: Exception) -> None:
-        """Take an error of the thread itself: no agent is served any more."""
-
-    def time_passed(self) -> None:
-        """Note that time has passed. Called every ``LOOK_EVERY_S`` or more often."""
 
 
 @dataclass
@@ -59,9 +40,12 @@ class _Peer:
 
 
 class AgentLinks:
-    """One connection to the agent of each host. All methods except ``call`` belong to the thread."""
+    """One connection to the agent of each host. All methods except ``call`` belong to the thread.
 
-    def __init__(self, listening: socket.socket, secret: bytes, listener: Listener, hosts: int) -> None:
+    The thread tells ``listener`` what happens.
+    """
+
+    def __init__(self, listening: socket.socket, secret: bytes, listener: Agents, hosts: int) -> None:
         """Take the listening socket. ``hosts``: how many agents may connect, all of them at once."""
         self._max_strangers = MAX_STRANGERS + hosts
         self._listening, self._secret, self._listener = listening, secret, listener

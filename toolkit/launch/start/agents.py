@@ -315,13 +315,14 @@ class Agents:
             self._requests.note_missing(NodeSilent(host, why, is_certain))
             self._user.agent_missing(host, why)
 
-    # what the links tell, see Listener
+    # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
-        """True if the agent is wanted. A refused agent ends its ranks."""
+        """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends its ranks."""
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
+        """Note that messages can be sent to the agent of ``host`` from now on."""
         self._starting.pop(host, None)
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
@@ -355,6 +356,7 @@ class Agents:
                 self._user.take_message(host, message)
 
     def agent_left(self, host: str, why: str) -> None:
+        """Note that the agent has ended, or cannot be reached any more."""
         # While closing, agents are meant to leave.
         if self._is_closed.is_set():
             if not self.links.hosts:
@@ -365,9 +367,11 @@ class Agents:
         self._user.agent_ended(host, why)
 
     def broke(self, error: Exception) -> None:
+        """Take an error of the links' thread: no agent is served any more."""
         self._events.put(error)
 
     def time_passed(self) -> None:
+        """Send heartbeats, and look who is silent or late. Called every second or more often."""
         now = time.monotonic()
         if now < self._next_heartbeat:
             return

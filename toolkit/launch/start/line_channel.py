@@ -10,12 +10,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 
 from toolkit.launch.start.children import start_child
@@ -124,13 +122,3 @@ def open_channel(command: Sequence[str], hosts: Sequence[str], environ: Mapping[
         return LineChannel(srun_argv(step), variables, [host_file])
     finally:
         os.close(host_file)
-
-
-def bare_python(module: str, argument: str) -> list[str]:
-    """Return the command that calls ``main()`` of ``module``, which needs only Python's own library.
-
-    ``-S``: searching site-packages takes longer than all checks of a node together.
-    """
-    here = str(Path(__file__).parents[3])
-    code = f"import sys; sys.path.insert(0, {here!r}); from {module} import main; main()"
-    return [sys.executable, "-I", "-S", "-c", code, argument]

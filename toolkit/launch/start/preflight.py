@@ -19,13 +19,12 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from toolkit import fsio
-from toolkit.health import CheckAnswer, CheckRequest, Finding, storage
+from toolkit.health import CheckAnswer, CheckRequest, Finding, bare_python, storage
 from toolkit.health.verdict import Heard, NodesReport, judge, prevented
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.launcher import Events
-from toolkit.launch.start.line_channel import bare_python
 
 #: A node that has not answered within this time is unknown.
 LIMIT_S = 30.0

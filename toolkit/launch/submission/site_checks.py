@@ -65,23 +65,16 @@ def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str
     for name, part in zip(names, parts, strict=True):
         if part is None and name is not None and known:
             yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
-    present = [part for part in parts if part is not None]
-    flags = _qos_flags(config, profile)
-    reasons = [list(_misfits(config, part, flags)) for part in present]
+    # Some flags of a QOS lift limits of the partition. Without a QOS in the config all count that Slurm may give.
+    qos = {cluster.qos}
+    if not cluster.qos:
+        qos = set[str | None]()
+        for account in profile.associations:
+            qos |= {account.default_qos} if account.default_qos else {*account.qos}
+    flags = {flag for record in profile.qos if record.name in qos for flag in record.flags}
+    reasons = [list(_misfits(config, part, flags)) for part in parts if part is not None]
     if reasons and all(reasons):
         yield reasons[0][0]
-
-
-def _qos_flags(config: JobConfig, profile: SiteProfile) -> set[str]:
-    """Return the flags of the job's QOS, of which some lift limits of the partition.
-
-    Without a QOS in the config the flags of all those that Slurm may give the job.
-    """
-    names = {config.cluster.qos}
-    if not config.cluster.qos:
-        defaults = [(record.default_qos,) if record.default_qos else record.qos for record in profile.associations]
-        names = {name for each in defaults for name in each}
-    return {flag for record in profile.qos if record.name in names for flag in record.flags}
 
 
 def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Iterator[str]:

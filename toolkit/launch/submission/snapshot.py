@@ -139,7 +139,8 @@ class _ProjectFiles:
             secret = _secret(name) or (is_link and _secret(str(path.resolve())) and name)
             if is_link and path.exists():
                 found = path.stat()
-            if secret or _is_private_key(path):
+            # Certificates, which are public, have the same suffix as private keys.
+            if secret or (path.suffix == ".pem" and path.is_file() and b"PRIVATE KEY" in _head(path, 1 << 16)):
                 self.left_out[secret or name] = "may hold secrets"
             elif stat.S_ISREG(found.st_mode) and _is_core_dump(path):
                 self.left_out[name] = "a core dump"
@@ -227,23 +228,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_private_key(path: Path) -> bool:
-    """True for a private key. Certificates, which are public, have the same suffix."""
-    if path.suffix != ".pem" or not path.is_file():
-        return False
-    with contextlib.suppress(PermissionError), path.open("rb") as file:  # it will not be copied either
-        return b"PRIVATE KEY" in file.read(1 << 16)
-    return False
+def _head(path: Path, size: int) -> bytes:
+    """Return the first bytes; none where this user may not read the file, which will not be copied either."""
+    with contextlib.suppress(PermissionError), path.open("rb") as file:
+        return file.read(size)
+    return b""
 
 
 def _is_core_dump(path: Path) -> bool:
     """True for a core dump. The 16-bit number at byte 16 of an ELF file is its type; 4 is ET_CORE (elf(5))."""
-    if not _matches(path.name, CORE_DUMPS):
-        return False
-    with contextlib.suppress(PermissionError), path.open("rb") as file:
-        header = file.read(18)
-        return header[:4] == b"\x7fELF" and header[16:] == (4).to_bytes(2, sys.byteorder)
-    return False
+    header = _head(path, 18) if _matches(path.name, CORE_DUMPS) else b""
+    return header[:4] == b"\x7fELF" and header[16:] == (4).to_bytes(2, sys.byteorder)
 
 
 def _copy(source: Path, target: Path, *, is_program: bool) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 from toolkit import logs
 from toolkit.agent.progress import Standing
+from toolkit.health import bare_python
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, bare_python, open_channel
+from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel
 from toolkit.launch.watch import node_watch
 from toolkit.rundir import RunDir
 
