@@ -115,10 +115,8 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
             if ranks is not None:
                 changed = configs.load_config(run.dir.config, site=False)
                 nodes = changed.cluster.nodes
-                if plan.then_ranks % nodes:
-                    raise RequestError(
-                        f"resume-check: {plan.then_ranks} ranks cannot be shared evenly by {nodes} nodes"
-                    )
+                if ranks % nodes:
+                    raise RequestError(f"resume-check: {ranks} ranks cannot be shared evenly by {nodes} nodes")
                 changed.cluster.tasks_per_node = ranks // nodes
                 fsio.write_atomic(run.dir.config, configs.dump_config(changed))
             run = resume(run.dir)

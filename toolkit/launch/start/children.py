@@ -14,6 +14,16 @@ from toolkit import fsio
 from toolkit.agent import die_with_parent
 
 
+def dying_with_us(command: Sequence[str], by: signal.Signals, *, ignore_signals: bool = False) -> list[str]:
+    """Return ``command`` changed so that it gets the signal ``by`` when this process dies in any way.
+
+    ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job that is to
+    end.
+    """
+    handling = die_with_parent.IGNORE if ignore_signals else die_with_parent.DEFAULT
+    return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), by.name, handling, *command]
+
+
 def start_child(
     command: Sequence[str],
     environ: Mapping[str, str],
@@ -22,14 +32,9 @@ def start_child(
     ignore_signals: bool = False,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start ``command`` in a session of its own. It gets the signal ``end_by`` when this process dies in any way.
-
-    ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job that is to
-    end. ``options`` are those of Popen.
-    """
-    handling = die_with_parent.IGNORE if ignore_signals else die_with_parent.DEFAULT
-    prefix = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), end_by.name, handling]
-    return subprocess.Popen([*prefix, *command], env=dict(environ), start_new_session=True, **options)
+    """Start ``command`` in a session of its own; see :func:`dying_with_us`. ``options`` are those of Popen."""
+    argv = dying_with_us(command, end_by, ignore_signals=ignore_signals)
+    return subprocess.Popen(argv, env=dict(environ), start_new_session=True, **options)
 
 
 def open_log(path: Path) -> IO[bytes]:
