@@ -77,8 +77,17 @@ class _Answers:
             while self._awaited and not isinstance(event := self._next(), ChannelEnded):
                 if isinstance(event, NodeLine):
                     self._take(event)
-                else:
-                    self._take_complaint(event.text)
+                    continue
+                # A line that is no answer: a node's own, which is labeled, or srun's.
+                task, words = without_label(event.text)
+                if task is not None and task < len(self.nodes):
+                    self._last_words[task] = words.strip()
+                    continue
+                self.errors.append(event.text)
+                # Tasks that failed according to srun are not waited for.
+                failed = parse_srun_line(event.text, self._names)
+                if isinstance(failed, (RankEnded, LaunchFailed)):
+                    self._awaited -= {*failed.ranks}
         except Empty:
             pass
         finally:
@@ -123,17 +132,3 @@ class _Answers:
 
     def _name(self, task: int, name: str) -> None:
         self.nodes[task].name = self._names[task] = name
-
-    def _take_complaint(self, text: str) -> None:
-        """Take a line that is no answer: a node's own, which is labeled, or srun's.
-
-        Tasks that failed according to srun are not waited for.
-        """
-        task, words = without_label(text)
-        if task is not None and task < len(self.nodes):
-            self._last_words[task] = words.strip()
-            return
-        self.errors.append(text)
-        event = parse_srun_line(text, self._names)
-        if isinstance(event, (RankEnded, LaunchFailed)):
-            self._awaited -= {*event.ranks}

@@ -38,8 +38,23 @@ _LAUNCHERS = ("/subprocess.py", "/torch/distributed/elastic/")
 
 def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None:
     """Write the stacks of each rank's processes, which are given oldest first. This may end Python processes."""
+
+    def write_one(rank: int) -> None:
+        pids = ranks[rank]
+        notes, parents = _notes(pids), _parents(pids)
+        texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
+        # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the
+        # rank are stopped before: a Python process may react to its child's end, and its stack would be another one
+        # then. A shell would go on with its next line as if the script had finished.
+        unread = [pid for pid, text in texts.items() if not text]
+        for pid in pids if unread else ():
+            _send(pid, signal.SIGSTOP)
+        for pid in reversed(unread):
+            texts[pid] = _abort(pid, run.rank_log(attempt, rank))
+        _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda rank: _write_rank(run, attempt, rank, ranks[rank]), ranks))
+        list(pool.map(write_one, ranks))
 
 
 def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
@@ -63,20 +78,6 @@ def _pythons(pids: Sequence[int]) -> list[int]:
             if "python" in Path(f"/proc/{pid}/exe").readlink().name:
                 pythons.append(pid)
     return pythons[:MOST_PROCESSES]
-
-
-def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> None:
-    notes, parents = _notes(pids), _parents(pids)
-    texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
-    # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the rank
-    # are stopped before: a Python process may react to its child's end, and its stack would be another one then. A
-    # shell would go on with its next line as if the script had finished.
-    unread = [pid for pid, text in texts.items() if not text]
-    for pid in pids if unread else ():
-        _send(pid, signal.SIGSTOP)
-    for pid in reversed(unread):
-        texts[pid] = _abort(pid, run.rank_log(attempt, rank))
-    _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
 
 
 def _notes(pids: Sequence[int]) -> str:

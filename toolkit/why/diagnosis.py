@@ -96,8 +96,12 @@ def cause_of_text(text: str) -> Diagnosis | None:
     begin = begin if at - begin < SHOWN // 2 else at - SHOWN // 4
     line = plain[begin : len(plain) if end < 0 else end].strip()[:SHOWN]
     host = _HOST.search(line)
-    rank = _rank_at(lines, plain.count("\n", 0, at))
-    return diagnosis_by(found, line, rank, host and next(filter(None, host.groups())), _frame(plain, at))
+    # The rank that a launcher's label before the line names.
+    number = plain.count("\n", 0, at)
+    label = _LABELS.match(lines.split("\n", number + 1)[number])
+    rank = label and next(filter(None, label.groups()), None)
+    of_host = host and next(filter(None, host.groups()))
+    return diagnosis_by(found, line, int(rank) if rank else None, of_host, _frame(plain, at))
 
 
 def diagnosis_by(
@@ -140,13 +144,6 @@ def _clean(text: str) -> str:
     """Return the text in lines as a terminal would show them, the long ones cut."""
     text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
     return "\n".join(line[:LONGEST_LINE] for line in text.split("\n"))
-
-
-def _rank_at(lines: str, number: int) -> int | None:
-    """Return the rank that a launcher's label before the line names."""
-    match = _LABELS.match(lines.split("\n", number + 1)[number])
-    ranks = match and next(filter(None, match.groups()), None)
-    return int(ranks) if ranks else None
 
 
 def _frame(text: str, at: int) -> str | None:

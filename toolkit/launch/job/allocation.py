@@ -94,11 +94,16 @@ class Allocation:
             )
         hosts = tuple(hostlist.expand(environ["SLURM_JOB_NODELIST"]))
         tasks = _tasks(environ, len(hosts))
+        # The CPUs asked for, else an even share on the node with the scarcest.
+        cpus_per_task = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
+        if not cpus_per_task:
+            cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+            cpus_per_task = max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))
         array_job, array_task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         return Allocation(
             hosts=hosts,
             tasks=tasks,
-            cpus_per_task=_cpus_per_task(environ, tasks),
+            cpus_per_task=cpus_per_task,
             gpus_per_node=whole_number(environ, "SLURM_GPUS_ON_NODE", 0),
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
@@ -117,12 +122,3 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
             f"{environ['SLURM_JOB_NODELIST']} of {nodes}; was one of them changed by hand?"
         )
     return tasks
-
-
-def _cpus_per_task(environ: Mapping[str, str], tasks: tuple[int, ...]) -> int:
-    """Return the number asked for, else an even share on the node with the scarcest CPUs."""
-    asked = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
-    if asked:
-        return asked
-    cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
-    return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))

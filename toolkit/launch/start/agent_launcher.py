@@ -209,13 +209,14 @@ class AgentLauncher(AgentUser):
     def _begin(self, step: AgentRanks, store: AgentStore) -> None:
         self._step = step
         self._agents.ensure({self._allocation.hosts[0], *step.hosts})
-        store.when_ready(lambda: self._set_port(step, store))
-        self._send_orders(self._agents.links.hosts)
 
-    def _set_port(self, step: AgentRanks, store: AgentStore) -> None:
-        for order in step.orders.values():
-            order["environ"]["MASTER_PORT"] = str(store.port)
-        step.may_begin = True
+        def set_port() -> None:
+            for order in step.orders.values():
+                order["environ"]["MASTER_PORT"] = str(store.port)
+            step.may_begin = True
+            self._send_orders(self._agents.links.hosts)
+
+        store.when_ready(set_port)
         self._send_orders(self._agents.links.hosts)
 
     def _send_orders(self, hosts: Collection[str]) -> None:

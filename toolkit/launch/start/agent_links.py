@@ -118,8 +118,12 @@ class AgentLinks:
                         key.data()
                     elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select
                         self._serve_peer(key.data, ready)
-                if self._strangers:
-                    self._close_strangers()
+                # Strangers that have proved nothing in time are closed.
+                long_ago = time.monotonic() - STRANGER_S
+                for key in [*self._selector.get_map().values()] if self._strangers else ():
+                    peer = key.data
+                    if isinstance(peer, _Peer) and peer.host is None and peer.heard < long_ago:
+                        self._drop(peer, "it has not shown that it knows the secret")
                 self._listener.time_passed()
         except Exception as error:
             self._listener.broke(error)
@@ -206,10 +210,3 @@ class AgentLinks:
         if peer.host is not None and self._peers.get(peer.host) is peer:
             del self._peers[peer.host]
             self._listener.agent_left(peer.host, why)
-
-    def _close_strangers(self) -> None:
-        now = time.monotonic()
-        for key in [*self._selector.get_map().values()]:
-            peer = key.data
-            if isinstance(peer, _Peer) and peer.host is None and now - peer.heard > STRANGER_S:
-                self._drop(peer, "it has not shown that it knows the secret")

@@ -95,15 +95,16 @@ class LineChannel:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        threading.Thread(target=self._end_late, daemon=True).start()
 
-    def _end_late(self, wait_s: float = 2.0) -> None:
-        """End srun. It ends when its tasks have; with a task that hangs it must be signalled, and then killed."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=wait_s)
-                return
-            self._process.send_signal(number)
+        # srun ends when its tasks have. With a task that hangs it must be signalled, and then killed.
+        def end_late() -> None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=2.0)
+                    return
+                self._process.send_signal(number)
+
+        threading.Thread(target=end_late, daemon=True).start()
 
 
 def without_label(line: str) -> tuple[int | None, str]:

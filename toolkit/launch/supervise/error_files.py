@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
     match = _NAME.fullmatch(path.name)
     assert match, path
     memory = "OutOfMemory" in how or "CUDA out of memory" in how
+    # The address to which it could not connect, where the error names one.
+    unreached, other_end = None, _UNREACHED.search(how)
+    with contextlib.suppress(ValueError):
+        unreached = other_end and plain_address(next(filter(None, other_end.groups())))
     return RankFailure(
         int(match[1]),
         host=fields.get("host", "?"),
@@ -81,15 +86,6 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         traceback=fields.get("traceback", ""),
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
-        unreached=_unreached(how),
+        unreached=unreached,
         is_request_error=fields.get("exit_code") == EXIT_REQUEST,
     )
-
-
-def _unreached(how: str) -> str | None:
-    """Return the address to which a rank could not connect, by its error; None where that names none."""
-    match = _UNREACHED.search(how)
-    try:
-        return match and plain_address(next(filter(None, match.groups())))
-    except ValueError:
-        return None

@@ -8,7 +8,7 @@ import threading
 from toolkit import logs
 from toolkit.errors import DamagedFileError
 from toolkit.launch.record import user_request
-from toolkit.launch.record.user_request import Answer, StackGroup, UserRequest, Wish
+from toolkit.launch.record.user_request import Answer, StackGroup, Wish
 from toolkit.launch.start.launcher import Store
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
@@ -48,26 +48,18 @@ class UserRequests:
         if request is None:
             return
         log.info("a user asks for %s", request.wish)
-        why = self._obstacle(request)
-        if why is not None:
+        run, world_size = self._context.run, self._attempt.plan.world_size
+        if request.wish is not Wish.STACKS and self._context.is_foreign:
+            why = f"run {run.id} is a script under `toolkit exec`, into whose steps the toolkit cannot look"
+            self._refuse(request_id, f"{why}; `toolkit stacks` works")
+        elif request.wish is Wish.PROFILE and request.rank >= world_size:
+            why = f"run {run.id} has no rank {request.rank}: its ranks are 0 to {world_size - 1}"
             self._refuse(request_id, why)
         elif request.wish is Wish.STACKS:
             # In a thread: a node that hangs takes seconds.
             threading.Thread(target=self._answer_with_stacks, args=[request_id], daemon=True).start()
         else:
             self._store.propose(user_request.KIND + request_id, by=f"`toolkit {request.wish}`")
-
-    def _obstacle(self, request: UserRequest) -> str | None:
-        """Return why this attempt cannot do what is asked for; None if it can."""
-        run, world_size = self._context.run, self._attempt.plan.world_size
-        if request.wish is not Wish.STACKS and self._context.is_foreign:
-            return (
-                f"run {run.id} is a script under `toolkit exec`, into whose steps the toolkit cannot look; "
-                "`toolkit stacks` works"
-            )
-        if request.wish is Wish.PROFILE and request.rank >= world_size:
-            return f"run {run.id} has no rank {request.rank}: its ranks are 0 to {world_size - 1}"
-        return None
 
     def _refuse(self, request_id: str, why: str) -> None:
         user_request.answer(self._context.run, request_id, Answer(refused=why))
