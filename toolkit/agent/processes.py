@@ -294,14 +294,9 @@ class Processes:
         code = os.waitstatus_to_exitcode(status)
         no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
         self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
-        # Once no process of an attempt is left, all other children are strays: what ranks have left in sessions of
-        # their own. After its parents' end it is the agent's child.
+        # Once no process of an attempt is left, all other children are strays.
         if not self._children:
-            own = {*helpers, *([self._zygote.pid] if self._zygote else [])}
-            with contextlib.suppress(OSError):
-                for child_pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                    if child_pid not in own:
-                        os.kill(child_pid, signal.SIGKILL)
+            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
@@ -333,6 +328,14 @@ def _make_pipes(child: _Child, files: list[str]) -> list[int]:
     child.stdout, writing = os.pipe()
     files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
     return [reading, writing]
+
+
+def _end_strays(own: Collection[int]) -> None:
+    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            if pid not in own:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
