@@ -67,7 +67,7 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     assert usage.memory_bytes == 1 << 30
     # What is used, by the processes themselves.
     assert usage.most_bytes > HELD
-    assert usage.most_bytes < HELD + (700 << 20), "the page cache or shared pages were counted"
+    assert usage.most_bytes < HELD + (400 << 20), "the page cache or shared pages were counted"
     assert before_s - 2 < usage.cpu_s < after_s + 40, "beside the ranks it is the start of Python and torch"
     (site.folder / "end").touch()
     site.box.wait_job(site.job_of(run), END_S)
@@ -82,9 +82,9 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     line = next(line for line in why.splitlines() if line.startswith("  sbatch --nodes=2"))
     options = dict(re.findall(r"--([\w-]+)=(\S+)", line))
     assert (options["ntasks-per-node"], options["time"]) == ("1", "5")
-    # A process that imports torch beside the ranks, to fork later ones, counts or not: it may end before a sample.
-    assert options["cpus-per-task"] in ("1", "2")
-    assert options["mem"] in ("256M", "512M", "768M", "1G")
+    # The toolkit's import of torch, for the ranks' store, needs no processor of its own.
+    assert options["cpus-per-task"] == "1"
+    assert options["mem"] in ("256M", "512M", "768M")
     # Slurm takes the line as it stands.
     words = shlex.split(line)
     site.run(words[0], "--test-only", *words[1:], "--wrap=true")
