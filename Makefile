@@ -56,6 +56,7 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.images
 	$(BIN)/python -m tests.bench.shards
+	$(BIN)/python -m tests.bench.resume_data
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.kills
 	$(BIN)/python -m tests.bench.monitor

@@ -15,6 +15,7 @@ SEED_VARIABLE = "TOOLKIT_SAMPLE_SEED"
 
 def pytest_configure() -> None:
     os.environ.setdefault(SEED_VARIABLE, str(random.randrange(10**6)))  # before the workers start, which inherit it
+    os.environ.pop("COLUMNS", None)  # xdist sets it in its workers: texts would be wrapped there and not elsewhere
 
 
 def pytest_report_header() -> str:

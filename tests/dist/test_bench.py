@@ -55,6 +55,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "monitor": (["2"], ["monitor of 73 processes"]),
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
+    "resume_data": ([], ["| 4 x 0 to 3 x 0 | toolkit, Parquet | 0 | 0 | 60 | 60 of 60 |"]),
     "shards": (
         ["--mib", "16", "--rounds", "1", "--rows", "1000000"],
         ["index, cache", "parquet   ours", "bin       ours"],

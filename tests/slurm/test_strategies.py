@@ -54,9 +54,9 @@ JOBS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("job", ["classify", pytest.param("language_model", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("job", ["classify", "language_model"])
 def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(site: Site, job: str, strategy: str) -> None:
     for name in ("calm", "preempted"):
         site.submit(*JOBS[job], f"strategy.name={strategy}", f"name={name}")

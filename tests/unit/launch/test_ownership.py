@@ -155,7 +155,7 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     slurm.cancel("2"), slurm.cancel("3")
     assert row_of(run)["state"] == "lost (CANCELLED)"
     told = why.page(why.facts(run))
-    assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` goes on" in told
+    assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` begins anew" in told
     assert "job 3 is over (CANCELLED)" in told
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
         attach(run).wait(5)

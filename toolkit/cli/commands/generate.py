@@ -11,7 +11,7 @@ from toolkit.errors import RequestError
 
 EXAMPLES = (
     ('toolkit generate gpt-fsdp "import os"', "one text; several are one batch"),
-    ("toolkit generate gpt-fsdp --temperature 0 --json < texts", "each line, by the most likely tokens"),
+    ("toolkit generate gpt-fsdp --temperature 0 --json", "each line of the standard input, by the most likely tokens"),
 )
 
 
