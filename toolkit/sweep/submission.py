@@ -75,7 +75,7 @@ def _learnt_from(request: SweepRequest, project: Path) -> tuple[list[Tried], str
     """Return what Optuna is to learn from: the points of the sweep, and the metric. Nothing without Optuna."""
     if request.options.optuna is None:
         return [], ""
-    config = _base(request, project)
+    config = _config(request, project, ())
     sweep = _sweep(request, config)
     metric = _metric(request, config) or getattr(sweep.record(), "metric", None)
     if metric is None:
@@ -83,8 +83,10 @@ def _learnt_from(request: SweepRequest, project: Path) -> tuple[list[Tried], str
     return learnt.tried(sweep, metric), metric
 
 
-def _base(request: SweepRequest, project: Path) -> JobConfig:
-    """Return the config without the swept keys."""
+def _config(request: SweepRequest, project: Path, found: Sequence[CheckedPoint]) -> JobConfig:
+    """Return the config of the first point; without points, that of none of the swept keys."""
+    if found:
+        return points.config_of(found[0])
     return configs.load_config(request.config, request.fixed, project=project, sweep=True)
 
 
@@ -111,7 +113,7 @@ def submit(
     slurm = slurm or Slurm()
     waits_for = awaited.find(after, chosen, slurm.show_jobs)
     found = check(request, project, chosen, waits_for)
-    config = points.config_of(found[0]) if found else _base(request, project)
+    config = _config(request, project, found)
     sweep = _sweep(request, config)
     if waits_for is not None:
         awaited.refuse_circle(waits_for, sweep)
@@ -143,7 +145,7 @@ def _submit_locally(
     with sweep.locked():
         if request.options.optuna is not None:
             found = check(request, project, "local", waits_for)
-        record = _prepare(sweep, request, project, points.config_of(found[0]) if found else _base(request, project))
+        record = _prepare(sweep, request, project, _config(request, project, found))
         new = _new_points(sweep, found, waits_for)
         if new:
             add_list(sweep, record, new, "local", is_array=False)

@@ -65,11 +65,12 @@ class _Text:
 
 
 def continuations(trained: Trained, texts: Sequence[str], most: int | None, sampling: Sampling) -> list[dict[str, Any]]:
-    """Return what follows each text: ``prompt``, ``text``, the number of ``tokens``, and if the document has ``ended``.
+    """Return what follows each text. Each has ``prompt``, ``text``, the number of ``tokens``, and ``ended``.
 
-    A text gets ``most`` tokens, by default 64 or what the model can see, and fewer where the model ends the document.
-    What is drawn for a text depends on its place among ``texts`` and not on the others. Raises RequestError where the
-    job is no language model, and for a text that has no tokens or too many.
+    ``ended`` is true where the model has ended the document. A text gets ``most`` tokens, by default 64 or what the
+    model can see, and fewer where it has ended. What is drawn for a text depends on its place among ``texts`` and not
+    on the others. Raises RequestError where the job is no language model, and for a text that has no tokens or too
+    many.
     """
     job = trained.job
     tokens, context = job.tokens, job.context

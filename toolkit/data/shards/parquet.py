@@ -101,7 +101,7 @@ class Ragged:
         return part
 
 
-class Texts:
+class ArrowTexts:
     """Texts or bytes of an Arrow array without nulls, from its memory: an object of Arrow's for each one is slow."""
 
     def __init__(self, array: Any, *, are_bytes: bool, offset: str) -> None:
@@ -138,7 +138,7 @@ def _value(column: Any, number: int) -> Any:
         return torch.from_numpy(column[number, ...].copy())
     if isinstance(column, Ragged):
         return torch.from_numpy(column[number].copy())
-    return column[number] if isinstance(column, (list, Texts)) else column[number].as_py()
+    return column[number] if isinstance(column, (list, ArrowTexts)) else column[number].as_py()
 
 
 def _values(chunks: Any) -> Any:
@@ -160,7 +160,7 @@ def _values(chunks: Any) -> Any:
         (pa.large_string(), False, "i8"),
     ):
         if array.type == kind:
-            return Texts(array, are_bytes=are_bytes, offset=offset)
+            return ArrowTexts(array, are_bytes=are_bytes, offset=offset)
     if types.is_fixed_size_list(array.type):
         flat = _numbers(array.flatten())
         return array if flat is None else flat.reshape(len(array), array.type.list_size)
