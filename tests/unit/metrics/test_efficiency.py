@@ -89,6 +89,12 @@ def test_an_unfinished_run_keeps_its_limit_and_loses_gpus_that_none_used() -> No
     assert "gpus-per-node" not in used
 
 
+def test_the_peak_of_a_node_that_mostly_started_is_not_below_its_average() -> None:
+    job = JOB.replace(nodes=1, cpus=2, cpu_held_s=40.0, cpu_s=20.0, most_cpus=0.1)
+    (row,) = [row for row in efficiency.rows(job) if row[0] == "CPUs"]
+    assert row[2] == "1.0 on average, 1.0 at a node's peak"
+
+
 def test_the_table_fits_a_terminal_and_tells_what_seff_tells() -> None:
     told = efficiency.of_usage(RunUsage(jobs=(JOB,)), has_completed=True)
     lines = efficiency.lines(told)
