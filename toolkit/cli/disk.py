@@ -135,10 +135,12 @@ def _lives(run: RunDir) -> bool:
     except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
         return not is_over(status_rows([run])[0])
     # Slurm does not know the job of a run of another cluster that has the same file system.
-    status = run.status([])
-    goes_on = status.state is not None and not status.state.is_over
-    is_recent = goes_on and (status.updated or 0) > time.time() - _RECENT_S
-    return (handle.executor == "slurm" and is_recent) or not handle.is_over()
+    if handle.executor == "slurm":
+        status = run.status([])
+        goes_on = status.state is not None and not status.state.is_over
+        if goes_on and (status.updated or 0) > time.time() - _RECENT_S:
+            return True
+    return not handle.is_over()
 
 
 def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> str:
