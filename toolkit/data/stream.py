@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from toolkit.data.randomness import generators_kept, seed_sample
+from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
 from toolkit.errors import ConfigError, JobFailedError
@@ -270,7 +270,6 @@ class _StreamReader(PartReader):
         self._share = share
         self._iterator: Iterator[Any] | None = None
 
-    @generators_kept()
     def load(self, part: BatchPart) -> Batch:
         assert isinstance(part, _StreamBatchPart)
         where = part.start

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
@@ -110,7 +110,7 @@ class PartReader(ABC):
 
     @abstractmethod
     def load(self, part: BatchPart) -> Batch:
-        """Load and collate the samples of ``part``. The process's random generators are as before at the end."""
+        """Load and collate the samples of ``part``. The process's generators stay seeded with the last sample's."""
 
     def collated(self, samples: list[Any]) -> Any:
         """Return the data of a batch of ``samples``. Raises JobFailedError for what cannot be stacked."""
@@ -146,7 +146,6 @@ class SampleReader(PartReader):
         #: What is left to do with the data of a batch; None: nothing.
         self.finish = dataset.finish if collate is None and isinstance(dataset, UnfinishedSamples) else None
 
-    @generators_kept()
     def load(self, part: BatchPart) -> Batch:
         self.ahead(part)
         positions = part.positions()
@@ -194,16 +193,18 @@ class Failure:
 
 
 class InlineSource:
-    """A source that loads in the calling process."""
+    """A source that loads in the calling process; with ``draws`` it restores its random generators afterwards."""
 
-    def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool) -> None:
+    def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool, draws: bool = True) -> None:
+        self.draws = draws
         self.reader = reader
         self.sampler = sampler
         self.pin = pin
 
     def fetch(self, step: int) -> Batch:
         """Return the batch of ``step``."""
-        batch = self.reader.load(self.sampler.at(step))
+        with generators_kept() if self.draws else nullcontext():
+            batch = self.reader.load(self.sampler.at(step))
         return batch.pin_memory() if self.pin else batch
 
     def close(self) -> None:
