@@ -61,12 +61,12 @@ def expand(path: str | Path) -> Path:
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes as text: ``1.5 GiB``."""
+    """Return a number of bytes with three digits, in the largest fitting unit: ``1.5 GiB``."""
     units = iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
     unit = next(units)
     while count >= 1024 and unit != "PiB":
         count, unit = count / 1024, next(units)
-    return f"{count:.3g} {unit}"
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"  # not "1e+03"
 
 
 def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:

@@ -76,6 +76,12 @@ def newest_step(folder: Path) -> int | None:
     return next(map(step_of, committed(folder)), None)
 
 
+def resume_words(run_id: str, folder: Path) -> str:
+    """Return what ``toolkit resume`` does with the run whose checkpoints are in ``folder``."""
+    what = "begins anew: there is no checkpoint" if newest_step(folder) is None else "goes on from the last checkpoint"
+    return f"`toolkit resume {run_id}` {what}"
+
+
 def _refuse_of_others(path: Path) -> None:
     """Raise CheckpointError if others may change `path`. A link counts as its target.
 

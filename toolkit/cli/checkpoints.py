@@ -12,9 +12,10 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
 from toolkit.cli.arguments import new_path
-from toolkit.cli.show import size_text, table
+from toolkit.cli.show import table
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
+from toolkit.fsio import size_text
 from toolkit.rundir import RunDir
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from toolkit import fsio, origin, rundir
 from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
-from toolkit.cli.show import size_text, status_rows
+from toolkit.cli.show import status_rows
 from toolkit.errors import RequestError, ToolkitError
+from toolkit.fsio import size_text
 from toolkit.launch.record import after
 from toolkit.launch.submission.handle import attach
 from toolkit.rundir import RunDir

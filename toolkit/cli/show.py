@@ -242,15 +242,6 @@ def loss_remark(metrics: Any) -> str:
     return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 
 
-def size_text(count: float) -> str:
-    """Return a number of bytes in the largest fitting unit: ``1.2 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("the last unit returns")
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return plain columns. rich would take longer to import than everything else here together."""
     line = "  ".join(f"%-{max(map(len, column))}s" for column in zip(*rows, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.store import newest_step, resume_words
 from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import node_history, nodes
@@ -24,16 +24,14 @@ TRACEBACK_LINES = 25
 #: What to do next, by the run's state.
 _ADVICE: Mapping[str, str] = {
     RunState.COMPLETED: "nothing to do; `toolkit tensorboard {run}` shows the curves",
-    RunState.STOPPED: "`toolkit resume {run}` goes on from the last checkpoint",
-    RunState.CANCELLED: "`toolkit resume {run}` goes on from the last checkpoint",
-    RunState.FAILED: "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
-    "lost": "nothing brings it back by itself; `toolkit resume {run}` goes on from the last checkpoint",
-    RunState.UNREADABLE: "`toolkit resume {run}` goes on from the last checkpoint, if it had not come to its end",
+    RunState.STOPPED: "{resume}",
+    RunState.CANCELLED: "{resume}",
+    RunState.FAILED: "mend the cause, then {resume}",
+    "lost": "nothing brings it back by itself; {resume}",
+    RunState.UNREADABLE: "{resume}, if it had not come to its end",
     RunState.REQUEUED: "nothing to do; it goes on when Slurm starts the job again "
     "(what it waits for: `toolkit status {run}`)",
 }
-#: A run without a checkpoint has nothing to go on from.
-_WITHOUT_CHECKPOINT = ("goes on from the last checkpoint", "begins anew: there is no checkpoint")
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -53,6 +51,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
     found = cause_of(run)
+    advice = _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands")
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
@@ -75,13 +74,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": _advice(state, run, saved),
+        "next": advice.format(run=run.id, resume=resume_words(run.id, run.checkpoints)),
     }
-
-
-def _advice(state: str, run: RunDir, saved: int | None) -> str:
-    text = _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id)
-    return text if saved is not None else text.replace(*_WITHOUT_CHECKPOINT)
 
 
 def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
@@ -120,7 +114,8 @@ def as_data(told: dict[str, Any]) -> dict[str, Any]:
 
 def page(told: dict[str, Any]) -> str:
     """Return the facts as text."""
-    lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or "not started yet", "  "), ""]
+    waits = "not started yet" if told["state"] in ("unknown", RunState.QUEUED) else ""
+    lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or waits, "  "), ""]
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
     prose = [told["loss"]] if told["loss"] else []

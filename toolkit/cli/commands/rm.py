@@ -20,13 +20,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Remove the runs. A run that must stay is refused before any is removed."""
     from toolkit import rundir
-    from toolkit.cli import disk, show
+    from toolkit.cli import disk
+    from toolkit.fsio import size_text
 
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
     used = disk.used_origins()
     for each in runs:
         disk.refuse(each, used)
     for each in runs:
-        size = show.size_text(disk.usage(each)["bytes"])
+        size = size_text(disk.usage(each)["bytes"])
         disk.remove(each)
         print(f"run {each.id} is removed ({size})")
