@@ -12,7 +12,7 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,18 @@ def rows_of(site: Site) -> list[dict[str, Any]]:
     return rows
 
 
+def slurms_word(site: Site) -> Mapping[str, Sequence[tuple[str, float, float]]]:
+    """Return each start of each job as accounting has it: the state in which it ended, its begin and its end."""
+    argv = ["sacct", "--duplicates", "--allocations", "--allusers", "--noheader", "--parsable2", "--starttime=today"]
+    out = site.box.run([*argv, "--format=JobID,State,Start,End"], env={"SLURM_TIME_FORMAT": "%s"}).stdout
+    starts: dict[str, list[tuple[str, float, float]]] = {}
+    for line in out.splitlines():
+        job, state, begin, end = line.split("|")
+        if begin.isdigit() and end.isdigit():  # else it waited, and was cancelled or requeued without a start
+            starts.setdefault(job, []).append((state.split()[0], float(begin), float(end)))
+    return starts
+
+
 def out_of(site: Site, *argv: str) -> str:
     env = {"TOOLKIT_RUNS": str(site.runs)}
     return site.box.run(["toolkit", *argv], env=env, user=site.user, timeout=END_S).stdout
@@ -210,8 +222,21 @@ def test_a_day_of_many_runs_ends_with_nothing_lost(day: tuple[Site, Path]) -> No
         assert (site.folder / "traces" / str(row["values"]["train.seed"])).read_text().startswith("done\n")
         goes_on_from_its_last_checkpoint(RunDir(Path(row["path"])))
 
+    # Slurm's accounting says the same: each point has come to its end once, and each attempt was in a start of its job.
+    starts = slurms_word(site)
+    say(f"by sacct: {dict(Counter(state for each in starts.values() for state, _, _ in each))}")
+    attempts = []
+    for row in rows:
+        own = RunDir(Path(row["path"])).attempts()
+        jobs = {attempt.job_id: starts[str(attempt.job_id)] for attempt in own}
+        assert [state for each in jobs.values() for state, _, _ in each].count("COMPLETED") == 1, (row, jobs)
+        for attempt in own:
+            # Slurm counts in whole seconds.
+            at = [begin - 1 <= attempt.started <= attempt.ended <= end + 1 for _, begin, end in jobs[attempt.job_id]]
+            assert any(at), (attempt, jobs)
+        attempts += own
+
     # What the faults did is in the runs' own files, and in the report.
-    attempts = [attempt for row in rows for attempt in RunDir(Path(row["path"])).attempts()]
     causes = Counter(attempt.cause for attempt in attempts)
     say(f"{len(attempts)} attempts: {dict(causes)}")
     assert causes["completed"] == runs

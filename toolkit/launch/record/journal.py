@@ -124,8 +124,11 @@ class Journal:
             more["slow_nodes"] = attempt.progress.stragglers
         # A left-over attempt keeps the job id of the job that made it, as far as its status tells.
         job: dict[str, Any] = {"job_id": self._allocation.job_id, "restart_count": self._allocation.restart_count}
+        reached = attempt.progress.step
         if attempt.left_over is not None:
             job |= attempt.left_over.given(*job)
+            # The last status of a dead supervisor may be older than the last checkpoint.
+            reached = None if reached is None else max(reached, attempt.step_saved or 0)
         line = AttemptRecord(
             attempt=attempt.number,
             **job,
@@ -137,7 +140,7 @@ class Journal:
             cause=verdict.cause,
             decision=verdict.decision,
             step_start=attempt.progress.step_start,
-            step_end=attempt.progress.step,
+            step_end=reached,
             step_saved=attempt.step_saved,
             gained_s=round(attempt.gained_s, 3),
             lost_nodes=tuple(sorted(attempt.lost_nodes)),
