@@ -274,7 +274,7 @@ class AttemptRecord(FileRecord):
     lost_nodes: tuple[str, ...] = ()
     suspect: str | None = field(default=None, metadata=NULL)
     lost_ranks: Mapping[str, str] = field(default_factory=dict)
-    left_nodes: tuple[str, ...] = ()
+    vacated_nodes: tuple[str, ...] = ()
     first_failure: FirstFailure | None = field(default=None, metadata=NULL)
     line: str | None = field(default=None, metadata=NULL)
     slow_nodes: tuple[Straggler, ...] = ()

@@ -33,7 +33,7 @@ RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.trace.
-WITNESS_VARIABLE = "TOOLKIT_WITNESS"
+TRACE_VARIABLE = "TOOLKIT_TRACE"
 
 
 _METRICS = MapOf(OrNull(NUMBER))
@@ -106,9 +106,9 @@ class RunDir:
         return self.path / "strategy.json"
 
     @property
-    def witness(self) -> Path:
+    def trace(self) -> Path:
         """Return the folder of what `toolkit resume-check` compares, a file for each rank."""
-        return self.path / "witness"
+        return self.path / "trace"
 
     @property
     def trackers(self) -> Path:

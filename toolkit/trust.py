@@ -154,7 +154,7 @@ def _file_system_owner(path: Path, device: int) -> int:
 def _way_to(path: Path) -> Iterator[Path]:
     """Yield each folder and link by which the system comes to ``path``, in its order.
 
-    Ends where the path does. Links must not lead in a circle.
+    Ends where the path does. The caller has made sure that links lead in no circle; else this never ends.
     """
     at, names = Path("/"), list(reversed(path.absolute().parts[1:]))
     yield at

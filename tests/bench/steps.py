@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig, PruningConfig, TrainConfig
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 from toolkit.train.optim import build_optimizer
 
 WAYS: dict[str, dict[str, Any]] = {

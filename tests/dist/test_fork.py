@@ -23,7 +23,7 @@ from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.launcher import RankEnded, RankFinished, RanksEnded
+from toolkit.launch.start.launcher import AllRanksEnded, RanksExited, RanksFinished
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(15)]
 TIMEOUT_S = 60 * PATIENCE
@@ -58,10 +58,10 @@ class Site:
         store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ, self.events)
         self.launcher.start(self.attempt, self.allocation, command, environ, self.events, store)
         happened: list[Any] = []
-        while not happened or not isinstance(happened[-1], RanksEnded):
+        while not happened or not isinstance(happened[-1], AllRanksEnded):
             happened.append(self.events.get(timeout=TIMEOUT_S))
         store.close()
-        return [event for event in happened if not isinstance(event, RankFinished)]
+        return [event for event in happened if not isinstance(event, RanksFinished)]
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
         """What happens to two ranks of `toolkit exec -- WORDS`; ``fresh`` has them start as fresh interpreters."""
@@ -195,7 +195,7 @@ def assert_same(site: Site, command: list[str], *, is_fork: bool) -> None:
     seen = []
     for fresh in (True, False):
         happened = site.run_command(command, fresh=fresh)
-        ends = [(event.ranks, event.how) if isinstance(event, RankEnded) else event for event in happened]
+        ends = [(event.ranks, event.how) if isinstance(event, RanksExited) else event for event in happened]
         seen.append([sorted(map(str, ends)), site.log(0)])
         assert Path("had-torch.txt").read_text() == f"{is_fork and not fresh}\n"
     assert seen[1] == seen[0]
@@ -275,7 +275,7 @@ def compare(site: Site, fresh: Path, forked: Path) -> None:
 def test_a_fork_ends_as_a_fresh_interpreter_does(site: Site, body: str, codes: list[int | None], words: str) -> None:
     (site.folder / "body.py").write_text(f"import os\nos.chdir({str(site.folder)!r})\n{body}\n")
     happened = site.run_module([*MODULE, "body"])
-    ended = [event for event in happened if isinstance(event, RankEnded)]
+    ended = [event for event in happened if isinstance(event, RanksExited)]
     assert [event.exit_code for event in ended] == codes * 2 if codes != [0] else not ended
     if codes == [None]:
         assert {event.signal for event in ended} == {signal.SIGABRT}
@@ -290,7 +290,7 @@ def test_ranks_of_an_interpreter_that_cannot_be_forked_are_fresh_ones(site: Site
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='of the site').start()\n"
     )
     (site.folder / "body.py").write_text("import sys\nprint('torch' in sys.modules)\n")
-    assert site.run_module([*MODULE, "body"]) == [RanksEnded(0)]
+    assert site.run_module([*MODULE, "body"]) == [AllRanksEnded(0)]
     assert site.log(0) == "False\n"
     assert (
         "ranks start as fresh interpreters: an import has started threads: of the site"
@@ -300,11 +300,11 @@ def test_ranks_of_an_interpreter_that_cannot_be_forked_are_fresh_ones(site: Site
 
 def test_a_zygote_that_has_died_costs_time_only(site: Site) -> None:
     (site.folder / "body.py").write_text("import sys\nprint('torch' in sys.modules)\n")
-    assert site.run_module([*MODULE, "body"]) == [RanksEnded(0)]
+    assert site.run_module([*MODULE, "body"]) == [AllRanksEnded(0)]
     assert site.log(0) == "True\n"
     (agent,) = site.starter._processes
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     (zygote,) = (pid for pid in children if b"toolkit.agent.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(zygote), signal.SIGKILL)
     happened = site.run_module([*MODULE, "body"])
-    assert happened[-1] == RanksEnded(0), happened
+    assert happened[-1] == AllRanksEnded(0), happened

@@ -21,7 +21,7 @@ from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, DataConfig, ImageConfig, JobConfig, ModelConfig, TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.rundir import WITNESS_VARIABLE, RunDir
+from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.train import run_job
 
 pytestmark = pytest.mark.dist
@@ -40,7 +40,7 @@ def write_photographs(root: Path) -> None:
 
 def train(session: Session, run_dir: Path, attempt: int, root: Path, workers: int, blow: Any) -> dict[str, Tensor]:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
-    os.environ[WITNESS_VARIABLE] = json.dumps({"strikes": {str(attempt): blow} if blow else {}})
+    os.environ[TRACE_VARIABLE] = json.dumps({"strikes": {str(attempt): blow} if blow else {}})
     torch.manual_seed(attempt)  # as a process that has just started has its own
     config = JobConfig(
         data=DataConfig(

@@ -25,7 +25,7 @@ from toolkit.config import TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 
 pytestmark = pytest.mark.dist
 

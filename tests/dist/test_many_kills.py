@@ -29,7 +29,7 @@ from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan
 from toolkit.ranks.session import Session
 from toolkit.run_files import RunResult
-from toolkit.rundir import WITNESS_VARIABLE, RunDir
+from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
@@ -52,7 +52,7 @@ def train(session: Session, run: RunDir, attempt: int, steps: int, workers: int,
     if blow is not None and "after_s" in blow and session.rank == blow["rank"]:
         threading.Timer(blow["after_s"], os.kill, [os.getpid(), signal.SIGKILL]).start()
     strikes = {} if blow is None or "step" not in blow else {str(attempt): blow}
-    os.environ[WITNESS_VARIABLE] = json.dumps({"strikes": strikes})
+    os.environ[TRACE_VARIABLE] = json.dumps({"strikes": strikes})
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # as a process that has just started has its own
         seed(attempt)
     session = in_run(session, run.path, attempt)

@@ -30,7 +30,7 @@ from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
 from toolkit.run_files import AttemptRecord, RunResult
-from toolkit.rundir import WITNESS_VARIABLE, RunDir
+from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.strategies.update.optimizer_state import OptimizerState
@@ -110,7 +110,7 @@ def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
     if off is not None:
         CURES[off][0]()
-    os.environ[WITNESS_VARIABLE] = "{}"
+    os.environ[TRACE_VARIABLE] = "{}"
     torch.manual_seed(attempt)  # as a process that has just started has its own
     random.seed(attempt)
     np.random.seed(attempt)

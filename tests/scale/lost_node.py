@@ -17,7 +17,7 @@ from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
 from toolkit.launch.job import slurm_job
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.launcher import NodeFailed, RankEnded
+from toolkit.launch.start.launcher import NodeFailed, RanksExited
 from toolkit.launch.supervise import attempt_loop, supervisor
 from toolkit.slurm.fake import FakeSlurm
 
@@ -31,7 +31,7 @@ def end(nodes: int) -> Mapping[str, object]:
         for node in range(nodes):
             if node != 1:
                 gone = tuple(range(node * RANKS_A_NODE, (node + 1) * RANKS_A_NODE))
-                ranks.events.put(RankEnded(gone, f"node{node}", "killed by SIGKILL", signal.SIGKILL, time.time()))
+                ranks.events.put(RanksExited(gone, f"node{node}", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     config, slurm = JobConfig(), FakeSlurm()
     config.cluster.preflight = False

@@ -24,6 +24,7 @@ from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.site import END_S, Site
 from tests.slurm.watched import say
 from tests.waiting import wait_for
+from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
@@ -180,6 +181,20 @@ def slurms_word(site: Site) -> Mapping[str, Sequence[tuple[str, float, float]]]:
     return starts
 
 
+def attempts_as_slurm_has_them(
+    run: RunDir, starts: Mapping[str, Sequence[tuple[str, float, float]]]
+) -> list[AttemptRecord]:
+    """Return the run's attempts, each of which was in a start of its job; one of these has completed."""
+    attempts = run.attempts()
+    own = {str(attempt.job_id): starts[str(attempt.job_id)] for attempt in attempts}
+    assert [state for each in own.values() for state, _, _ in each].count("COMPLETED") == 1, (run.path, own)
+    for attempt in attempts:
+        # Slurm counts in whole seconds.
+        spans = [(begin - 1, end + 1) for _, begin, end in own[str(attempt.job_id)]]
+        assert any(begin <= attempt.started <= attempt.ended <= end for begin, end in spans), (attempt, own)
+    return attempts
+
+
 def out_of(site: Site, *argv: str) -> str:
     env = {"TOOLKIT_RUNS": str(site.runs)}
     return site.box.run(["toolkit", *argv], env=env, user=site.user, timeout=END_S).stdout
@@ -224,17 +239,8 @@ def test_a_day_of_many_runs_ends_with_nothing_lost(day: tuple[Site, Path]) -> No
 
     # Slurm's accounting says the same: each point has come to its end once, and each attempt was in a start of its job.
     starts = slurms_word(site)
-    say(f"by sacct: {dict(Counter(state for each in starts.values() for state, _, _ in each))}")
-    attempts = []
-    for row in rows:
-        own = RunDir(Path(row["path"])).attempts()
-        jobs = {attempt.job_id: starts[str(attempt.job_id)] for attempt in own}
-        assert [state for each in jobs.values() for state, _, _ in each].count("COMPLETED") == 1, (row, jobs)
-        for attempt in own:
-            # Slurm counts in whole seconds.
-            at = [begin - 1 <= attempt.started <= attempt.ended <= end + 1 for _, begin, end in jobs[attempt.job_id]]
-            assert any(at), (attempt, jobs)
-        attempts += own
+    say(f"by sacct: {dict(Counter(ended for each in starts.values() for ended, _, _ in each))}")
+    attempts = [attempt for row in rows for attempt in attempts_as_slurm_has_them(RunDir(Path(row["path"])), starts)]
 
     # What the faults did is in the runs' own files, and in the report.
     causes = Counter(attempt.cause for attempt in attempts)

@@ -211,7 +211,7 @@ def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site
         assert completed(site, moves).step == completed(site, stays).step == STEPS
     first, last = moves.attempts()
     nothing_lost(moves)
-    assert (first.cause, first.decision, first.left_nodes) == ("moved", "restart", ("node2",))
+    assert (first.cause, first.decision, first.vacated_nodes) == ("moved", "restart", ("node2",))
     assert first.line.startswith(f"moved off node2: {named}; stopped at step {first.step_end}, committed")
     assert (first.nodes, last.nodes) == (("node1", "node2"), ("node1", "node3"))
     assert first.line in site.run("toolkit", "why", moves.id)

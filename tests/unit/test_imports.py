@@ -36,12 +36,12 @@ FLOORS = [
     ["diagnose", "integrations", "sweep", "why", "trackers"],
     ["cli"],
 ]
-RANKS = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 
 def test_the_map_of_the_files_has_the_order_of_the_imports() -> None:
     rows = re.findall(r"(?m)^\| `toolkit/(\w+)/", (ROOT / "docs/contributing.md").read_text())
-    assert [RANKS[part] for part in rows] == sorted(RANKS[part] for part in rows)
+    assert [FLOOR_OF[part] for part in rows] == sorted(FLOOR_OF[part] for part in rows)
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert set(rows) == packages
 
@@ -73,8 +73,8 @@ def test_imports_point_down(path: Path) -> None:
         if not module.startswith("toolkit.") or part_of(module) == "__version__":
             continue
         other = part_of(module)
-        assert other == part or RANKS[other] < RANKS[part] or RANKS[part] == 0 == RANKS[other], (
-            f"{part} (rank {RANKS[part]}) imports {module} (rank {RANKS[other]})"
+        assert other == part or FLOOR_OF[other] < FLOOR_OF[part] or FLOOR_OF[part] == 0 == FLOOR_OF[other], (
+            f"{part} (floor {FLOOR_OF[part]}) imports {module} (floor {FLOOR_OF[other]})"
         )
 
 

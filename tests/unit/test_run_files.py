@@ -119,7 +119,7 @@ ATTEMPT: dict[str, Any] = {
     "lost_nodes": ["node2"],
     "suspect": "node2",
     "lost_ranks": {"3": "killed"},
-    "left_nodes": ["node1"],
+    "vacated_nodes": ["node1"],
     "first_failure": {"rank": 3, "host": "node2", "how": "killed"},
     "line": "rank 3: killed",
     "slow_nodes": [STRAGGLER],

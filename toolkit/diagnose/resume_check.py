@@ -1,7 +1,7 @@
 """`toolkit resume-check`: whether a run of this config that is killed and resumed equals an undisturbed run.
 
 The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
-does. In both runs a witness (`toolkit.train.trace`) records what every rank was given and computed, in every step.
+does. In both runs `toolkit.train.trace` records what every rank was given and computed, in every step.
 The two records are compared, by the first step in which they differ.
 """
 
@@ -126,15 +126,15 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
 @contextmanager
 def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
     """Set the brief for runs that start inside the context: they inherit our environment."""
-    before = os.environ.get(rundir.WITNESS_VARIABLE)
-    os.environ[rundir.WITNESS_VARIABLE] = json.dumps(brief)
+    before = os.environ.get(rundir.TRACE_VARIABLE)
+    os.environ[rundir.TRACE_VARIABLE] = json.dumps(brief)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[rundir.WITNESS_VARIABLE]
+            del os.environ[rundir.TRACE_VARIABLE]
         else:
-            os.environ[rundir.WITNESS_VARIABLE] = before
+            os.environ[rundir.TRACE_VARIABLE] = before
 
 
 def _completed(run: Run) -> RunDir:

@@ -20,7 +20,7 @@ CURVES = ("train/loss", "train/lr")
 
 @dataclass(frozen=True)
 class WitnessRecord:
-    """What the witnesses of one run wrote: by step, a line of each rank that took part, from the latest attempt."""
+    """The traces of one run: by step, a line of each rank that took part, from the latest attempt."""
 
     steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
     conditions: Sequence[Mapping[str, Any]]
@@ -31,7 +31,7 @@ def read(run: RunDir) -> WitnessRecord:
     lines: dict[int, dict[int, Mapping[str, Any]]] = {}
     conditions: list[Mapping[str, Any]] = []
     latest: dict[int, int] = {}
-    for path in sorted(run.witness.glob("rank-*.jsonl")):
+    for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for text in path.read_text().splitlines():
             line = json.loads(text)

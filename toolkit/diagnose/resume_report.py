@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import listing
 
-#: What a witness records, in the order in which one follows from the other, and what the page calls it.
+#: What a trace has, in the order in which one follows from the other, and what the page calls it.
 RECORDED = {
     "lr": "learning rate",
     "positions": "positions in the order of the data",

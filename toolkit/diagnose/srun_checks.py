@@ -14,7 +14,7 @@ from queue import Empty
 from toolkit import hostlist
 from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
 from toolkit.health.verdict import Heard
-from toolkit.launch.start.launcher import LaunchFailed, RankEnded
+from toolkit.launch.start.launcher import LaunchFailed, RanksExited
 from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
 from toolkit.launch.start.preflight import LIMIT_S
 from toolkit.launch.start.srun import parse_srun_line
@@ -86,7 +86,7 @@ class _Answers:
                 self.errors.append(event.text)
                 # Tasks that failed according to srun are not waited for.
                 failed = parse_srun_line(event.text, self._names)
-                if isinstance(failed, (RankEnded, LaunchFailed)):
+                if isinstance(failed, (RanksExited, LaunchFailed)):
                     self._awaited -= {*failed.ranks}
         except Empty:
             pass

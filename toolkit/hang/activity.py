@@ -33,6 +33,6 @@ class Activity:
         self.step: int | None = None
         self.count = 0
 
-    def move(self) -> None:
+    def note_progress(self) -> None:
         """Report that something long goes on."""
         self.count += 1

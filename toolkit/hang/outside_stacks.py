@@ -173,9 +173,10 @@ def from_py_spy(text: str) -> str:
 
 
 def _abort(pid: int, log: Path) -> str:
-    """End a process that is stopped. Return the stacks that it writes before, empty if it writes none.
+    """Kill a process that SIGSTOP holds. Return the stacks that Python writes at SIGABRT, empty if it writes none.
 
     It writes to its standard error: a file of its own, the rank's ``log``, or a pipe to a process that writes the log.
+    If that cannot be opened, the process goes on.
     """
     # Forbid a core dump: the cores of all ranks, with all their memory, would fill a disk.
     with contextlib.suppress(OSError, ValueError):

@@ -19,8 +19,7 @@ from toolkit.health.nvml import Nvml, NvmlError
 MONITOR_COMMAND = bare_python("toolkit.health.monitor")
 #: Seconds between two samples. The first ones come sooner: a job may be short.
 FIRST_SAMPLE_S, SAMPLE_EVERY_S, RAREST_SAMPLE_S = 1.0, 15.0, 120.0
-#: The most of one processor that samples may cost in the long run: else the next one waits. The first ones, for which
-#: so many seconds count as passed already, may cost more.
+#: Samples may use at most this share of one CPU, counted as if CREDIT_S had passed before the first one.
 MOST_COST, CREDIT_S = 0.0008, 150.0
 #: The first look at the node's health comes late enough not to delay the first ranks.
 FIRST_LOOK_S = 10.0
@@ -36,7 +35,7 @@ def wait_s(number: int, cost_s: float, elapsed_s: float) -> float:
 
 
 def main() -> None:
-    """Watch until the agent dies, and this process with it."""
+    """Write samples and findings until the agent dies: the kernel then kills this process."""
     nvml = None
     try:
         if Path("/dev/nvidiactl").exists():
@@ -45,21 +44,21 @@ def main() -> None:
         _show(log=f"the GPUs are not watched: {error}")
     sampler = usage.NodeSampler(usage.JobProcesses(os.getppid(), os.environ), nvml)
     health, number, cost_s = sickness.Sickness(nvml=nvml), 0, 0.0
-    sample_at = begin = time.monotonic()
-    look_at = begin + FIRST_LOOK_S
+    next_sample = began = time.monotonic()
+    next_look = began + FIRST_LOOK_S
     while True:
         now = time.monotonic()
-        if now >= sample_at:
-            began = time.process_time()
+        if now >= next_sample:
+            used_s = time.process_time()
             _show(usage=asdict(sampler.sample()))
-            cost_s += time.process_time() - began
-            sample_at = now + wait_s(number, cost_s, now - begin)
+            cost_s += time.process_time() - used_s
+            next_sample = now + wait_s(number, cost_s, now - began)
             number += 1
-        if now >= look_at:
-            look_at = now + sickness.LOOK_EVERY_S
+        if now >= next_look:
+            next_look = now + sickness.LOOK_EVERY_S
             for finding in health.look():
                 _show(sick=finding)
-        time.sleep(max(0.0, min(sample_at, look_at) - time.monotonic()))
+        time.sleep(max(0.0, min(next_sample, next_look) - time.monotonic()))
 
 
 def _show(**message: object) -> None:

@@ -44,7 +44,7 @@ class LibraryRun(TrainingRun):
             self._stack.callback(stack.pop_all().close)
         atexit.register(self.close)
         self._library = library
-        self._witness = None
+        self._trace = None
         self._values: dict[str, Tensor | float] = {}
         self._is_finished = False
         self._state = OwnState({}, session, self._window)
@@ -82,9 +82,9 @@ class LibraryRun(TrainingRun):
         """Save or stop here if that is due."""
         self._end_step()
 
-    def move(self) -> None:
+    def note_progress(self) -> None:
         """Show a sign of life."""
-        self._activity.move()
+        self._activity.note_progress()
 
     def seed(self, number: int) -> None:
         """Seed all random generators for a step. An epoch's beginning has the number -1 - epoch."""
@@ -108,7 +108,7 @@ class LibraryRun(TrainingRun):
 
     def log(self, **values: Tensor | float) -> None:
         """Log numbers by name, those of rank 0. They are written when that is due, outside of a step at once."""
-        self._activity.move()
+        self._activity.note_progress()
         if self.rank == 0:
             # Not attached: a graph would keep the step's memory until the next write.
             detached = {tag: value.detach() if isinstance(value, Tensor) else value for tag, value in values.items()}

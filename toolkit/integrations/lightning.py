@@ -67,14 +67,14 @@ class LightningCallback(Callback):
         done = loop.epoch_loop.batch_progress.current.ready
         for _ in range(done if done < loop.max_batches else 0):
             next(fetcher)
-            self._run.move()
+            self._run.note_progress()
         fetcher.fetched = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.seed(-1 - trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._run.move()
+        self._run.note_progress()
         loop = trainer.fit_loop
         if loop._should_accumulate():  # a checkpoint holds no gradients
             return
@@ -98,6 +98,6 @@ class LightningCallback(Callback):
             self._run.log_all(trainer.callback_metrics)
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self._run.move()
+        self._run.note_progress()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

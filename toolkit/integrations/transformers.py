@@ -61,6 +61,6 @@ class TransformersCallback(TrainerCallback):
         self._run.log_all(more.get("logs") or {})
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self._run.move()
+        self._run.note_progress()
 
     on_prediction_step = on_evaluate = on_predict = on_substep_end

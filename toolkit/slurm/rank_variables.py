@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit import hostlist
 from toolkit.errors import RequestError
@@ -92,8 +93,14 @@ MPI_KEYS = ("OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID", "PALS_APID")
 #: A MASTER_ADDR that no other machine could reach: all ranks are on this one.
 _LOOPBACK = re.compile(r"localhost|ip6-localhost|127\.[0-9.]+|::1")
 
-#: The numbers of a rank beside its rank and the world size: local rank, local size, node, nodes.
-_Others = tuple[Number, Number, Number, Number]
+
+class _Others(NamedTuple):
+    """The numbers of a rank beside its rank and the world size."""
+
+    local_rank: Number
+    local_world_size: Number
+    node_rank: Number
+    nodes: Number
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Numbers:
 
 def _only_rank(source: str) -> _Others:
     zero, one = Number(0, source), Number(1, source)
-    return zero, one, zero, one
+    return _Others(zero, one, zero, one)
 
 
 #: The numbers of a process that no launcher started.
@@ -157,8 +164,8 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
     local_rank = number(environ, *TORCHRUN.local_rank)
     # A single rank needs no other variable.
     if world_size.value == 1:
-        zero, one, *_ = _only_rank(world_size.source)
-        return local_rank or zero, one, zero, one
+        only = _only_rank(world_size.source)
+        return only if local_rank is None else only._replace(local_rank=local_rank)
     local_size = number(environ, *TORCHRUN.local_world_size) or _implied_local_size(environ, rank, world_size)
     # Without LOCAL_RANK only these two cases leave no doubt: all ranks on one node, or one rank on each.
     if local_rank is None and local_size.value == world_size.value:
@@ -170,15 +177,15 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
             f"{rank}, {world_size} and {local_size} leave open which of its node's ranks it is", TORCHRUN.advice
         )
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
-        return local_rank, local_size, Number(0, "one node"), Number(1, "one node")
+        return _Others(local_rank, local_size, Number(0, "one node"), Number(1, "one node"))
     node_rank, nodes = number(environ, *TORCHRUN.node_rank), number(environ, *TORCHRUN.nodes)
     if node_rank is not None and nodes is not None:
-        return local_rank, local_size, node_rank, nodes
+        return _Others(local_rank, local_size, node_rank, nodes)
     # Without node numbers all nodes are taken to hold equally many ranks, in a row.
     if local_size.value == 0 or world_size.value % local_size.value:
         advice = "set GROUP_RANK and GROUP_WORLD_SIZE: the number of this rank's node, and how many there are"
-        raise refusal(f"nodes that do not all have {local_size} ranks of {world_size} have no number", advice)
-    return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
+        raise refusal(f"{world_size} is no multiple of {local_size}, so the number of this node is not known", advice)
+    return _Others(local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size))
 
 
 def _implied_local_size(environ: Environ, rank: Number, world_size: Number) -> Number:
@@ -218,7 +225,7 @@ def _mpi_others(launch: Launch, environ: Environ, rank: Number, world_size: Numb
     local_size = required(environ, *launch.local_world_size, because=rank, advice=launch.advice)
     if local_size.value == 0:
         raise refusal(f"{local_size} leaves no rank on this node", launch.advice)
-    return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
+    return _Others(local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size))
 
 
 # --------------------------------------------------------------------------------------------------------- srun
@@ -240,4 +247,4 @@ def _srun_others(environ: Environ, step: Number) -> _Others:
         raise refusal(f"{name}={environ[name]!r}: {error}", SRUN.advice) from None
     if len(counts) != nodes.value or node_rank.value >= len(counts):
         raise refusal(f"{name}={environ[name]!r} does not fit {nodes} and {node_rank}", SRUN.advice)
-    return local_rank, Number(counts[node_rank.value], name), node_rank, nodes
+    return _Others(local_rank, Number(counts[node_rank.value], name), node_rank, nodes)

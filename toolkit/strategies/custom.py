@@ -35,7 +35,7 @@ from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.objective import Measure, Sums, measured
 from toolkit.strategies.priming import unused_message
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ from toolkit.strategies.objective import (
 )
 from toolkit.strategies.priming import priming, refuse_together, shareable, without_gradient
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 
 
 class Spmd(AllNeeded):

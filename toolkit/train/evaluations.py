@@ -66,7 +66,7 @@ class Evaluations:
 
         The evaluation is made up for at the resume. It calls this after each batch, which also reports progress.
         """
-        self._session.activity.move()
+        self._session.activity.note_progress()
         self._sheet.add("evaluation")
         return self._session.gate.pending == STOP
 

@@ -35,7 +35,7 @@ from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import conditions
-from toolkit.train.trace import summoned
+from toolkit.train.trace import trace_if_asked
 
 log = logs.get(__name__)
 
@@ -83,10 +83,10 @@ class Trainer:
         """
         if loader.is_split:
             strategy.split_data()
-        # With a witness the loop sees the loader and the strategy through it; see trace.py.
-        witness = summoned(session, conditions)
-        if witness is not None:
-            loader, strategy = witness.watch(loader, strategy)
+        # A trace wraps the loader and the strategy; see trace.py.
+        trace = trace_if_asked(session, conditions)
+        if trace is not None:
+            loader, strategy = trace.watch(loader, strategy)
         self._config = config
         self._session = session
         self._activity = session.activity

@@ -197,7 +197,7 @@ class TrainingRun(OwnSteps):
         if self._loader is not None:
             checkpoints.include(self._loader)
         self._resume(checkpoints)
-        move = self._activity.move
+        move = self._activity.note_progress
         for module in self._state.modules:
             # Report each pass as progress, because an evaluation makes no steps. Compiled modules get no hook: the
             # counting would become part of the compiled code.
@@ -216,7 +216,7 @@ class TrainingRun(OwnSteps):
         """
         for tag, value in means_by_tag(values).items():
             self._window.add(tag, value)
-        self._activity.move()
+        self._activity.note_progress()
         if not self._in_step:
             self._write()
 
@@ -277,17 +277,17 @@ class TrainingRun(OwnSteps):
         batches = feed.epoch(self._epoch, self._batch, life.step)
         with closing(batches):  # type: ignore[type-var]
             while not self._is_done(life.step, end):
-                if self._witness is not None:
-                    self._witness.begin(life.step)
+                if self._trace is not None:
+                    self._trace.begin(life.step)
                 self._activity.phase = activity.WAITING_FOR_DATA
                 began = time.perf_counter()
                 batch = next(batches, self)  # ``self`` stands for the end: a batch may be anything, None too
                 if batch is self:
                     return
                 self._wait_s, self._samples = time.perf_counter() - began, feed.samples
-                if self._witness is not None:
-                    self._witness.take_batch(life.step, batch, feed.indices(life.step))
-                    self._witness.take_start(self._state.rate())
+                if self._trace is not None:
+                    self._trace.take_batch(life.step, batch, feed.indices(life.step))
+                    self._trace.take_start(self._state.rate())
                 self._activity.phase = activity.IN_STEP
                 self._in_step = True
                 # The body of the user's loop runs here: it is the step.
@@ -318,7 +318,7 @@ class TrainingRun(OwnSteps):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank. Values are tensors of one shape and type, or what JSON can hold."""
-        self._activity.move()
+        self._activity.note_progress()
         if isinstance(value, Tensor):
             return list(gather_rows(value.detach().to(self.device).contiguous()))
         return gather_json(value, self.device)

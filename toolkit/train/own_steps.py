@@ -21,7 +21,7 @@ from toolkit.train.log_window import LogWindow
 from toolkit.train.not_finite import weights_are_finite
 from toolkit.train.own_state import OwnState
 from toolkit.train.state import conditions
-from toolkit.train.trace import summoned
+from toolkit.train.trace import trace_if_asked
 
 log = logs.get(__name__)
 
@@ -47,7 +47,7 @@ class OwnSteps:
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._save_asked = False
         self._stopped: StoppedError | None = None
-        self._witness = summoned(session, conditions)
+        self._trace = trace_if_asked(session, conditions)
 
     @property
     def step(self) -> int:
@@ -92,8 +92,8 @@ class OwnSteps:
         if self._in_step and self._life is not None:
             self._in_step = False
             self._batch += 1
-            if self._witness is not None and self._state is not None:
-                self._witness.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
+            if self._trace is not None and self._state is not None:
+                self._trace.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
             self._life.step_done(self._samples, self._wait_s)
 
     def _boundary(self) -> None:

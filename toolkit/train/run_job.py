@@ -61,7 +61,7 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
     """Make all that a rank needs to train a job of class ``kind``. Every rank calls it."""
     # Seeds first: the job may draw random numbers when it is made.
     prepare(config.train.seed, deterministic=config.train.deterministic)
-    job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.move)
+    job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.note_progress)
     with ExitStack() as stack:
         strategy = stack.enter_context(closing(_strategy(job, config, session)))
         loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
@@ -117,14 +117,14 @@ def evaluation(job: Job) -> Evaluate | None:
     if eval_set is None:
         return None
 
-    def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
+    def run_evaluation(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
         workers = job.config.data.workers
         size = job.eval_batch_size
         batches = eval_batches(eval_set, strategy.share, size, workers=workers, collate=job.collate)
         averages = evaluate(strategy, batches, len(eval_set), job.evaluate, is_cut)
         return None if averages is None else _numbers(job.summary(averages))
 
-    return judge
+    return run_evaluation
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:

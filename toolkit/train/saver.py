@@ -47,7 +47,7 @@ class Saver:
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = SecondPlace(folder / "checkpoints", self.store.keep, session.activity.move)
+            self.second = SecondPlace(folder / "checkpoints", self.store.keep, session.activity.note_progress)
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
@@ -164,7 +164,7 @@ class Saver:
                 if self._state.source.sum({"votes": float(time.monotonic() >= deadline)})["votes"]:
                     raise
                 time.sleep(RETRY_EVERY_S)
-                self._session.activity.move()  # a full disk is waited for and is no hang
+                self._session.activity.note_progress()  # a full disk is waited for and is no hang
 
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. With ``wanted``, cancel it unless it is of that step."""
@@ -227,7 +227,7 @@ class Saver:
         if writing is not None and writing.is_here:
             writing.refuse_if_cancelled()
         if self._waits:
-            self._session.activity.move()
+            self._session.activity.note_progress()
 
     def _succeed(self, step: int) -> None:
         self.newest, self._has_saved = step, True

@@ -1,7 +1,7 @@
-"""The witness: a trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
+"""A trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
 
-It exists only when ``TOOLKIT_WITNESS`` is set. Then it wraps the loop's loader and strategy; without it the loop pays
-nothing. Each rank appends lines to ``witness/rank-00003.jsonl`` in the run's folder: one at its start, with its
+It is made only when ``TOOLKIT_TRACE`` is set. Then it wraps the loop's loader and strategy; without it the loop pays
+nothing. Each rank appends lines to ``trace/rank-00003.jsonl`` in the run's folder: one at its start, with its
 conditions, and one for each step done, with digests of everything that a step takes and leaves.
 
 It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the
@@ -28,18 +28,18 @@ from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.rundir import WITNESS_VARIABLE, RunDir
+from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.strategies.protocol import StepOutput, Strategy
 
 
-class Witness:
-    """The trace of one rank."""
+class StepTrace:
+    """Writes the trace of one rank."""
 
     def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
         self._attempt = session.attempt
         self._strike = brief.get("strikes", {}).get(str(session.attempt))
         self._rank = session.rank
-        path = fsio.make_dir(RunDir(session.run_dir).witness, parents=0) / f"rank-{session.rank:05d}.jsonl"
+        path = fsio.make_dir(RunDir(session.run_dir).trace, parents=0) / f"rank-{session.rank:05d}.jsonl"
         self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._began = time.monotonic()
         self._step_s = 0.0
@@ -47,7 +47,7 @@ class Witness:
         self._write({"conditions": dict(conditions)})
 
     def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
-        """Return the loader and the strategy, wrapped so that this witness sees each step."""
+        """Return the loader and the strategy, wrapped so that each step is traced."""
         return _WatchedLoader(loader, self), cast(Strategy, _WatchedStrategy(strategy, self))
 
     def begin(self, step: int) -> None:
@@ -105,10 +105,10 @@ class Witness:
         os.write(self._file, f"{text}\n".encode())
 
 
-def summoned(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> Witness | None:
-    """Return a witness if the environment asks for one."""
-    brief = os.environ.get(WITNESS_VARIABLE)
-    return None if brief is None else Witness(json.loads(brief), session, conditions(session))
+def trace_if_asked(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> StepTrace | None:
+    """Return the rank's trace if the environment asks for one."""
+    brief = os.environ.get(TRACE_VARIABLE)
+    return None if brief is None else StepTrace(json.loads(brief), session, conditions(session))
 
 
 def _digest(tensor: Tensor) -> str:
@@ -116,14 +116,14 @@ def _digest(tensor: Tensor) -> str:
 
 
 class _WatchedLoader:
-    def __init__(self, loader: Any, witness: Witness) -> None:
+    def __init__(self, loader: Any, trace: StepTrace) -> None:
         self._loader = loader
-        self._witness = witness
+        self._trace = trace
 
     def at(self, step: int) -> Batch | None:
-        self._witness.begin(step)
+        self._trace.begin(step)
         batch: Batch | None = self._loader.at(step)
-        self._witness.take_batch(step, batch, self._loader.samples(step))
+        self._trace.take_batch(step, batch, self._loader.samples(step))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -131,14 +131,14 @@ class _WatchedLoader:
 
 
 class _WatchedStrategy:
-    def __init__(self, strategy: Strategy, witness: Witness) -> None:
+    def __init__(self, strategy: Strategy, trace: StepTrace) -> None:
         self._strategy = strategy
-        self._witness = witness
+        self._trace = trace
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        self._witness.take_start(lr)
+        self._trace.take_start(lr)
         output = self._strategy.step(batch, lr)
-        self._witness.take_end(output.loss, self._strategy.live())
+        self._trace.take_end(output.loss, self._strategy.live())
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Lines of a witness, of batches of every shape, compared across numbers of ranks."""
+"""A trace's lines, of batches of every shape, compared across numbers of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from toolkit.diagnose.resume_compare import _by_position
 from toolkit.ranks.batch import Batch
-from toolkit.train.trace import Witness
+from toolkit.train.trace import StepTrace
 
 PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets": ["c", "d"]}
 
@@ -33,11 +33,11 @@ def test_a_batch_of_any_shape_is_compared_by_what_is_known_of_it(line: dict[str,
 def test_a_batch_with_a_scalar_beside_its_rows_has_one_digest(tmp_path: Path) -> None:
     """It ended the trace with "iteration over a 0-d tensor"."""
     session: Any = SimpleNamespace(attempt=1, rank=0, run_dir=tmp_path)
-    witness = Witness({}, session, {})
+    trace = StepTrace({}, session, {})
     rows = Batch({"rows": torch.ones(2, 3)}, torch.tensor([4, 5]), 2)
     with_scalar = Batch({"rows": torch.ones(2, 3), "scale": torch.tensor(2.0)}, torch.tensor([4, 5]), 2)
     digests = []
     for batch in (rows, with_scalar):
-        witness.take_batch(1, batch, [7, 8])
-        digests.append(witness._line["inputs"])
+        trace.take_batch(1, batch, [7, 8])
+        digests.append(trace._line["inputs"])
     assert [len(each) for each in digests] == [2, 1]

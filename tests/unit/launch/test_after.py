@@ -1,4 +1,4 @@
-"""Runs that wait for others: what they wait for, what they do at their turn, and what cannot be waited for."""
+"""Runs that wait for others: what they wait for, what they do at their other_runs, and what cannot be waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from toolkit.launch.record import after, awaited, ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import resume, submit
-from toolkit.launch.supervise import turn
+from toolkit.launch.supervise import other_runs
 from toolkit.launch.supervise.facts import HALVED
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import AfterRecord, RunState, RunStatus, Submission
@@ -42,8 +42,8 @@ from toolkit.sweep.states import PointStanding
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.05)
-    monkeypatch.setattr(turn, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(turn, "FILES_LAG_S", 0.05)
+    monkeypatch.setattr(other_runs, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(other_runs, "FILES_LAG_S", 0.05)
 
 
 def new_run(name: str) -> RunDir:
@@ -198,7 +198,7 @@ def test_a_result_that_arrives_late_counts(monkeypatch: pytest.MonkeyPatch) -> N
     first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
-    monkeypatch.setattr(turn, "FILES_LAG_S", 60.0)
+    monkeypatch.setattr(other_runs, "FILES_LAG_S", 60.0)
     late = threading.Timer(0.1, write_ended, (first, RunState.COMPLETED, "completed"))
     late.start()
     assert start_job(run, slurm, Ranks(completes)) == 0

@@ -34,13 +34,13 @@ from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents, Endpoint
 from toolkit.launch.start.launcher import (
+    AllRanksEnded,
     FirstReports,
     LaunchFailed,
     MainReport,
     Progress,
-    RankEnded,
-    RankFinished,
-    RanksEnded,
+    RanksExited,
+    RanksFinished,
     RunningRanks,
 )
 from toolkit.launch.start.store import StoreHostEnded
@@ -101,7 +101,7 @@ class Site:
 
     def next(self) -> Any:
         """What happens next to ranks, or to the store at its end; ends with exit code 0 are left out."""
-        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RankFinished):
+        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RanksFinished):
             pass
         return event
 
@@ -117,7 +117,7 @@ class Site:
 def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path: Path) -> None:
     site = Site(tmp_path, ranks=3)
     site.start("echo $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
     site.agents.close()
@@ -126,9 +126,9 @@ def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path:
 def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
     site = Site(tmp_path, ranks=2)
     step = site.start("[ $RANK = 1 ] && exit 0; sleep 600")
-    assert site.events.get(timeout=TIMEOUT_S) == RankFinished((1,))
+    assert site.events.get(timeout=TIMEOUT_S) == RanksFinished((1,))
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
     site.agents.close()
 
 
@@ -144,7 +144,7 @@ def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: P
     assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
     site.store.close()
     site.start("true")
-    assert [type(site.next()), site.next()] == [RanksEnded, RanksEnded(0)]  # the agent has stayed
+    assert [type(site.next()), site.next()] == [AllRanksEnded, AllRanksEnded(0)]  # the agent has stayed
     site.agents.close()
 
 
@@ -152,10 +152,10 @@ def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_pat
     site = Site(tmp_path, ranks=2)
     step = site.start("[ $RANK = 1 ] && kill -9 $$; sleep 600")
     ended = site.next()
-    assert isinstance(ended, RankEnded)
+    assert isinstance(ended, RanksExited)
     assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
     site.agents.close()
 
 
@@ -166,9 +166,9 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     site = Site(tmp_path)
     site.start(f"{apart}sh -c 'echo $$ > {note}; exec sleep 600' & while [ ! -s {note} ]; do sleep 0.01; done; exit 3")
     ended = site.next()
-    assert isinstance(ended, RankEnded)
+    assert isinstance(ended, RanksExited)
     assert ended.exit_code == 3
-    assert site.next() == RanksEnded(3)
+    assert site.next() == AllRanksEnded(3)
     site.store.close()
     await_true(lambda: gone(int(note.read_text())))
     site.agents.close()
@@ -177,11 +177,11 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
 def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("echo $WORD-$PPID", WORD="one", GONE="1")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     first = site.log(0)
     site.store.close()
     site.start("echo $WORD$GONE-$PPID", WORD="two")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
     site.agents.close()
 
@@ -189,7 +189,7 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
 def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("true")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     environ = dict(os.environ)
     store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
     site.launcher.start(2, site.allocation, ["no-such-program"], environ, site.events, store)
@@ -197,7 +197,7 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     assert isinstance(failed, LaunchFailed)
     assert failed.ranks == (0,)
     assert "no-such-program" in failed.why
-    assert site.next() == RanksEnded(1)
+    assert site.next() == AllRanksEnded(1)
     site.agents.close()
 
 
@@ -208,14 +208,14 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     await_true(note.exists)
     os.kill(site.agent, signal.SIGKILL)
     happened = [site.next(), site.next(), site.next()]
-    assert {type(event) for event in happened} == {RankEnded, RanksEnded, StoreHostEnded}
-    (ended,) = (event for event in happened if isinstance(event, RankEnded))
+    assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
+    (ended,) = (event for event in happened if isinstance(event, RanksExited))
     assert ended.with_agent
     assert ended.signal == signal.SIGKILL
     await_true(lambda: gone(int(note.read_text())))
     site.store.close()
     site.start("true")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     site.agents.close()
 
 
@@ -240,7 +240,7 @@ def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_age
     site = Site(tmp_path)
     site.start("exit 0")
     await_true(lambda: site.agents.sick_hosts == {"here": "hot, full"})
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     site.store.close()  # the last of the node's processes: what they have left is ended now
     watch = int(note.read_text())
     site.start("exit 3")
@@ -327,7 +327,7 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monk
 
     def attempt() -> Any:
         site.start(f"echo ${staging.VARIABLE}")
-        assert site.next() == RanksEnded(0)
+        assert site.next() == AllRanksEnded(0)
         site.store.close()
         return json.loads(site.log(0))
 
@@ -342,7 +342,7 @@ def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkey
     site = Site(tmp_path)
     site.start("true", PYTHONHOME="/nowhere")
     happened = [site.next(), site.next(), site.next()]
-    assert {type(event) for event in happened} == {LaunchFailed, RanksEnded, StoreHostEnded}
+    assert {type(event) for event in happened} == {LaunchFailed, AllRanksEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
     assert "agent-here.log" in failed.why
     site.agents.close()
@@ -352,7 +352,7 @@ def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> Non
     site = Site(tmp_path, store="sleep 600")
     step = site.start("echo started")
     step.kill()
-    assert site.next() == RanksEnded(-signal.SIGKILL)
+    assert site.next() == AllRanksEnded(-signal.SIGKILL)
     assert not site.run.rank_log(1, 0).exists()
     site.agents.close()
 
@@ -428,7 +428,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     flood = [call(site) for _ in range(40)]
     assert all(is_closed(connection) for connection in (*strangers, *flood))
     step.kill()
-    assert [type(site.next()), type(site.next())] == [RankEnded, RanksEnded]
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
     site.agents.close()
 
 
@@ -538,7 +538,7 @@ def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
     check(site, ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"])
     await_true(note.exists)
     site.start("echo started")
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     assert not gone(int(note.read_text())), "a rank's end is not theirs"
     site.agents.close()
     await_true(lambda: gone(int(note.read_text())))
@@ -640,8 +640,8 @@ elif rank == 1:
     report("in a step", 7)
 """
     site.start(reporting(tmp_path, lines))
-    happened = until(site, RanksEnded)
-    assert happened[-1] == RanksEnded(0), site.log(0)
+    happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0), site.log(0)
     told = [event.report for event in happened if isinstance(event, MainReport)]
     assert [(report.fields, report.result) for report in told] == [
         ({"step": 7, "loss": 0.5}, None),
@@ -728,7 +728,7 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
 def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
-    happened = until(site, RanksEnded)
+    happened = until(site, AllRanksEnded)
     assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
     assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
     site.agents.close()
@@ -748,7 +748,7 @@ def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     site = Site(tmp_path, ranks=3)
     script = f"case $RANK in 0) exit 0;; 1) until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 5;; esac; sleep 600"
     step: Any = site.start(script)
-    await_true(lambda: step._left == {1, 2})
+    await_true(lambda: step._still_running == {1, 2})
     site.die()
     site.begin()
     ranks = site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events)
@@ -760,7 +760,7 @@ def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     store.propose("stop", by="me")
     await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
     step.kill()
-    assert [type(site.next()), site.next()] == [RankEnded, RanksEnded(5)]
+    assert [type(site.next()), site.next()] == [RanksExited, AllRanksEnded(5)]
     site.agents.close()
 
 
@@ -780,8 +780,8 @@ report("in a step", 8, fields={{"step": 8}})
     (tmp_path / "go").touch()
     site.begin()
     assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
-    happened = until(site, RanksEnded)
-    assert happened[-1] == RanksEnded(0)
+    happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0)
     assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
     assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
     site.agents.close()
@@ -800,7 +800,7 @@ def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(t
     site.launcher.prepare(site.allocation.hosts, ["sh"], environ, site.events)
     site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
     site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
-    assert site.next() == RanksEnded(0)
+    assert site.next() == AllRanksEnded(0)
     site.agents.close()
 
 

@@ -83,7 +83,7 @@ def test_a_restart_that_was_ours_is_no_requeue() -> None:
 DONE = Facts(0, has_result=True)
 UNSTARTED = RankFailure(1, "node2", "could not be started: Slurmd could not connect IO", 10.0, at_launch=True)
 CLEAN = Facts(75, stopped_cleanly=True, step_start=100, step_end=150)
-MOVING = replace(CLEAN, stop=Stop.MOVE, slurm=JobFate.RUNNING, left_nodes=("node2: drained: new fan by root",))
+MOVING = replace(CLEAN, stop=Stop.MOVE, slurm=JobFate.RUNNING, vacated_nodes=("node2: drained: new fan by root",))
 DEAD = Facts(143, (KILLED,), step_start=100, step_end=150)
 VERDICTS = {
     "all ranks done": (DONE, Cause.COMPLETED, Decision.FINISH),
@@ -326,9 +326,9 @@ def test_the_first_failure_of_a_hang_is_the_rank_that_the_others_waited_for() ->
 
 
 def test_ranks_that_were_not_needed_may_have_died_once_there_is_a_result() -> None:
-    assert has_completed(replace(DONE, exit_code=137, lost_ranks=True))
+    assert has_completed(replace(DONE, exit_code=137, has_lost_ranks=True))
     assert not has_completed(replace(DONE, exit_code=137))
-    assert not has_completed(Facts(137, lost_ranks=True))
+    assert not has_completed(Facts(137, has_lost_ranks=True))
 
 
 # ------------------------------------------------------------------------- failures count by the time that they cost

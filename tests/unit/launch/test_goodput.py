@@ -22,7 +22,7 @@ from toolkit.errors import EXIT_DONE
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
-from toolkit.launch.start.launcher import RanksEnded
+from toolkit.launch.start.launcher import AllRanksEnded
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_files, of_run, sentence
@@ -178,7 +178,7 @@ def goes_on(ranks: Ranks) -> None:
     time.sleep(0.25)
     ranks.report(step=140, step_start=60, spent=spent(training=0.16, checkpoint=0.04))
     ranks.tell_result(140)
-    ranks.events.put(RanksEnded(0))
+    ranks.events.put(AllRanksEnded(0))
 
 
 def parts_of(goodput: Mapping[str, float]) -> Ledger:

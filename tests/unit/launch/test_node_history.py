@@ -80,7 +80,7 @@ def test_what_is_old_or_damaged_is_left_out_and_a_full_disk_costs_the_note_only(
 
 def test_lost_sick_and_suspected_nodes_are_at_fault_for_an_attempts_end() -> None:
     attempt = Attempt(1, 0.0, JOB, lost_nodes={"n1"})
-    attempt.left_nodes = {"n2": BadNode("hot", 0.0), "n3": BadNode("drained: fan", 0.0, is_drained=True)}
+    attempt.vacated_nodes = {"n2": BadNode("hot", 0.0), "n3": BadNode("drained: fan", 0.0, is_drained=True)}
     attempt.failures = [RankFailure(3, "n4", "killed by SIGKILL", 0.0)]
     assert attempt.nodes_at_fault("n4") == {"n1": "it was lost", "n2": "hot", "n4": "killed by SIGKILL"}
     assert attempt.nodes_at_fault("n3")["n3"] == "a hang"

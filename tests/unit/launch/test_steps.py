@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.launch import outages
 from toolkit.launch.start.children import dying_with_us
-from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded
+from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.launch.start.srun import Srun, parse_srun_line
 from toolkit.slurm.srun_commands import SrunStep
 
@@ -39,7 +39,7 @@ def test_srun_says_which_rank_ended_how(
     line: str, ranks: tuple[int, ...], host: str, how: str, number: signal.Signals | None
 ) -> None:
     ended = parse_srun_line(line + "\n", ["node1"] * 8)
-    assert isinstance(ended, RankEnded)
+    assert isinstance(ended, RanksExited)
     assert (ended.ranks, ended.host, ended.signal) == (ranks, host, number)
     assert how in ended.how
 

@@ -29,13 +29,13 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import journal, stop_request
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.start.launcher import (
+    AllRanksEnded,
     Events,
     FirstReports,
     MainReport,
     Progress,
-    RankEnded,
-    RankFinished,
-    RanksEnded,
+    RanksExited,
+    RanksFinished,
 )
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
@@ -105,12 +105,12 @@ class Ranks:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.signals.append(number)
         if self.answers_kill:
-            self.events.put(RanksEnded(137))
+            self.events.put(AllRanksEnded(137))
         self.answers_kill = True
 
     def abandon(self) -> None:
         self.abandoned = True
-        self.events.put(RanksEnded(-9))
+        self.events.put(AllRanksEnded(-9))
 
     def report(self, **fields: Any) -> None:
         """As rank 0, on the first node."""
@@ -150,9 +150,9 @@ class NodeAgents:
     def close(self) -> None: ...
 
 
-def ended(*ranks: int, code: int | None = None) -> RankEnded:
+def ended(*ranks: int, code: int | None = None) -> RanksExited:
     number = None if code else signal.SIGKILL
-    return RankEnded(ranks, "node2", f"exit code {code}" if code else "killed by SIGKILL", number, time.time(), code)
+    return RanksExited(ranks, "node2", f"exit code {code}" if code else "killed by SIGKILL", number, time.time(), code)
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def supervise(run: RunDir, ranks: Ranks, **retry: int) -> int:
 def completes(ranks: Ranks) -> None:
     ranks.report(step=10, step_start=0)
     ranks.tell_result(10, **{"eval/accuracy": 0.5})
-    ranks.events.put(RanksEnded(0))
+    ranks.events.put(AllRanksEnded(0))
 
 
 def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
@@ -195,7 +195,7 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
 
 
 def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
-    assert supervise(run, Ranks(lambda ranks: ranks.events.put(RanksEnded(0)), completes)) == 0
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(AllRanksEnded(0)), completes)) == 0
     first, second = run.attempts()
     assert (first.cause, first.decision, second.cause) == ("crashed", "restart", "completed")
     assert "handed over no result" in first.line
@@ -211,7 +211,7 @@ def test_attempts_that_make_no_step_start_again_after_growing_pauses(
     def fails(ranks: Ranks) -> None:
         starts.append(time.monotonic())
         ranks.events.put(ended(2))
-        ranks.events.put(RanksEnded(137))
+        ranks.events.put(AllRanksEnded(137))
 
     def fails_after_a_step(ranks: Ranks) -> None:
         ranks.report(step=5, step_start=0)
@@ -235,7 +235,7 @@ def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
 
     def fails(ranks: Ranks) -> None:
         ranks.events.put(ended(2))
-        ranks.events.put(RanksEnded(137))
+        ranks.events.put(AllRanksEnded(137))
         threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
 
     assert supervise(run, Ranks(fails)) == 75
@@ -265,11 +265,11 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
         fsio.make_dir(path.parent)
         fsio.write_json(path, {**said, "exit_code": 1})
         ranks.events.put(ended(2))
-        ranks.events.put(RankFinished((1,)))
+        ranks.events.put(RanksFinished((1,)))
         ranks.events.put(ended(3, code=1))
         ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
         ranks.tell_result(10)
-        ranks.events.put(RanksEnded(137))
+        ranks.events.put(AllRanksEnded(137))
 
     ranks = Ranks(loses_two)
     assert supervise(run, ranks) == 0
@@ -324,7 +324,7 @@ def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
         fsio.make_dir(path.parent)
         fsio.write_json(path, {**said, "exit_code": 2})
         ranks.events.put(ended(1, code=2))
-        ranks.events.put(RanksEnded(2))
+        ranks.events.put(AllRanksEnded(2))
 
     assert supervise(run, Ranks(refuses)) == 1
     assert "would fail again unchanged" in run.result().why
@@ -337,7 +337,7 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
         def stop() -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
             ranks.events.put(ended(0, 1, 2, 3, code=75))
-            ranks.events.put(RanksEnded(75))
+            ranks.events.put(AllRanksEnded(75))
 
         Store.on_propose = stop
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -354,7 +354,7 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
 def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verdict(run: RunDir) -> None:
     def ends(ranks: Ranks) -> None:
         ranks.events.put(ended(0))
-        ranks.events.put(RanksEnded(137))
+        ranks.events.put(AllRanksEnded(137))
         ranks.events.put(Signalled(signal.SIGTERM))
 
     assert supervise(run, Ranks(ends)) == 75
@@ -531,7 +531,7 @@ def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None
         path = run.error_file(1, rank)
         fsio.make_dir(path.parent)
         path.write_text(text)
-        ranks.events.put(RanksEnded(1))
+        ranks.events.put(AllRanksEnded(1))
 
     return fails
 
@@ -660,7 +660,7 @@ def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_en
 
     def ends_but_rank_0(ranks: Ranks) -> None:
         hangs(ranks)
-        ranks.events.put(RankFinished((0, 1) if all_have_ended else (1,)))
+        ranks.events.put(RanksFinished((0, 1) if all_have_ended else (1,)))
 
     config = JobConfig()
     config.dist.timeout_s = 1
@@ -739,7 +739,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
 
 
 def ends_later(ranks: Ranks) -> None:
-    threading.Timer(0.6, ranks.events.put, (RanksEnded(0),)).start()
+    threading.Timer(0.6, ranks.events.put, (AllRanksEnded(0),)).start()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -767,7 +767,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     def says_nothing(ranks: Ranks) -> None:
         monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)
 
-    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(RanksEnded(0)))
+    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
@@ -786,7 +786,7 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
     def gives_up(ranks: Ranks) -> None:
         threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
 
-    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(RanksEnded(0))), job=configs.FOREIGN_JOB)
+    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), job=configs.FOREIGN_JOB)
     assert run.attempts()[0].cause == "crashed"
     assert "silent for 1 s or longer before: rank 1" in caplog.text
 
@@ -797,7 +797,7 @@ def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
 ) -> None:
     monkeypatch.setattr(silence, "START_AFTER_SHARE", 10.0)
     fsio.make_dir(run.attempt_logs(1))
-    ranks = Ranks(hangs, lambda ranks: ranks.events.put(RanksEnded(0)))
+    ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
     assert outside.started == 0
@@ -821,7 +821,7 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False
         ranks.events.put(Signalled(signal.SIGTERM))
-        ranks.events.put(RanksEnded(0))
+        ranks.events.put(AllRanksEnded(0))
 
     ranks = Ranks(saves)
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75

@@ -16,7 +16,7 @@ from toolkit.cli import show, why
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.launcher import RanksEnded
+from toolkit.launch.start.launcher import AllRanksEnded
 from toolkit.launch.supervise import attempt_loop, stop_path
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
@@ -79,7 +79,7 @@ def stops_when_asked(ranks: Ranks) -> None:
     def stop() -> None:
         ranks.report(step=12, step_start=0)
         ranks.events.put(ended(0, 1, code=75))
-        ranks.events.put(RanksEnded(75))
+        ranks.events.put(AllRanksEnded(75))
 
     Store.on_propose = stop
 
@@ -109,7 +109,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
 def end(ranks: Ranks) -> None:
     ranks.tell_result(10)
-    ranks.events.put(RanksEnded(0))
+    ranks.events.put(AllRanksEnded(0))
 
 
 def test_a_drained_node_is_left_for_a_spare_and_given_back(
@@ -122,7 +122,7 @@ def test_a_drained_node_is_left_for_a_spare_and_given_back(
     ranks = Ranks(stops_when_asked, completes)
     assert supervise(ranks) == 0
     first, second = run.attempts()
-    assert (first.cause, first.decision, first.left_nodes) == ("moved", "restart", ("node2",))
+    assert (first.cause, first.decision, first.vacated_nodes) == ("moved", "restart", ("node2",))
     assert first.line == f"moved off node2: {NEW_FAN}; stopped at step 12, committed, nothing is lost"
     assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
     assert (Store.proposed, ranks.signals) == ([], [])  # of the second attempt
@@ -264,7 +264,7 @@ def test_a_preemption_while_the_ranks_stop_wins(
             slurm.preempt("1", grace_s=60)
             ranks.events.put(Signalled(signal.SIGTERM))
             ranks.events.put(ended(0, 1, code=75))
-            ranks.events.put(RanksEnded(75))
+            ranks.events.put(AllRanksEnded(75))
 
         Store.on_propose = stop
 

@@ -28,7 +28,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
-from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded, RankFinished, RanksEnded
+from toolkit.launch.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
 from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.judging import judge_attempt
@@ -115,7 +115,7 @@ def loses_node2(ranks: Ranks) -> None:
     ranks.report(step=10, step_start=0)
     ranks.events.put(NodeFailed("node2"))
     elsewhere = [rank for rank, host in enumerate(ranks.hosts) if host != "node2"]
-    ranks.events.put(RankEnded(tuple(elsewhere), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+    ranks.events.put(RanksExited(tuple(elsewhere), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
 
 def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(run: RunDir, slurm: FakeSlurm) -> None:
@@ -134,7 +134,7 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
     def loses_the_last(ranks: Ranks) -> None:
         ranks.answers_kill = False
         ranks.report(step=10, step_start=0)
-        events = [NodeFailed("node2"), RankFinished((0,))]
+        events = [NodeFailed("node2"), RanksFinished((0,))]
         for event in events if is_first else reversed(events):
             ranks.events.put(event)
 
@@ -150,7 +150,7 @@ class UnheardKill(Ranks):
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         AGENTS.silent_hosts = frozenset({"dead"})
         living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
-        self.events.put(RankEnded(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
+        self.events.put(RanksExited(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -175,7 +175,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     def falls_silent(ranks: Ranks) -> None:
         ranks.report(step=10, step_start=0)
         if is_killed:
-            ranks.events.put(RankEnded((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
+            ranks.events.put(RanksExited((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
         else:
             AGENTS.silent_hosts = frozenset({"dead"})
 
@@ -194,7 +194,7 @@ def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
     """It was dropped, and the next attempt waited for ever for agents that were served no more."""
 
     def crashes(ranks: Ranks) -> None:
-        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
 
     def judge(*arguments: Any) -> Ending:
         ranks.events.put(ValueError("the links broke"))
@@ -251,7 +251,7 @@ def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlu
         ranks.report(step=10, step_start=0)
         nodes.remember(run, "node1", "the batch host node1 has left the job's node list")
         slurm.requeue("1")
-        ranks.events.put(RankEnded((0, 1), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+        ranks.events.put(RanksExited((0, 1), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     assert supervise(run, slurm, Ranks(was_cut_off), spare=1) == 75
     (line,) = run.attempts()
@@ -261,7 +261,7 @@ def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlu
 def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
     def dies_on_node1(ranks: Ranks) -> None:
         ranks.report(step=10 * (1 + len(run.attempts())), step_start=0)
-        ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
     assert [line.nodes[0] for line in run.attempts()] == ["node1", "node1", "node3"]
@@ -276,7 +276,7 @@ def test_the_lines_of_earlier_attempts_are_read_once(
 
     def crashes(ranks: Ranks) -> None:
         ranks.report(step=10 * len(reads) + len(ranks.hosts), step_start=0)
-        ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     reads: list[Path] = []
     read_lines = records.read_lines
@@ -305,7 +305,7 @@ def is_refused_by_node2(ranks: Ranks) -> None:
     ranks.answers_kill = False
     for rank in [rank for rank, host in enumerate(ranks.hosts) if host == "node2"]:
         ranks.events.put(LaunchFailed((rank,), "node2", "Slurmd could not connect IO"))
-    ranks.events.put(RanksEnded(0))
+    ranks.events.put(AllRanksEnded(0))
 
 
 def test_a_node_that_cannot_start_ranks_is_replaced_at_once(run: RunDir, slurm: FakeSlurm) -> None:
@@ -328,7 +328,7 @@ def test_without_a_spare_the_job_is_requeued_off_the_node_that_cannot_start_rank
 def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slurm: FakeSlurm) -> None:
     def is_refused(ranks: Ranks) -> None:
         ranks.events.put(LaunchFailed((), None, "Unable to create step for job 1: Requested nodes are busy"))
-        ranks.events.put(RanksEnded(1))
+        ranks.events.put(AllRanksEnded(1))
 
     assert supervise(run, slurm, Ranks(is_refused, completes)) == 0
     first, _ = run.attempts()
@@ -342,7 +342,7 @@ def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
 
     def act(ranks: Ranks) -> None:
         for rank, host in ranks_and_hosts:
-            ranks.events.put(RankEnded((rank,), host, "exit code 127", None, time.time(), 127))
+            ranks.events.put(RanksExited((rank,), host, "exit code 127", None, time.time(), 127))
 
     return act
 
@@ -366,8 +366,8 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
     """Before, it came back, or said for ever that it was requeued."""
 
     def stops(ranks: Ranks) -> None:
-        ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(RanksEnded(75))
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
 
     requeue = slurm.requeue
 
@@ -450,8 +450,8 @@ def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, sl
     number = leave(run)
 
     def crashes(ranks: Ranks) -> None:
-        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
-        ranks.events.put(RanksEnded(1))
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+        ranks.events.put(AllRanksEnded(1))
 
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
     assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
@@ -461,8 +461,8 @@ def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, sl
 def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir, slurm: FakeSlurm) -> None:
     def stops(ranks: Ranks) -> None:
         def stopped() -> None:
-            ranks.events.put(RankEnded((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
-            ranks.events.put(RanksEnded(EXIT_STOPPED))
+            ranks.events.put(RanksExited((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
+            ranks.events.put(AllRanksEnded(EXIT_STOPPED))
 
         Store.on_propose = stopped
 
@@ -606,7 +606,7 @@ def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
     def saves(ranks: Ranks) -> None:
         if is_preempted:
             slurm.preempt("1", grace_s=30)
-        ranks.events.put(RanksEnded(0))
+        ranks.events.put(AllRanksEnded(0))
 
     config = JobConfig(job=configs.FOREIGN_JOB)
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
@@ -643,7 +643,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
         ranks.answers_kill = False
         what(slurm, "1")
         ranks.events.put(Signalled(signal.SIGTERM))
-        ranks.events.put(RankEnded((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
 
     ranks = Ranks(told)
     supervise(run, slurm, ranks)
@@ -666,8 +666,8 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
         later.start()
 
     def stops(ranks: Ranks) -> None:
-        ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(RanksEnded(75))
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
 
     ranks = Ranks(told)
     assert supervise(run, slurm, ranks) == 75
@@ -692,7 +692,7 @@ def gets_slurms_signal(ranks: Ranks) -> None:
     """And completes 2 looks later, if it is let."""
     ranks.report(step=7, step_start=0)
     ranks.events.put(Signalled(signal.SIGUSR2))
-    Store.on_propose = lambda: ranks.events.put(RanksEnded(75))
+    Store.on_propose = lambda: ranks.events.put(AllRanksEnded(75))
     threading.Timer(3 * attempt_loop.STATUS_EVERY_S, completes, [ranks]).start()
 
 
@@ -723,8 +723,8 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
 
         def stop() -> None:
             proposed.append(time.monotonic())
-            ranks.events.put(RankEnded((0,), "node1", "exit code 75", None, time.time(), 75))
-            ranks.events.put(RanksEnded(75))
+            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
+            ranks.events.put(AllRanksEnded(75))
 
         Store.on_propose = stop
 
@@ -742,8 +742,8 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch
         ranks.report(step=7, step_start=0)
         for _ in range(2):
             ranks.events.put(Signalled(signal.SIGUSR2))
-        stopped = RankEnded((0,), "node1", "exit code 75", None, time.time(), 75)
-        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, RanksEnded(75))]
+        stopped = RanksExited((0,), "node1", "exit code 75", None, time.time(), 75)
+        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, AllRanksEnded(75))]
 
     assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
     assert [line.cause for line in run.attempts()] == ["stopped"]
@@ -781,7 +781,7 @@ def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced
     def fails(ranks: Ranks) -> None:
         told = NodeAnswered("node2", {"addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"]}, 0.0, 0.0)
         monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
-        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
 
     assert supervise(run, slurm, Ranks(fails, fails, completes), spare=1) == 0
     first, second, last = run.attempts()
@@ -797,7 +797,7 @@ def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, sl
         fsio.make_dir(path.parent)
         message = "timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."
         fsio.write_json(path, {"rank": 1, "host": "node2", "type": "DistNetworkError", "message": message})
-        ranks.events.put(RankEnded((1,), "node2", "exit code 1", None, time.time(), 1))
+        ranks.events.put(RanksExited((1,), "node2", "exit code 1", None, time.time(), 1))
 
     assert supervise(run, slurm, Ranks(fails, completes)) == 0
     assert "no connection from node2 to node1" in run.attempts()[0].line

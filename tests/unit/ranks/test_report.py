@@ -91,7 +91,7 @@ def test_a_report_says_what_the_rank_does_and_one_that_stands_still_keeps_report
     reporter = reporter_to(agent, 1, activity)
     reporter.progress(loss=1.0)
     activity.phase, activity.step = activity_words.WAITING_FOR_DATA, 7
-    activity.move()
+    activity.note_progress()
     expected = RankReport(2, 1, "waiting for data", 7, 1)
     wait_for(lambda: agent.reports.count(expected) > 2, TIMEOUT_S, "several reports")
     reporter.close()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.strategies import StepOutput
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 from toolkit.strategies.update.parts import ShardedParameters
 from toolkit.strategies.update.pruning import Pruning, level
 from toolkit.strategies.update.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale

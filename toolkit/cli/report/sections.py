@@ -228,7 +228,7 @@ def _marks(attempt: AttemptRecord) -> dict[str, str]:
     found: dict[str, str] = {}
     failed = [attempt.first_failure.host] if attempt.first_failure is not None and attempt.first_failure.host else []
     slow = [straggler.host for straggler in attempt.slow_nodes]
-    for mark, hosts in (("L", attempt.lost_nodes), ("F", failed), ("S", slow), ("G", attempt.left_nodes)):
+    for mark, hosts in (("L", attempt.lost_nodes), ("F", failed), ("S", slow), ("G", attempt.vacated_nodes)):
         for host in hosts:
             found[host] = found.get(host, "") + mark
     return found

@@ -21,7 +21,7 @@ class JobFate(StrEnum):
 
     @property
     def is_left_alone(self) -> bool:
-        """True if Slurm ends the job for no reason, as far as it answers."""
+        """True if Slurm is not ending the job, as far as is known."""
         return self in (JobFate.RUNNING, JobFate.UNKNOWN, JobFate.ABSENT)
 
 

@@ -90,7 +90,7 @@ class JobRequeue:
                 exclude = partial(self._slurm.exclude_nodes, job, excluded)
                 outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
         if after:
-            # A follow-up job waits for this one as well. Behind it others wait for its own end.
+            # The first follow-up job waits for this job, too. The later ones wait for the first.
             job, on = (self._follow_ups[0], [self._job_id, *after]) if self._follow_ups else (self._job_id, after)
             depend = partial(self._slurm.depend, job, on)
             outages.ask(depend, "the job may start too early, and then looks again", EXCLUDE_S)

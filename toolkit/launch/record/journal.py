@@ -118,8 +118,8 @@ class Journal:
         more = self._account(attempt, attempt.ended)
         if attempt.lost_ranks:
             more["lost_ranks"] = _by_text(attempt.lost_ranks)
-        if attempt.left_nodes:
-            more["left_nodes"] = tuple(sorted(attempt.left_nodes))
+        if attempt.vacated_nodes:
+            more["vacated_nodes"] = tuple(sorted(attempt.vacated_nodes))
         if attempt.progress.stragglers:
             more["slow_nodes"] = attempt.progress.stragglers
         # A left-over attempt keeps the job id of the job that made it, as far as its status tells.

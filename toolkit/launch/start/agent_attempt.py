@@ -11,7 +11,7 @@ from toolkit.agent.link import Message
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_links import AgentLinks
-from toolkit.launch.start.launcher import Events, LaunchFailed, RankEnded, RankFinished, RanksEnded, signal_name
+from toolkit.launch.start.launcher import AllRanksEnded, Events, LaunchFailed, RanksExited, RanksFinished, signal_name
 from toolkit.launch.start.store import StoreHostEnded, port_in
 
 
@@ -75,7 +75,7 @@ class AgentRanks:
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
         self._attempt, self._events, self._links = attempt, events, links
         self._ranks = allocation.ranks_of
-        self._left = set(range(allocation.world_size))
+        self._still_running = set(range(allocation.world_size))
         self._exit_code = 0
         self.hosts = allocation.hosts
         self.orders: dict[str, Message] = {}  #: not sent yet
@@ -95,14 +95,14 @@ class AgentRanks:
     def abandon(self) -> None:
         def give_up() -> None:
             hosts = [host for host in self.hosts if self._ranks_on(host)]
-            self._end(list(self._left), EXIT_FAILED)
+            self._end(list(self._still_running), EXIT_FAILED)
             for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
                 self._links.drop(host, "its ranks were given up")
 
         self._links.call(give_up)
 
     def _ranks_on(self, host: str) -> list[int]:
-        return [rank for rank in self._ranks.get(host, ()) if rank in self._left]
+        return [rank for rank in self._ranks.get(host, ()) if rank in self._still_running]
 
     def take(self, host: str, message: Message) -> None:
         """Take a message of the agent of ``host`` about this attempt's ranks."""
@@ -115,14 +115,14 @@ class AgentRanks:
         elif message["is"] == "ended":
             code = message["code"]
             if code == 0:
-                self._events.put(RankFinished((rank,)))
+                self._events.put(RanksFinished((rank,)))
             else:
                 number, out_of_memory = (-code if code < 0 else None), message["out_of_memory"]
                 how = f"killed by {signal_name(number)}" if number else f"exit code {code}"
                 if out_of_memory:
                     how = f"{how} (Out Of Memory)"
                 exit_code = None if number else code
-                self._events.put(RankEnded((rank,), host, how, number, message["time"], exit_code, out_of_memory))
+                self._events.put(RanksExited((rank,), host, how, number, message["time"], exit_code, out_of_memory))
             self._end([rank], code)
 
     def lose(self, host: str, why: str) -> None:
@@ -130,7 +130,7 @@ class AgentRanks:
         ranks = self._ranks_on(host)
         if ranks:
             how = f"killed by SIGKILL ({why})"
-            self._events.put(RankEnded(tuple(ranks), host, how, signal.SIGKILL, time.time(), with_agent=True))
+            self._events.put(RanksExited(tuple(ranks), host, how, signal.SIGKILL, time.time(), with_agent=True))
             self._end(ranks, -signal.SIGKILL)
 
     def never_began(self, host: str, why: str) -> None:
@@ -141,10 +141,10 @@ class AgentRanks:
             self._end(ranks, EXIT_FAILED)
 
     def _end(self, ranks: Sequence[int], code: int) -> None:
-        if not self._left:
+        if not self._still_running:
             return
         # The step's exit code is the first failure's; the step ends with its last rank.
         self._exit_code = self._exit_code or code
-        self._left -= set(ranks)
-        if not self._left:
-            self._events.put(RanksEnded(self._exit_code))
+        self._still_running -= set(ranks)
+        if not self._still_running:
+            self._events.put(AllRanksEnded(self._exit_code))

@@ -49,7 +49,7 @@ class AgentLauncher(AgentUser):
     """Starts ranks through the agents of the job's nodes: a :class:`~toolkit.launch.start.launcher.Launcher`.
 
     ``settings`` tells what the ranks get from the agents because Slurm does not give it to them: CPUs of their own, and
-    the signals for the job. Without Slurm it is neither: who signals a process here has chosen it.
+    the signals for the job. Without Slurm the agents give neither: a signal reaches only the process it was sent to.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AgentLauncher(AgentUser):
     ) -> None:
         self._run, self._allocation, self._container = run, allocation, container
         self._agents, self._settings = agents, settings
-        self._step: AgentRanks | None = None
+        self._ranks: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False
@@ -96,16 +96,16 @@ class AgentLauncher(AgentUser):
         self._open(command, environ, events, awaited)
         links = self._agents.links
         store = AgentStore(attempt, self._allocation.hosts[0], events, links)
-        step = AgentRanks(attempt, allocation, events, links)
-        self._step, self._store = step, store
+        ranks = AgentRanks(attempt, allocation, events, links)
+        self._ranks, self._store = ranks, store
         links.start()
         if awaited.wait(COME_BACK_S):
             # All ranks are there and go on. Start agents where one is missing.
             links.call(lambda: self._agents.ensure(allocation.hosts))
-            return step, store
+            return ranks, store
         # Some ranks are missing: end the others, too.
         log.warning("not all ranks of attempt %d are there: starting anew", attempt)
-        self._step = self._store = None
+        self._ranks = self._store = None
         self._agents.dismiss_all()
         return None
 
@@ -132,7 +132,7 @@ class AgentLauncher(AgentUser):
     ) -> RunningRanks:
         assert isinstance(store, AgentStore)
         links = self._agents.links
-        step = AgentRanks(attempt, allocation, events, links)
+        ranks = AgentRanks(attempt, allocation, events, links)
         # The order of each node holds all its ranks, so one message starts them.
         cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
@@ -145,9 +145,9 @@ class AgentLauncher(AgentUser):
                 processes.append({"rank": place.rank, "environ": own, "log": str(log_path)})
             order = self._order(attempt, command, environ, processes, cpus)
             order["environ"] |= common  # all of it, because the agent's own variables describe the agents' step
-            step.orders[host] = order
-        links.call(lambda: self._begin(step, store))
-        return step
+            ranks.orders[host] = order
+        links.call(lambda: self._begin(ranks, store))
+        return ranks
 
     @property
     def silent_hosts(self) -> frozenset[str]:
@@ -206,14 +206,14 @@ class AgentLauncher(AgentUser):
     def _begin_store(self, store: AgentStore, order: Message) -> None:
         self._store, self._store_order = store, order
 
-    def _begin(self, step: AgentRanks, store: AgentStore) -> None:
-        self._step = step
-        self._agents.ensure({self._allocation.hosts[0], *step.hosts})
+    def _begin(self, ranks: AgentRanks, store: AgentStore) -> None:
+        self._ranks = ranks
+        self._agents.ensure({self._allocation.hosts[0], *ranks.hosts})
 
         def set_port() -> None:
-            for order in step.orders.values():
+            for order in ranks.orders.values():
                 order["environ"]["MASTER_PORT"] = str(store.port)
-            step.may_begin = True
+            ranks.may_begin = True
             self._send_orders(self._agents.links.hosts)
 
         store.when_ready(set_port)
@@ -226,9 +226,9 @@ class AgentLauncher(AgentUser):
             if not self._store.is_closing:
                 links.send(here, self._store_order)
             self._store_order = None
-        if self._step is not None and self._step.may_begin:
-            for host in self._step.orders.keys() & hosts:
-                links.send(host, self._step.orders.pop(host))
+        if self._ranks is not None and self._ranks.may_begin:
+            for host in self._ranks.orders.keys() & hosts:
+                links.send(host, self._ranks.orders.pop(host))
 
     # what the agents tell, see AgentUser
 
@@ -245,30 +245,30 @@ class AgentLauncher(AgentUser):
                 hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged
                 hear(host, message)
             return
-        store, step = self._store, self._step
-        # Messages of an earlier attempt's store are ignored; the step checks its own.
+        store, ranks = self._store, self._ranks
+        # Messages of an earlier attempt's store are ignored; the ranks check their own.
         if message["is"] == "output":
             if store is not None and message["attempt"] == store.attempt:
                 store.take(message["text"])
         elif message["rank"] is None:
             if store is not None and message["attempt"] == store.attempt:
                 store.end(message.get("code", EXIT_FAILED))
-        elif step is not None:
-            step.take(host, message)
+        elif ranks is not None:
+            ranks.take(host, message)
 
     def agent_ended(self, host: str, why: str) -> None:
         if self.copying is not None:
             self.copying.note_lost(host)
-        if self._step is not None:
-            self._step.lose(host, why)
+        if self._ranks is not None:
+            self._ranks.lose(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:
             self._store.end(EXIT_FAILED)
 
     def agent_missing(self, host: str, why: str) -> None:
         if self.copying is not None:
             self.copying.note_lost(host)
-        if self._step is not None:
-            self._step.never_began(host, why)
+        if self._ranks is not None:
+            self._ranks.never_began(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:
             self._store_order = None
             self._store.end(EXIT_FAILED)

@@ -11,7 +11,7 @@ from functools import partial
 
 from toolkit.launch.start.agents import Endpoint, OnFailure
 from toolkit.launch.start.children import open_log, start_child
-from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RankEnded
+from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.launch.start.srun import Srun, SrunEvent
 from toolkit.rundir import RunDir
 from toolkit.slurm.srun_commands import SrunStep
@@ -97,7 +97,7 @@ class SrunAgents:
                 on_failure(hosts, why, is_certain=False)  # the failing node is unknown
             case LaunchFailed(_, str(host), why):
                 on_failure([host], why)
-            case RankEnded():
+            case RanksExited():
                 why = f"its agent: {event.how}; see agent-{event.host}.log"
                 is_certain = event.signal is None  # srun kills all where one does not start
                 on_failure([event.host], why, is_certain=is_certain)

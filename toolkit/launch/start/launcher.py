@@ -1,7 +1,7 @@
 """The interface between the supervisor and its launchers, which start an attempt's ranks and store.
 
-Every launcher puts events into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
-:class:`RanksEnded` when all have ended and their reports are in the queue. Nothing polls.
+Every launcher puts events into the supervisor's queue: :class:`RanksExited` as soon as a rank ends badly,
+:class:`AllRanksEnded` when all have ended and their reports are in the queue. Nothing polls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toolkit.launch.job.allocation import Allocation
 
 
 @dataclass(frozen=True)
-class RankEnded:
+class RanksExited:
     """Ranks that ended on ``host`` with another exit code than 0.
 
     ``signal`` is the one that killed them, or None. ``with_agent``: all ranks of the node ended at once, and the node
@@ -35,7 +35,7 @@ class RankEnded:
 
 
 @dataclass(frozen=True)
-class RankFinished:
+class RanksFinished:
     """Ranks that ended with exit code 0. srun does not report them: only agents do."""
 
     ranks: tuple[int, ...]
@@ -58,7 +58,7 @@ class LaunchFailed:
 
 
 @dataclass(frozen=True)
-class RanksEnded:
+class AllRanksEnded:
     """All ranks have ended; 0 if each did so with exit code 0."""
 
     exit_code: int

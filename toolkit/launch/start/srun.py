@@ -21,11 +21,11 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agents import Agents, AgentUser
 from toolkit.launch.start.children import start_child
 from toolkit.launch.start.launcher import (
+    AllRanksEnded,
     Events,
     LaunchFailed,
     NodeFailed,
-    RankEnded,
-    RanksEnded,
+    RanksExited,
     RunningRanks,
     Store,
     signal_name,
@@ -42,7 +42,7 @@ REPORTS_WAIT_S = 10.0
 
 log = logs.get(__name__)
 
-SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
+SrunEvent: TypeAlias = RanksExited | NodeFailed | LaunchFailed
 
 
 class SrunLauncher(AgentUser):
@@ -201,7 +201,7 @@ class _SrunRanks:
         if not self._srun.given_up.is_set():
             # The ranks' last reports must precede the end of the step.
             self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_WAIT_S)
-        self._events.put(RanksEnded(code))
+        self._events.put(AllRanksEnded(code))
 
     def lack_agent(self, host: str, why: str) -> None:
         if host in self._hosts:
@@ -284,16 +284,16 @@ def _slurms_order(host: str) -> tuple[str, int]:
     return host[: number.start()], int(number[0] or -1)
 
 
-def _rank_ended(match: re.Match[str]) -> RankEnded:
+def _rank_ended(match: re.Match[str]) -> RanksExited:
     host, how, now = match["host"], match["how"], time.time()
     numbers = match["ranks"].strip("[]")
     ranks = tuple(map(int, hostlist.expand(f"[{numbers}]")))
     code = _EXIT_CODE.search(how)
     if code:
-        return RankEnded(ranks, host, f"exit code {code[1]}", None, now, int(code[1]))
+        return RanksExited(ranks, host, f"exit code {code[1]}", None, now, int(code[1]))
     text = how.removesuffix(" (core dumped)")
     out_of_memory = "Out Of Memory" in text
     number = signal.SIGKILL if out_of_memory else _SIGNAL_TEXTS.get(text)
     if number:
         how = f"killed by {signal_name(number)} ({how})"
-    return RankEnded(ranks, host, how, number, now, None, out_of_memory)
+    return RanksExited(ranks, host, how, number, now, None, out_of_memory)

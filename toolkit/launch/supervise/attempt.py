@@ -40,10 +40,10 @@ class Attempt:
     stop: Stop | None = None
     stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
     stop_asked: float | None = None
-    left_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
+    vacated_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None
     killed: bool = False
-    leave_at: float | None = None  #: when to check whether Slurm is ending the job
+    ask_slurm_at: float | None = None  #: when to check whether Slurm is ending the job
     slurm: JobFate = JobFate.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
@@ -64,7 +64,7 @@ class Attempt:
         return self.plan.rank_hosts
 
     @cached_property
-    def _left(self) -> Counter[str]:
+    def _still_running(self) -> Counter[str]:
         """The number of ranks that have not ended, by node; nodes with none are left out."""
         return Counter(self.rank_hosts)
 
@@ -76,9 +76,9 @@ class Attempt:
         """Note that ``ranks`` have ended, with any exit code."""
         for rank in set(ranks) - self.gone:
             host = self.rank_hosts[rank]
-            self._left[host] -= 1
-            if not self._left[host]:
-                del self._left[host]
+            self._still_running[host] -= 1
+            if not self._still_running[host]:
+                del self._still_running[host]
         self.gone |= set(ranks)
 
     @property
@@ -87,11 +87,11 @@ class Attempt:
 
         Ranks on lost nodes cannot be waited for. All other ranks must be gone before the next attempt.
         """
-        return bool(self.lost_nodes) and self._left.keys() <= self.lost_nodes
+        return bool(self.lost_nodes) and self._still_running.keys() <= self.lost_nodes
 
     def hear_progress(self, progress: RunProgress) -> None:
-        """Take rank 0's report of the run. It tells how long the loop has worked. By this node's clock that gives the
-        time of its begin; the report that came fastest gives the best value."""
+        """Take rank 0's report of the run, which tells how long the loop has worked."""
+        # The loop began that long ago by this node's clock. Reports arrive late, so the earliest such time is best.
         self.progress = progress
         if progress.spent:
             began = time.time() - sum(progress.spent.values())
@@ -121,7 +121,7 @@ class Attempt:
     def nodes_at_fault(self, suspect: str | None) -> dict[str, str]:
         """Return the nodes that have ended this attempt, with the reason. A drained node does not count."""
         at_fault = dict.fromkeys(sorted(self.lost_nodes), "it was lost")
-        at_fault |= {host: bad.why for host, bad in self.left_nodes.items() if not bad.is_drained}
+        at_fault |= {host: bad.why for host, bad in self.vacated_nodes.items() if not bad.is_drained}
         if suspect is not None and suspect not in at_fault:
             reason = next((failure.how for failure in self.failures if failure.host == suspect), "a hang")
             at_fault[suspect] = reason

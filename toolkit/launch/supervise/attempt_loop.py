@@ -20,14 +20,14 @@ from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
 from toolkit.launch.record.ownership import Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.launcher import (
+    AllRanksEnded,
     FirstReports,
     LaunchFailed,
     MainReport,
     NodeFailed,
     Progress,
-    RankEnded,
-    RankFinished,
-    RanksEnded,
+    RanksExited,
+    RanksFinished,
     RunningRanks,
     Store,
 )
@@ -44,7 +44,7 @@ from toolkit.run_files import RunProgress, RunResult, RunState
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 ERROR_REPORTS_S = 0.5
-#: After a SIGKILL only ranks that were killed at the same moment are awaited: no failure of another rank leads to one.
+#: After a SIGKILL only ranks killed at the same moment are awaited: a SIGKILL is no effect of another failure.
 KILLED_TOGETHER_S = 0.05
 STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
@@ -57,12 +57,12 @@ log = logs.get(__name__)
 class AttemptLoop:
     """Handles what happens to the ranks of one attempt."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks, store: Store, care: NodeCare) -> None:
-        self._context, self._attempt, self._step, self._store = context, attempt, step, store
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
+        self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
         self._halving = Halving(context)
-        self._hangs = HangWatch(context, attempt, step)
-        self.stops = StopPath(context, attempt, step, store)
+        self._hangs = HangWatch(context, attempt, ranks)
+        self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class AttemptLoop:
         """Handle events and the clock until the ranks have ended.
 
         Three values of the attempt decide what comes next. Events, the stop path and this loop set them:
-        ``kill_at``, when to kill all ranks (again); ``leave_at``, when to ask whether Slurm is ending the job, which
+        ``kill_at``, when to kill all ranks (again); ``ask_slurm_at``, when to ask whether Slurm is ending the job, and
         would kill this process too; ``exit_code``, set when all ranks have ended or are given up.
         """
         attempt, next_status = self._attempt, 0.0
@@ -88,12 +88,12 @@ class AttemptLoop:
             now = time.monotonic()
             if attempt.kill_at is not None and now >= attempt.kill_at:
                 attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
-                self._step.kill()
-                if attempt.leave_at is not None:
-                    attempt.leave_at = min(attempt.leave_at, now + DYING_S)
+                self._ranks.kill()
+                if attempt.ask_slurm_at is not None:
+                    attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
             # Ranks on dead nodes will never report their end.
             if attempt.killed and attempt.all_reachable_have_ended:
-                self._step.abandon()
+                self._ranks.abandon()
             if now >= next_status:
                 self._look_around()
                 next_status = now + STATUS_EVERY_S
@@ -109,7 +109,7 @@ class AttemptLoop:
         """Do the periodic work that no event triggers."""
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
         if not self._context.claim.holds():
-            self._step.abandon()
+            self._ranks.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
         self._context.note_usage(self._attempt)
         self._context.journal.set_status(self._attempt.phase, self._attempt)
@@ -132,9 +132,9 @@ class AttemptLoop:
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
             # Ends and failures: after the first one the other ranks are killed soon.
-            case RankEnded():
-                self._take_rank_ended(event)
-            case RankFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
+            case RanksExited():
+                self._take_exit(event)
+            case RanksFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
                 attempt.note_gone(ranks)
                 attempt.finished |= set(ranks)
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
@@ -143,7 +143,7 @@ class AttemptLoop:
                 self._kill_soon(ERROR_REPORTS_S)
             case LaunchFailed():
                 self._take_launch_failed(event)
-            case RanksEnded(exit_code):
+            case AllRanksEnded(exit_code):
                 attempt.exit_code = exit_code
             case StoreHostEnded(exit_code):
                 how = f"the store host ended with exit code {exit_code}; see store.log"
@@ -172,7 +172,7 @@ class AttemptLoop:
         except records.Misfit as misfit:
             records.note(f"a report of rank 0 is ignored: {misfit}", None)
 
-    def _take_rank_ended(self, ended: RankEnded) -> None:
+    def _take_exit(self, ended: RanksExited) -> None:
         attempt = self._attempt
         attempt.note_gone(ended.ranks)
         if ended.with_agent:

@@ -50,7 +50,7 @@ def has_completed(facts: Facts) -> bool:
         return False
     if facts.is_foreign:
         return facts.exit_code == 0 and _is_left_alone(facts)
-    return facts.has_result and (facts.exit_code == 0 or facts.lost_ranks)
+    return facts.has_result and (facts.exit_code == 0 or facts.has_lost_ranks)
 
 
 def judge(facts: Facts) -> Ending:
@@ -81,7 +81,7 @@ def judge(facts: Facts) -> Ending:
         return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
     # The ranks committed a checkpoint and stopped: to move, or because a signal reached them.
     if facts.stopped_cleanly and facts.stop is Stop.MOVE:
-        line = f"moved off {'; '.join(facts.left_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
+        line = f"moved off {'; '.join(facts.vacated_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
         return Ending(Cause.MOVED, Decision.RESTART, line)
     if facts.stopped_cleanly:
         # A signal at a rank, of unknown reason: the run is not finished. Without Slurm it ends here.

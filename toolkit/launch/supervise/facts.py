@@ -101,7 +101,7 @@ class Facts:
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
     stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
-    left_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
+    vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
     slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
@@ -115,7 +115,7 @@ class Facts:
     gained_s: float = 0.0
     lost_s: float = 0.0
     has_result: bool = False  #: rank 0 has delivered the run's result
-    lost_ranks: bool = False  #: ranks that the strategy can do without have died
+    has_lost_ranks: bool = False  #: ranks that the strategy can do without have died
     is_foreign: bool = False  #: a script without the toolkit: no result, and no steps to measure progress by
     history: Sequence[Past] = ()
     budgets: Budgets = Budgets()

@@ -52,7 +52,7 @@ def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
 
 
 def is_being_ended(context: Context) -> bool:
-    """True if a signal waits in the queue, or Slurm ends the job."""
+    """True if a signal waits in the queue, or Slurm ends the job. The queue keeps its events."""
     waiting = [context.events.get() for _ in range(context.events.qsize())]
     for event in waiting:  # put them back: answers of late nodes may be among them
         context.events.put(event)
@@ -60,8 +60,8 @@ def is_being_ended(context: Context) -> bool:
     return has_signal or not context.job.state().is_left_alone
 
 
-def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
-    """Return whether a signal has come while there are no ranks. Wait ``pause_s`` for one.
+def waits_for_stop(context: Context, attempt: Attempt, pause_s: float) -> bool:
+    """Wait ``pause_s`` for a signal that stops the run while there are no ranks; return whether one has come.
 
     It may come in the checks, between two attempts, or in a pause.
     """
@@ -82,8 +82,8 @@ def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
 class StopPath:
     """Asks the ranks of one attempt to stop."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks, store: Store) -> None:
-        self._context, self._attempt, self._step, self._store = context, attempt, step, store
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store) -> None:
+        self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
 
     def ask(self, stop: Stop) -> None:
         """Ask the ranks to stop.
@@ -105,7 +105,7 @@ class StopPath:
         limit_s = STOP_LIMIT_S
         # A foreign script knows no agreement: it gets a signal.
         if context.is_foreign:
-            self._step.kill(signal.SIGTERM)
+            self._ranks.kill(signal.SIGTERM)
             limit_s = FOREIGN_STOP_LIMIT_S
         else:
             self._store.propose("stop", by=f"the supervisor ({stop})")
@@ -120,7 +120,7 @@ class StopPath:
         log.warning("%s: asking the ranks to stop", number.name)
         if number is signal.SIGTERM and context.job.slurm is not None:
             wait_s = context.job.settings.kill_wait_s
-            self._attempt.leave_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
+            self._attempt.ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
         self.ask(why_stop(context, number))
 
     def watch_the_clock(self) -> None:
@@ -137,10 +137,10 @@ class StopPath:
         then be lost. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
         """
         attempt = self._attempt
-        if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
+        if attempt.ask_slurm_at is None or time.monotonic() < attempt.ask_slurm_at:
             return
-        attempt.leave_at = None
+        attempt.ask_slurm_at = None
         if self._context.job.is_being_ended():
             log.warning("Slurm ends the job: not waiting for its ranks any longer")
             attempt.stopped.clear()  # whether the others have committed, too, will not be known
-            self._step.abandon()
+            self._ranks.abandon()

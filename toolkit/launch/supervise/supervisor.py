@@ -37,13 +37,14 @@ from toolkit.launch.start.launcher import Events, Launcher
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.staging import NodeStaging
 from toolkit.launch.start.store import refuse_too_many_ranks
-from toolkit.launch.supervise import budgets, left_over, turn
+from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import AttemptLoop
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Cause, Decision, Ending
 from toolkit.launch.supervise.judging import judge_attempt
-from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
+from toolkit.launch.supervise.other_runs import wait_for_other_runs
+from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, waits_for_stop, why_stop
 from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunState
@@ -154,7 +155,7 @@ class Supervisor:
         """Start anew; return None for a run that a user has ended."""
         left_over.close(self._context, earlier_death)
         self._journal.announce()
-        ended = turn.wait(self._context, self._job_requeue)
+        ended = wait_for_other_runs(self._context, self._job_requeue)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
@@ -232,7 +233,7 @@ class Supervisor:
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
             pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
-            if is_told_to_end(self._context, attempt, pause_s):
+            if waits_for_stop(self._context, attempt, pause_s):
                 attempt.exit_code = EXIT_STOPPED
             else:
                 self._run_ranks(attempt)
@@ -266,8 +267,8 @@ class Supervisor:
         store = self._launcher.start_store(number, plan.world_size, host, environ, self._events)
         if host != wildcard():  # else each rank uses the address from which srun started it
             environ["MASTER_ADDR"] = host
-        step = self._launcher.start(number, plan, command, environ, self._events, store)
-        AttemptLoop(self._context, attempt, step, store, self._care).run()
+        running = self._launcher.start(number, plan, command, environ, self._events, store)
+        AttemptLoop(self._context, attempt, running, store, self._care).run()
 
     def _conclude(self, attempt: Attempt) -> Ending:
         """Judge an attempt whose ranks have ended, and record the verdict."""

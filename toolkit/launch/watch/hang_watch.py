@@ -24,8 +24,8 @@ log = logs.get(__name__)
 class HangWatch:
     """Watches by the ranks' reports, or from outside where they report nothing."""
 
-    def __init__(self, context: Context, attempt: Attempt, step: RunningRanks) -> None:
-        self._context, self._attempt, self._step = context, attempt, step
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
+        self._context, self._attempt, self._ranks = context, attempt, ranks
         self._silence: SilenceWatch | None = None
         self._reports: Watchdog | None = None
         self._has_old_stacks = False  #: the ranks have written stacks before
@@ -94,7 +94,7 @@ class HangWatch:
         if self._has_old_stacks and self._context.agents is not None:
             hang_investigation.remove_old(self._context.agents, self._context.run, self._attempt.number, ranks)
         self._has_old_stacks = True
-        self._step.kill(stacks.ASK)
+        self._ranks.kill(stacks.ASK)
 
     def _by_host(self, standings: Sequence[Standing]) -> dict[str, list[Standing]]:
         by_host: dict[str, list[Standing]] = {}

@@ -59,7 +59,7 @@ class NodeCare:
         if not leaving or not self._may_move(attempt):
             return
         log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
-        attempt.left_nodes = leaving
+        attempt.vacated_nodes = leaving
         for host, bad in leaving.items():
             nodes.condemn(host, bad.why, is_drained=bad.is_drained)
         stops.ask(Stop.MOVE)
@@ -75,7 +75,7 @@ class NodeCare:
     def give_back(self, attempt: Attempt) -> None:
         """Give the drained nodes that were left back to Slurm. Their administrator waits until no job is there."""
         job, agents = self._context.job, self._context.agents
-        drained = {host for host, bad in attempt.left_nodes.items() if bad.is_drained}
+        drained = {host for host, bad in attempt.vacated_nodes.items() if bad.is_drained}
         row = job.show() if drained else None
         if job.slurm is None or row is None or agents is None:
             return

@@ -26,7 +26,7 @@ from toolkit.strategies.parameter_server.inbox import Handler, PeerInbox
 from toolkit.strategies.parameter_server.mail import Kind, Mail, decode, encode
 from toolkit.strategies.priming import refuse_together
 from toolkit.strategies.protocol import Again, ModelFactory, OptimizerFactory
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 
 
 class Side:

@@ -31,7 +31,7 @@ from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import PassFigures, Push
 from toolkit.strategies.priming import priming, shareable, undone, unused_message, without_gradient
 from toolkit.strategies.protocol import StepOutput
-from toolkit.strategies.update import weights_and_buffers
+from toolkit.strategies.update.apply import weights_and_buffers
 
 
 class Worker(Side):

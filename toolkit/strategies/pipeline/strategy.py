@@ -68,7 +68,7 @@ from toolkit.strategies.priming import (
     without_gradient,
 )
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update import Update
+from toolkit.strategies.update.apply import Update
 
 log = logs.get(__name__)
 

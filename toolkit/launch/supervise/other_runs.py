@@ -28,7 +28,7 @@ LOOK_EVERY_S = 1.0
 log = logs.get(__name__)
 
 
-def wait(context: Context, requeue: JobRequeue | None) -> Ending | None:
+def wait_for_other_runs(context: Context, requeue: JobRequeue | None) -> Ending | None:
     """Return None when the run may start, or a user has ended it; else how the job ends without an attempt.
 
     That is a failure if what is waited for did not complete. A job of Slurm does not wait for long: it goes back into

@@ -1,0 +1,306 @@
+"""From gradients to new weights: what every strategy does once the gradients of a step are complete.
+
+The order: take out the loss scale, measure the norm over all parameters, judge the step, clip the gradient, step the
+optimizer (or skip the step), prune weights, update the moving average. What the config does not ask for is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+
+from toolkit import logs
+from toolkit.config import TrainConfig
+from toolkit.errors import ConfigError, listing
+from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
+from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies.batch_norm import statistics
+from toolkit.strategies.layouts import local
+from toolkit.strategies.update.average import Average
+from toolkit.strategies.update.gradients import Gradients
+from toolkit.strategies.update.optimizer_state import OptimizerState
+from toolkit.strategies.update.parts import Total
+from toolkit.strategies.update.pruning import Pruning
+
+log = logs.get(__name__)
+
+
+class Update:
+    """Owns the optimizer of this rank's part of the model, and all else that changes with a step.
+
+    ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
+    see :class:`~.parts.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
+    ``criterion/<name>``; those that the optimizer lacks become a group of their own. Raises ConfigError if the
+    optimizer cannot skip a step where that is asked for, if it has a parameter of neither model nor criterion, or if
+    nothing can be pruned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train: TrainConfig | None = None,
+        total: Total | None = None,
+        criterion: nn.Module | None = None,
+    ) -> None:
+        train = train or TrainConfig()
+        self._criterion = criterion
+        names = _names(model, criterion)
+        # The optimizer's groups are completed before they are split and before their learning rates are compared.
+        _complete(optimizer, criterion, names)
+        self._model = model
+        self._statistics: list[Tensor] = []  #: BatchNorm's, if they are averaged over the group's ranks
+        self._group: dist.ProcessGroup | None = None
+        self._buffers_equal = True  #: on all ranks, as the first ones are
+        self._optimizer = optimizer
+        # Kernels for several parameters at once take one kind only: split groups that hold both plain parameters
+        # and DTensors. A model of which some layers are cut over ranks has both.
+        groups, optimizer.param_groups = optimizer.param_groups, []
+        for group in groups:
+            sharded = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+            optimizer.param_groups += [{**group, "params": kind} for kind in (sharded, plain) if kind] or [group]
+        self._ratios = _ratios(optimizer)
+        self._slots = OptimizerState(names, optimizer)
+        # The rest exists only if the config asks for it.
+        looks = Gradients.are_looked_at(train)
+        self._gradients = Gradients(names, train, total) if looks else None
+        leaves_out = train.skip_bad_steps or train.precision == "fp16"
+        if leaves_out and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            key = "skip_bad_steps" if train.skip_bad_steps else "precision"
+            raise ConfigError(
+                f"train.{key}: this {type(optimizer).__name__} cannot leave out a step on the device; use torch's Adam "
+                "or AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
+            )
+        self._buffers = _Buffers(model) if leaves_out else None
+        self._pruning = Pruning(model, train.pruning, total) if train.pruning.amount else None
+        self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
+
+    def begin(self) -> None:
+        """Prepare for the forward pass of a step, which changes buffers."""
+        self._buffers_equal = False
+        self.hide_average()
+
+    def hide_average(self) -> None:
+        """Give the model its own weights back if an evaluation has swapped in the average."""
+        if self._average is not None:
+            self._average.hide()
+
+    def evaluating(self) -> None:
+        """Prepare for a pass of an evaluation, which uses the averaged weights if there are any."""
+        if self._average is not None:
+            self._average.show()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from: with fp16 a multiple, since small gradients would be 0."""
+        scale = None if self._gradients is None else self._gradients.scale
+        return loss if scale is None else loss * scale.value
+
+    def apply(self, lr: float) -> Tensor | None:
+        """Make one optimizer step along the gradients in ``.grad``, then drop them.
+
+        ``lr`` is the schedule's; a group with a rate of its own keeps the ratio to it that it was made with. Returns
+        why the step was skipped, see ``StepOutput.skipped``.
+        """
+        self._slots.forget_unfilled()
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
+        # The host does not learn whether the step is skipped: the optimizer's kernel reads that on the device.
+        skipped = None if self._gradients is None else self._gradients.prepare()
+        made = None if skipped is None else self._step_unless(skipped)
+        if made is None:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        # What follows the weights: statistics, then masks, then the average, which gets the masks, too.
+        self._share_statistics()
+        if self._pruning is not None:
+            self._pruning.follow()
+        if self._average is not None:
+            self._average.follow(made)
+            if self._pruning is not None:
+                self._pruning.mask(self._average.of)
+        return skipped
+
+    @torch.no_grad()
+    def _share_statistics(self) -> None:
+        wide = [value.double() for value in self._statistics]  # in fp64 the mean of equal values is that value
+        if not wide:
+            return
+        sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
+        for value, mean in zip(self._statistics, wide, strict=True):
+            value.copy_(mean)
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def drop(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.zero_grad()
+
+    def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        """Make the model's buffers and their averages those of rank ``source``, on the ranks of ``group``.
+
+        They differ after a step. Those of rank ``source`` do not change, so it does not matter when or how often this
+        is called; between two steps it sends them once. All ranks of ``group`` call it.
+        """
+        if self._buffers_equal:
+            return
+        self._buffers_equal = True
+        averages = {} if self._average is None else self._average.of
+        buffers = [*self._model.buffers(), *(() if self._criterion is None else self._criterion.buffers())]
+        broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
+
+    def average_statistics(self, group: dist.ProcessGroup | None = None) -> None:
+        """Make BatchNorm's statistics their mean over the ranks of ``group``, in each step from now on."""
+        self._statistics = statistics(self._model)
+        self._group = group
+
+    def state(self) -> dict[str, Entry]:
+        """Return everything here that a resume needs, live, named as in the unparallelized model; see protocol.py.
+
+        From here on the model has its own weights, and not their average.
+        """
+        self.hide_average()
+        found: dict[str, Entry] = dict(self._slots.entries())
+        if self._criterion is not None:
+            found |= {f"criterion/{name}": Replicated(value) for name, value in self._criterion.state_dict().items()}
+        for part in (self._gradients, self._pruning, self._average):
+            found |= {} if part is None else part.state()
+        return found
+
+    def live(self) -> dict[str, Tensor]:
+        """Return the weights, the buffers and the tensors of :meth:`state`, as this rank has them. Nothing is sent."""
+        found = weights_and_buffers(self._model) | self._slots.live()
+        if self._criterion is not None:
+            named = self._criterion.named_parameters()
+            found |= {f"weights/criterion/{name}": value.detach() for name, value in named}
+        for part in (self._pruning, self._average):
+            found |= {} if part is None else part.live()
+        return found
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, which the tensors of :meth:`state` hold.
+
+        ``values`` are the entries that are not tensors.
+        """
+        self._buffers_equal = True
+        self._slots.filled(values)
+        for part in (self._pruning, self._average):
+            if part is not None:
+                part.loaded(values)
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def figures(self) -> dict[str, float]:
+        """Return what there is to log of the last step; see ``Strategy.figures``."""
+        found = {} if self._gradients is None else self._gradients.figures()
+        return found if self._pruning is None else {**found, "train/sparsity": self._pruning.sparsity()}
+
+    @torch.no_grad()
+    def _step_unless(self, skipped: Tensor) -> Tensor:
+        """Step, unless ``skipped`` is not 0 on the device, by torch's own protocol for its fused optimizers.
+
+        Returns 1 if the step was made, 0 if it was skipped.
+        """
+        left_out = (skipped > 0).float()
+        _make_momenta(self._optimizer)
+        stepper = cast(Any, self._optimizer)
+        # torch's GradScaler sets this attribute on optimizers that support it; a fused kernel reads it.
+        stepper.found_inf = left_out
+        try:
+            self._optimizer.step()
+        finally:
+            del stepper.found_inf
+        if self._buffers is not None:
+            self._buffers.follow(left_out)
+        return 1 - left_out
+
+
+def weights_and_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's part of each as ``weights/<name>`` and ``buffers/<name>``; see ``Strategy.live``."""
+    weights = {f"weights/{name}": local(value) for name, value in model.named_parameters()}
+    return weights | {f"buffers/{name}": value for name, value in model.named_buffers()}
+
+
+class _Buffers:
+    """The model's buffers as they were before a step. The forward pass of a step that is skipped has changed them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the buffers as they are now."""
+        self._kept = [buffer.clone() for buffer in self._model.buffers()]
+
+    def follow(self, left_out: Tensor) -> None:
+        # Restore the buffers if the step was skipped, without a look from the host.
+        for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
+            buffer.copy_(torch.where(left_out > 0, kept, buffer))
+            kept.copy_(buffer)
+
+
+def _names(model: nn.Module, criterion: nn.Module | None) -> dict[Tensor, str]:
+    """Return the name of each parameter that an optimizer may have."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    own = () if criterion is None else criterion.named_parameters()
+    return names | {parameter: f"criterion/{name}" for name, parameter in own}
+
+
+def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[Tensor, str]) -> None:
+    """Give ``optimizer`` what the criterion learns. Raises ConfigError for a parameter that has no name."""
+    has: set[Tensor] = set()
+    for group in optimizer.param_groups:
+        has.update(group["params"])
+    unknown = [f"one of shape {tuple(parameter.shape)}" for parameter in has if parameter not in names]
+    if unknown:
+        raise ConfigError(
+            f"optim.name: this {type(optimizer).__name__} has parameters that neither the model nor the criterion has "
+            f"({listing(unknown, 3)}): they would be in no checkpoint, and each rank would train its own; make them "
+            "parameters of the model, or of a criterion that is a torch.nn.Module"
+        )
+    # The job makes its optimizer from the model, so the parameters of the criterion may be missing.
+    learnt = [] if criterion is None else [p for p in criterion.parameters() if p.requires_grad and p not in has]
+    if learnt:
+        optimizer.add_param_group({"params": learnt})
+
+
+def _ratios(optimizer: Optimizer) -> list[float]:
+    """Return each group's learning rate divided by the optimizer's own one, which the schedule's replaces.
+
+    Raises ConfigError if the optimizer's own is 0 and a group's is not.
+    """
+    groups, own = optimizer.param_groups, float(optimizer.defaults.get("lr", 0.0))
+    if not own:
+        if any(float(group.get("lr", 0.0)) for group in groups):
+            raise ConfigError(
+                f"optim.lr: this {type(optimizer).__name__} has no learning rate of its own, for which the schedule's "
+                "could stand; give it the config's: lr=config.lr"
+            )
+        return [1.0] * len(groups)
+    ratios = [float(group["lr"]) / own for group in groups]
+    if any(ratio != 1 for ratio in ratios):
+        sizes = [len(group["params"]) for group in groups]
+        parts = [f"{ratio:g} ({size} tensors)" for ratio, size in zip(ratios, sizes, strict=True)]
+        log.info("parameter groups have their own part of the learning rate: %s", ", ".join(parts))
+    return ratios
+
+
+def _make_momenta(optimizer: Optimizer) -> None:
+    """Make the momenta of torch's fused SGD, as zeros.
+
+    Its first step makes them without values, and leaves them so if that step is skipped. From zeros the first step is
+    the same: 0 times the momentum, plus the gradient.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
