@@ -23,6 +23,8 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 INIT_WEIGHTS = ("average", "raw")
 ON_NAN = ("stop", "warn")
 PRECISIONS = ("fp32", "bf16", "fp16")
+#: torch's own words, of set_float32_matmul_precision().
+MATMULS = ("highest", "high", "medium")
 BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
 STAGES = ("auto", "always", "never")
@@ -272,6 +274,11 @@ class TrainConfig:
     ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
     sync_batch_norm: bool = False  #: BatchNorm's statistics of a step are those of all ranks' samples
     channels_last: bool = False  #: lay out images and convolutions with the channels last
+    float32_matmul: str = (
+        "highest"  #: on GPUs, products of fp32 matrices; high: in TF32, with 10 bits of 23, and faster
+    )
+    cudnn_benchmark: bool = True  #: on GPUs, time cuDNN's algorithms for each shape; not with deterministic
+    expandable_segments: bool = False  #: on GPUs, memory in pieces that grow: fewer gaps where sizes change
     pruning: PruningConfig = field(default_factory=PruningConfig)
 
 

@@ -19,9 +19,9 @@ _IMAGES = 16
 _LEFT_OUT = (
     *("data.augment", "data.bad_samples", "data.max_bad_samples", "data.share", "data.split", "data.workers"),
     *("strategy.activation_checkpointing", "strategy.compression", "strategy.pipeline.split", "strategy.tensor_plan"),
-    *("train.channels_last", "train.compile", "train.log_every", "train.on_nan", "train.pruning.end_step"),
-    *("train.pruning.every_steps", "train.pruning.start_step", "train.pruning.structured"),
-    *("train.rollback_after", "train.skip_bad_steps"),
+    *("train.channels_last", "train.compile", "train.cudnn_benchmark", "train.expandable_segments"),
+    *("train.log_every", "train.on_nan", "train.pruning.end_step", "train.pruning.every_steps"),
+    *("train.pruning.start_step", "train.pruning.structured", "train.rollback_after", "train.skip_bad_steps"),
 )
 _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 

@@ -39,6 +39,7 @@ from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
+from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.log_window import gather_json, means_by_tag
 from toolkit.train.own_state import OwnState
 from toolkit.train.own_steps import OwnSteps
@@ -80,6 +81,7 @@ def start() -> Iterator[TrainingRun]:
     try:
         with open_session(config.dist) as session:
             prepare(config.train.seed, deterministic=config.train.deterministic)
+            apply_gpu_settings(config.train)
             run = TrainingRun(config, session)
             with closing(run):
                 yield run

@@ -24,6 +24,7 @@ from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
 from toolkit.train.evaluations import Evaluate
+from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
 from toolkit.train.loop import Describe, Result, Show, Trainer
@@ -61,6 +62,7 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
     """Make all that a rank needs to train a job of class ``kind``. Every rank calls it."""
     # Seeds first: the job may draw random numbers when it is made.
     prepare(config.train.seed, deterministic=config.train.deterministic)
+    apply_gpu_settings(config.train)
     job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.note_progress)
     with ExitStack() as stack:
         strategy = stack.enter_context(closing(_strategy(job, config, session)))

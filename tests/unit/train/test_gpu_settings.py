@@ -1,0 +1,67 @@
+"""The switches of torch that the config sets for GPUs; the allocator's call is noted, as there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from toolkit.config import TrainConfig
+from toolkit.config.schema import MATMULS
+from toolkit.train.gpu_settings import ALLOCATOR_VARIABLES, apply_gpu_settings
+
+
+@pytest.fixture
+def allocator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What torch's allocator is told. The other switches are put back afterwards."""
+    calls: list[str] = []
+    matmul = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield calls
+    torch.set_float32_matmul_precision(matmul)
+
+
+def test_defaults_are_exact_products_and_timed_convolutions(allocator_calls: list[str]) -> None:
+    apply_gpu_settings(TrainConfig())
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.benchmark
+    assert allocator_calls == []
+
+
+def test_deterministic_wins_over_timed_convolutions(allocator_calls: list[str]) -> None:
+    apply_gpu_settings(TrainConfig(cudnn_benchmark=True, deterministic=True))
+    assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("word", MATMULS)
+def test_each_word_for_products_is_one_of_torchs(allocator_calls: list[str], word: str) -> None:
+    apply_gpu_settings(TrainConfig(float32_matmul=word))
+    assert torch.get_float32_matmul_precision() == word
+
+
+def test_what_is_asked_for_is_set(allocator_calls: list[str]) -> None:
+    apply_gpu_settings(TrainConfig(float32_matmul="high", cudnn_benchmark=False, expandable_segments=True))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert not torch.backends.cudnn.benchmark
+    assert allocator_calls == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_an_allocator_that_the_user_has_configured_is_left_alone(
+    allocator_calls: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    apply_gpu_settings(TrainConfig(expandable_segments=True))
+    assert allocator_calls == []
+
+
+def test_torch_takes_the_allocators_option() -> None:
+    """The installed torch's own parser, which refuses what it does not know."""
+    with pytest.raises(ValueError, match="expandable_segment"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segment:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
