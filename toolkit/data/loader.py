@@ -16,6 +16,7 @@ from toolkit.data.batch_reader import BatchReader
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import BatchPart, EvalSampler, Order, Sampler, TrainSampler, eval_calls
+from toolkit.data.to_device import to_device
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
@@ -281,7 +282,7 @@ class _DeviceSource:
         self.close = source.close
 
     def fetch(self, step: int) -> Batch:
-        batch = self._source.fetch(step).to(self._device)
+        batch = to_device(self._source.fetch(step), self._device)
         return batch if self._finish is None else replace(batch, data=self._finish(batch.data))
 
 

@@ -24,6 +24,7 @@ import torch
 
 from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import BatchPart
+from toolkit.data.to_device import to_device
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
 from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch, Share
@@ -150,7 +151,7 @@ class StreamLoader:
     def _read(self, step: int) -> Batch | None:
         if step != self._next:
             raise ValueError(f"a stream is read in order: step {step} was asked for, and {self._next} is the next one")
-        batch = None if self._source is None else self._source.fetch(step).to(self._device)
+        batch = None if self._source is None else to_device(self._source.fetch(step), self._device)
         self._next = step + 1
         self._state = None if batch is None else batch.stream_state
         return batch

@@ -122,7 +122,7 @@ def evaluation(job: Job) -> Evaluate | None:
     def run_evaluation(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
         workers = job.config.data.workers
         size = job.eval_batch_size
-        batches = eval_batches(eval_set, strategy.share, size, workers=workers, collate=job.collate)
+        batches = eval_batches(eval_set, strategy.share, size, workers=workers, device=job.device, collate=job.collate)
         averages = evaluate(strategy, batches, len(eval_set), job.evaluate, is_cut)
         return None if averages is None else _numbers(job.summary(averages))
 

@@ -1,0 +1,38 @@
+"""Copies of batches to a rank's device: on a GPU over a stream of their own, while it computes the step before."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from toolkit.ranks.batch import Batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return ``batch`` on ``device``, for use on the stream that is current now. The host does not wait for a GPU.
+
+    Tensors come from page-locked memory: from other memory the host would wait for the copy.
+    """
+    if device.type != "cuda":
+        return batch.to(device)
+    copies, computes = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        moved = batch.to(device)
+    # Only what is enqueued from here on waits. The step before, of which the host is ahead, is not held up.
+    computes.wait_stream(copies)
+
+    def keep(tensor: Tensor) -> Tensor:
+        # The memory belongs to the stream of the copies. Without this it would be overwritten as soon as Python lets
+        # go of the tensor, also when the step that reads it is still to be computed.
+        tensor.record_stream(computes)
+        return tensor
+
+    return moved.map(keep)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream for copies: the allocator keeps memory for each stream, and does not share it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
