@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import selectors
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,8 +15,9 @@ from toolkit.agent.helpers import Helpers, parsed
 from toolkit.agent.link import Message
 from toolkit.agent.processes import Processes
 from toolkit.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
+from toolkit.slurm.network import listen
 
-COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.staging.copying")
+COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.agent.relay")
 CHECK_COMMAND = (sys.executable, "-P", "-m", "toolkit.staging.whole")
 #: Copies that were whole this recently are not looked at again. Cleaners come once a day.
 SEEN_FOR_S = 60.0
@@ -29,15 +33,46 @@ log = logs.get(__name__)
 class CopyKeeper:
     """Has copies made, and has an attempt use only those that are whole."""
 
-    def __init__(self, helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> None:
-        self._helpers, self._processes, self._send = helpers, processes, send
+    def __init__(self, helpers: Helpers, processes: Processes, send: Callable[[Message], None], secret: bytes) -> None:
+        self._helpers, self._processes, self._send, self._secret = helpers, processes, send, secret
+        self._listening: socket.socket | None = None
+        self._relay: socket.socket | None = None  #: takes connections of other nodes
         self._seen_whole = 0.0  #: when, by time.monotonic()
+
+    def listen(self, address: str) -> Message | None:
+        """Listen on ``address`` for nodes that take packages from this one; return the :class:`.NodeAddress`."""
+        with contextlib.suppress(OSError):  # without it they read the shared disk
+            if self._listening is None:
+                self._listening = listen(address)
+                self._listening.setblocking(False)
+                self._helpers.selector.register(self._listening, selectors.EVENT_READ, self._pass_on)
+            address, port = self._listening.getsockname()[:2]
+            return {"address": address, "port": port}
+        return None
+
+    def _pass_on(self) -> None:
+        """Give a connection to the process that copies; close it if there is none."""
+        assert self._listening is not None
+        with contextlib.suppress(OSError):
+            connection, _ = self._listening.accept()
+            with connection:
+                if self._relay is not None:
+                    socket.send_fds(self._relay, [b"c"], [connection.fileno()])
 
     def stage(self, order: Message) -> None:
         """Carry out the supervisor's order to copy."""
         if order["wait_s"]:
             self._processes.copies.expect(order["wait_s"])
-        start(self._helpers, order["request"], self._take)
+        self._relay, channel = socket.socketpair()
+        self._relay.setblocking(False)
+
+        def take(answer: Message) -> None:
+            channel.close()  # so connections are refused as soon as the process takes none
+            self._take(answer)
+
+        given = {key: order[key] for key in ("request", "above", "is_above")}
+        given |= {"secret": self._secret.hex(), "channel": channel.fileno()}
+        start(self._helpers, given, take)
 
     def _take(self, answer: Message) -> None:
         self._seen_whole = time.monotonic()
@@ -83,6 +118,6 @@ def start(helpers: Helpers, request: Message, take: Callable[[Message], None], t
         take(parsed(text, _ANSWER) or {"copies": {}, "problems": ["the copying was killed: see the agent's log"]})
 
     try:
-        helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode())
+        helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode(), pass_fds=[request["channel"]])
     except OSError as error:
         take({"copies": {}, "problems": [str(error)]})

@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from toolkit import logs, records
@@ -53,15 +53,22 @@ class Helpers:
     """The agent's living helpers. They end with the agent, which reaps them."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
+        self.selector = selector
         self.pids: set[int] = set()
 
-    def start(self, command: Sequence[str], hear: Callable[[bytes], bool] | None = None, given: bytes = b"") -> int:
+    def start(
+        self,
+        command: Sequence[str],
+        hear: Callable[[bytes], bool] | None = None,
+        given: bytes = b"",
+        pass_fds: Collection[int] = (),
+    ) -> int:
         """Start a process that reads ``given``; return its pid. Its output goes to ``hear``, else to the agent's log.
 
         ``hear`` gets empty bytes at its end, and returns whether it wants more. Raises OSError.
         """
-        process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if hear else None)
+        output_to = subprocess.PIPE if hear else None
+        process = start_child(command, stdin=subprocess.PIPE, stdout=output_to, pass_fds=pass_fds)
         self.pids.add(process.pid)
         assert process.stdin is not None
         # A helper that has ended already reads nothing.
@@ -74,14 +81,20 @@ class Helpers:
         def read() -> None:
             data = os.read(output.fileno(), 1 << 16)
             if not hear(data) or not data:
-                self._selector.unregister(output)
+                self.selector.unregister(output)
                 output.close()
 
-        self._selector.register(output, selectors.EVENT_READ, read)
+        self.selector.register(output, selectors.EVENT_READ, read)
         return process.pid
 
     def ask(
-        self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"", *, awaits_end: bool = True
+        self,
+        command: Sequence[str],
+        take: Callable[[bytes], None],
+        given: bytes = b"",
+        *,
+        awaits_end: bool = True,
+        pass_fds: Collection[int] = (),
     ) -> None:
         """Start a process; ``take`` gets all its output when it has ended. Raises OSError.
 
@@ -96,7 +109,7 @@ class Helpers:
                 take(bytes(text))
             return not is_over
 
-        self.start(command, hear, given)
+        self.start(command, hear, given, pass_fds)
 
     def ask_if_possible(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
         """Do the same, but log an OSError: no memory or no processes may be left, and the ranks go on."""

@@ -1,9 +1,9 @@
-"""The connection between the supervisor and an agent, without its socket: bytes in, messages out, and the reverse.
+"""A connection between two processes of a job, without its socket: bytes in, messages out, and the reverse.
 
 Each end sends 32 random bytes first. From both and the job's secret each derives a key for each direction. So no
 message of another connection, nor one sent back to its sender, is accepted as genuine. Every message is a frame: its
 length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32 bytes), and the content, a
-JSON object in UTF-8. Nothing is encrypted: secrets must not be sent.
+JSON object in UTF-8, or a part of a package (:mod:`.relay`). Nothing is encrypted: secrets must not be sent.
 
 A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
@@ -24,6 +24,8 @@ HEARTBEAT_S, SILENT_S = 1.0, 3.0
 #: The most bytes of a frame's content. Before the first genuine one a stranger could make this end keep that much.
 FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")
+#: The other end's role, by the role of one end: of supervisor and agent, and of two nodes (:mod:`.relay`).
+_OTHER_ROLE = {"supervisor": "agent", "agent": "supervisor", "giver": "taker", "taker": "giver"}
 
 Message = dict[str, Any]
 
@@ -33,7 +35,7 @@ class StrangerError(Exception):
 
 
 class AuthenticatedLink:
-    """One end of a connection; ``role`` is ``supervisor`` or ``agent``."""
+    """One end of a connection; ``role`` is ``supervisor`` or ``agent``, ``giver`` or ``taker``."""
 
     def __init__(self, secret: bytes, role: str) -> None:
         self._secret, self._role = secret, role
@@ -41,7 +43,7 @@ class AuthenticatedLink:
         self._received = bytearray()
         self._keys: tuple[bytes, bytes] | None = None  #: for sending, for receiving
         self._sent_count = self._received_count = 0
-        self._waiting: list[Message] = []
+        self._waiting: list[bytes] = []
 
     @property
     def greeting(self) -> bytes:
@@ -55,16 +57,24 @@ class AuthenticatedLink:
 
     def send(self, message: Message) -> bytes:
         """Return the bytes to send for ``message``; none yet if the other end's greeting has not arrived."""
+        return self.send_content(json.dumps(message).encode())
+
+    def send_content(self, content: bytes) -> bytes:
+        """Return the bytes to send for ``content``, likewise."""
         if self._keys is None:
-            self._waiting.append(message)
+            self._waiting.append(content)
             return b""
-        content = json.dumps(message).encode()
         tag = _tag(self._keys[0], self._sent_count, content)
         self._sent_count += 1
         return _HEAD.pack(len(content), tag) + content
 
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
         """Take received data; return the messages that are complete, and bytes to send now. Raises StrangerError."""
+        contents, answer = self.receive_contents(data)
+        return [json.loads(content) for content in contents], answer
+
+    def receive_contents(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Return the same, but the messages as their bytes."""
         self._received += data
         answer = b""
         # The greeting comes first; it makes the keys, and so the messages that wait for them can go.
@@ -74,20 +84,20 @@ class AuthenticatedLink:
             other = bytes(self._received[:NONCE_BYTES])
             if hmac.compare_digest(other, self._nonce):
                 raise StrangerError("our own greeting came back")
-            other_role = {"supervisor": "agent", "agent": "supervisor"}[self._role]
+            other_role = _OTHER_ROLE[self._role]
             self._keys = (
                 hmac.digest(self._secret, self._role.encode() + self._nonce + other, "sha256"),
                 hmac.digest(self._secret, other_role.encode() + other + self._nonce, "sha256"),
             )
             del self._received[:NONCE_BYTES]
-            answer = b"".join(map(self.send, self._waiting))
+            answer = b"".join(map(self.send_content, self._waiting))
             self._waiting.clear()
-        messages: list[Message] = []
-        while (message := self._next()) is not None:
-            messages.append(message)
-        return messages, answer
+        contents: list[bytes] = []
+        while (content := self._next()) is not None:
+            contents.append(content)
+        return contents, answer
 
-    def _next(self) -> Message | None:
+    def _next(self) -> bytes | None:
         assert self._keys is not None
         if len(self._received) < _HEAD.size:
             return None
@@ -99,13 +109,12 @@ class AuthenticatedLink:
         if len(self._received) < end:
             return None
         # The running number in the tag rejects frames that are repeated or out of order.
-        content = bytes(self._received[_HEAD.size : end])
+        content = bytes(memoryview(self._received)[_HEAD.size : end])
         if not hmac.compare_digest(tag, _tag(self._keys[1], self._received_count, content)):
             raise StrangerError("a message with a wrong signature")
         self._received_count += 1
         del self._received[:end]
-        message: Message = json.loads(content)
-        return message
+        return content
 
 
 def _tag(key: bytes, number: int, content: bytes) -> bytes:

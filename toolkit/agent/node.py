@@ -20,7 +20,8 @@ The messages that it receives (``do``) and sends (``is``):
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
-* ``stage``: copy packages to the node's own disk. Then ``staged``. What is started waits ``wait_s`` for that.
+* ``stage``: copy packages to the node's own disk, from the nodes ``above``. Then ``staged``. What is started waits
+  ``wait_s`` for that.
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
@@ -94,7 +95,7 @@ class Agent:
         self._helpers = Helpers(self._selector)
         self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
         self._processes = Processes(self._selector, self._send_and_keep, imports)
-        self._copies = CopyKeeper(self._helpers, self._processes, self._send)
+        self._copies = CopyKeeper(self._helpers, self._processes, self._send, secret)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -137,7 +138,8 @@ class Agent:
         self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
         self._connection.sendall(self._link.greeting)
         here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
-        self._send({"is": "here", "host": self._name, "again": again, **here})
+        relay = self._copies.listen(self._connection.getsockname()[0])
+        self._send({"is": "here", "host": self._name, "again": again, "relay": relay, **here})
         for message in [*self._kept, *self._main_reports.values()]:
             self._send(message)
 

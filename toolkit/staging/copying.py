@@ -1,11 +1,8 @@
-"""``python -m toolkit.staging.copying``: copy packages to a disk of this node, and keep them while the agent lives.
+"""Copies packages to a disk of this node, and keeps them while the agent lives: for :mod:`toolkit.agent.relay`.
 
 Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when all of it is unpacked
 and the package was whole. While a process uses it, three things are locked: a file, for the jobs that share it; the
 copy's folder, in case that file was removed; and the folder of all copies, which systemd-tmpfiles then leaves alone.
-
-It reads a :class:`CopyRequest` as JSON, prints ``{"copies", "problems", "damaged", "took_s"}``, and then holds the
-locks until it is killed.
 """
 
 from __future__ import annotations
@@ -13,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
@@ -41,6 +36,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROGRAM_TIMEOUT_S = 60
 #: Jobs that look for a copy at the same moment are through by then.
 OTHERS_WAIT_S = 5.0
+
+#: Yields the bytes of a package, in blocks, for a copy in the folder.
+Source = Callable[[Package, Path], Iterator[bytes]]
 
 
 class DamagedPackageError(StagingError):
@@ -65,7 +63,15 @@ class Copy:
     is_new: bool
 
 
-def copy(package: Package, folders: list[Path]) -> Copy:
+def from_disk(package: Package, position: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of ``package`` from ``position`` on. Raises OSError."""
+    with Path(package.file).open("rb", buffering=0) as file:
+        file.seek(position)
+        while data := file.read(BLOCK_BYTES):
+            yield data
+
+
+def copy(package: Package, folders: list[Path], source: Source = lambda package, own: from_disk(package)) -> Copy:
     """Copy ``package`` into the first of ``folders`` that has room, or find the copy that is there.
 
     Raises StagingError, which names each folder and why not there; DamagedPackageError; OSError.
@@ -75,7 +81,7 @@ def copy(package: Package, folders: list[Path]) -> Copy:
         try:
             own = _own_folder(folder)
             with _locked_folder(own, fcntl.LOCK_SH) as lock:
-                found = _find(own, package) or _make(own, package)
+                found = _find(own, package) or _make(own, package, source)
                 return replace(found, locks=(*found.locks, os.dup(lock)))
         except DamagedPackageError:
             raise
@@ -100,7 +106,7 @@ def _find(own: Path, package: Package) -> Copy | None:
             return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new=False)
 
 
-def _make(own: Path, package: Package) -> Copy:
+def _make(own: Path, package: Package, source: Source) -> Copy:
     deadline = time.monotonic() + OTHERS_WAIT_S
     while True:
         try:
@@ -108,7 +114,7 @@ def _make(own: Path, package: Package) -> Copy:
                 is_new = not is_whole(own, package.key)
                 if is_new:
                     _make_room(own, package)
-                    _unpack(package, own)
+                    _unpack(package, own, source)
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:
                     return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new)
@@ -185,10 +191,15 @@ def _is_same_file(opened: int, path: Path) -> bool:
         return False
 
 
+def needed_bytes(package: Package) -> int:
+    """Return how much room a copy takes."""
+    return package.bytes + package.files * FILE_BYTES
+
+
 def _make_room(own: Path, package: Package) -> None:
     """Remove what is left of this copy, copies that are long unused, and others until there is room."""
     _remove(own, package.key)
-    needed = package.bytes + package.files * FILE_BYTES
+    needed = needed_bytes(package)
     last_use = {record.stem: record.stat().st_mtime for record in own.glob("*.json")}
     for lock in own.glob("*.lock"):
         last_use.setdefault(lock.stem, 0.0)  # of a job that died while it unpacked
@@ -217,19 +228,28 @@ def _remove(own: Path, key: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- unpacking
 
 
-def _unpack(package: Package, own: Path) -> None:
+class _Blocks:
+    """A file of blocks. A read returns one."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+
+    def read(self, size: int) -> bytes:
+        return next(self._blocks, b"")
+
+
+def _unpack(package: Package, own: Path, source: Source) -> None:
     partial, copied = own / f"{package.key}.partial", own / package.key
     try:
         fsio.make_new_dir(partial)
-        with Path(package.file).open("rb", buffering=0) as file:
-            summed = SummedFile(file)
-            try:
-                _extract(summed, partial, package)
-            except (tarfile.TarError, ValueError) as error:
-                raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
-            # What follows the archive's end belongs to the sum.
-            while summed.read(BLOCK_BYTES):
-                pass
+        summed = SummedFile(_Blocks(source(package, own)))  # type: ignore[arg-type]
+        try:
+            _extract(summed, partial, package)
+        except (tarfile.TarError, ValueError) as error:
+            raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
+        # What follows the archive's end belongs to the sum.
+        while summed.read(BLOCK_BYTES):
+            pass
         if (summed.size_bytes, summed.crc) != (package.size_bytes, package.crc):
             raise DamagedPackageError(f"{package.file} is damaged, or was changed: it does not have its digest")
         if package.program is not None:
@@ -300,45 +320,11 @@ def _try_program(program: Path, copied: Path) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- the agent
-
-
-def main() -> None:
-    """Copy what the request names, then hold the copies."""
-    request = CopyRequest.from_json(json.load(sys.stdin))
-    os.nice(request.nice)
-    folders = disks.own_folders(request.stage_dir, os.environ)
-    copies: dict[str, str] = {}
-    problems: list[str] = []
-    damaged: list[str] = []
-    locks: list[int] = []
-    began, is_new = time.monotonic(), False
-    for package in request.packages:
-        try:
-            made = copy(package, folders)
-        except (StagingError, OSError) as error:
-            problems.append(f"{package.source}: {error}")
-            damaged += [package.key] if isinstance(error, DamagedPackageError) else []
-            continue
-        copies[package.source] = str(made.path)
-        locks += made.locks
-        is_new |= made.is_new
-    took_s = time.monotonic() - began if is_new else 0.0
-    print(json.dumps({"copies": copies, "problems": problems, "damaged": damaged, "took_s": took_s}), flush=True)
-    if locks:
-        _hold(locks)
-
-
-def _hold(locks: list[int]) -> None:
+def hold(locks: list[int]) -> None:
     """Become a small program that keeps the locks until the agent ends, with which this process dies."""
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # its end tells the agent that the answer is complete
     for lock in locks:
         os.set_inheritable(lock, True)
     program = shutil.which("sleep")
     while program is None:
         time.sleep(86_400)
     os.execv(program, ["sleep", "infinity"])
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import Message
 from toolkit.agent.node_copies import NodeCopies
 
+ORDER = {"request": {}, "above": [], "is_above": False}
 WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}
 
 
@@ -32,7 +33,7 @@ class Serving:
         self.copies = NodeCopies()
         self.sent: list[Message] = []
         played: Any = self  # in place of Processes
-        self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append)
+        self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append, bytes(32))
 
     def use_copies(self, paths: dict[str, str]) -> None:
         self.copies.paths |= paths
@@ -45,6 +46,8 @@ class Serving:
                 key.data()
         for pid in self.helpers.pids:
             os.waitpid(pid, 0)
+        if self.keeper._relay is not None:
+            self.keeper._relay.close()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
 ) -> None:
     monkeypatch.setattr(copies, "COPY_COMMAND", printing(text))
     agent = Serving()
-    agent.keeper.stage({"request": {}, "wait_s": 60.0})
+    agent.keeper.stage({**ORDER, "wait_s": 60.0})
     agent.serve()
     assert agent.copies == NodeCopies({}, None)  # the ranks need not wait
     assert agent.sent[0]["copies"] == {}
@@ -82,7 +85,7 @@ def test_without_a_certain_answer_no_copy_is_used(
     monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE)))
     monkeypatch.setattr(copies, "CHECK_COMMAND", printing(text))
     agent = Serving()
-    agent.keeper.stage({"request": {}, "wait_s": 0.0})
+    agent.keeper.stage({**ORDER, "wait_s": 0.0})
     agent.serve()
     agent.keeper.check()
     assert not agent.selector.get_map(), "it was whole a moment ago"

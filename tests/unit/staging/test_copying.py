@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import chaos, staging
+from toolkit.agent.relay import RelayRequest
 from toolkit.staging import copying, disks, package, whole
 from toolkit.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
@@ -242,9 +244,11 @@ def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_pa
 
 def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path) -> None:
     made = packed(source, tmp_path / "cache")
-    request = json.dumps(CopyRequest((made,), str(node)).to_json())
-    command = [sys.executable, "-m", "toolkit.staging.copying"]
-    jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    other_nodes, channel = socket.socketpair()
+    request = json.dumps(RelayRequest(CopyRequest((made,), str(node)), (), False, "", channel.fileno()).to_json())
+    command, handles = [sys.executable, "-m", "toolkit.agent.relay"], [channel.fileno()]
+    pipe = subprocess.PIPE
+    jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=handles) for _ in range(2)]
     try:
         for job in jobs:
             assert job.stdin is not None
@@ -263,6 +267,8 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
         for job in jobs:
             job.kill()
             job.communicate()
+        other_nodes.close()
+        channel.close()
 
 
 def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -> None:

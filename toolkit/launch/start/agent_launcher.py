@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -28,6 +29,8 @@ MODULE = (sys.executable, "-P", "-m")
 COME_BACK_S = 5.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.launch.start.foreign"
+#: To so many nodes each one passes a package on.
+FAN_OUT = 2
 
 log = logs.get(__name__)
 
@@ -43,6 +46,23 @@ class CopyingListener(Protocol):
 
     def note_lost(self, host: str) -> None:
         """Note that ``host`` has no agent."""
+
+
+@dataclass
+class CopyOrder:
+    """An order to copy, and where its nodes take packages from each other: a tree, in the order of the sending."""
+
+    message: Message
+    places: list[Message | None] = field(default_factory=list)
+
+    def place(self, relay: Message | None) -> list[Message]:
+        """Give the next node its place, and return the nodes above it, the nearest first."""
+        place, above = len(self.places), list[Message | None]()
+        self.places.append(relay)
+        while place > 0:
+            place = (place - 1) // FAN_OUT
+            above.append(self.places[place])
+        return [node for node in above if node is not None]
 
 
 class AgentLauncher(AgentUser):
@@ -66,7 +86,7 @@ class AgentLauncher(AgentUser):
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False
-        self._orders_to_copy: list[Message] = []  #: also for agents that connect later
+        self._orders_to_copy: list[CopyOrder] = []  #: also for agents that connect later
         self._has_to_copy_first = False
         self.copying: CopyingListener | None = None
 
@@ -164,8 +184,10 @@ class AgentLauncher(AgentUser):
         def send() -> None:
             links = self._agents.links
             if request is not None:
-                self._orders_to_copy.append({"do": "stage", "request": request, "wait_s": wait_s})
-                links.send_all(self._orders_to_copy[-1])
+                self._orders_to_copy.append(CopyOrder({"do": "stage", "request": request, "wait_s": wait_s}))
+                here = links.hosts
+                for host in [host for host in self._allocation.hosts if host in here]:
+                    self._send_to_copy(self._orders_to_copy[-1], host)
             if self._is_warm and self._has_to_copy_first:
                 links.send_all({"do": "warm"})
             self._has_to_copy_first = False
@@ -219,6 +241,11 @@ class AgentLauncher(AgentUser):
         store.when_ready(set_port)
         self._send_orders(self._agents.links.hosts)
 
+    def _send_to_copy(self, order: CopyOrder, host: str) -> None:
+        above = order.place(self._agents.relays.get(host))
+        is_above = len(order.places) * FAN_OUT - 1 < len(self._allocation.hosts)
+        self._agents.links.send(host, {**order.message, "above": above, "is_above": is_above})
+
     def _send_orders(self, hosts: Collection[str]) -> None:
         """Send the waiting orders to the agents of ``hosts``, which are connected."""
         here, links = self._allocation.hosts[0], self._agents.links
@@ -234,7 +261,7 @@ class AgentLauncher(AgentUser):
 
     def agent_connected(self, host: str) -> None:
         for order in self._orders_to_copy:
-            self._agents.links.send(host, order)
+            self._send_to_copy(order, host)
         if self._is_warm and not self._has_to_copy_first:  # also on a spare
             self._agents.links.send(host, {"do": "warm"})
         self._send_orders([host])

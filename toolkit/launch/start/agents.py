@@ -173,6 +173,7 @@ class Agents:
         self.sick_hosts: Mapping[str, str] = {}
         self.usages: dict[tuple[str, float], NodeUsage] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
+        self.relays: dict[str, Message | None] = {}  #: where other nodes take packages, by host
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
         """Listen for agents; those that are started get ``environ``, and ``user`` says which are to be started.
@@ -319,6 +320,7 @@ class Agents:
 
     def admits(self, host: str, message: Message) -> bool:
         """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends its ranks."""
+        self.relays[host] = message.get("relay")
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
