@@ -20,6 +20,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit import fsio
 from toolkit.agent.die_with_parent import die_with
@@ -168,5 +169,16 @@ def _threads() -> int:
 
 
 def has_gpu() -> bool:
-    """True if this process has opened a GPU: a fork could not use it."""
-    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
+    """True if a fork of this process could not use its GPU: one has been opened, or CUDA was asked how many there are.
+
+    ``torch.cuda.is_available()`` asks that where NVML does not answer. Without a GPU it does no harm.
+    """
+    torch: Any = sys.modules.get("torch")
+    is_in_bad_fork = getattr(torch and torch._C, "_cuda_isInBadFork", None)  # only torch builds with CUDA have it
+    if is_in_bad_fork is None:
+        return False
+    # torch tells it only to a fork.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_in_bad_fork()))
+    return bool(os.waitpid(pid, 0)[1]) and torch.cuda.device_count() > 0

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.agent import zygote
 
@@ -111,3 +112,23 @@ def test_a_kernel_without_figures_of_waiting_costs_the_figure_only(monkeypatch: 
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert zygote._waited_s() == 0.0
+
+
+COUNT = """
+import os, torch
+from toolkit.agent import preimports
+os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+gpus = 1
+torch.cuda.device_count = lambda: gpus  # CUDA itself is real; what it counts is not
+print(preimports.has_gpu())
+torch.cuda.is_available()  # asks CUDA for the number of devices
+print(preimports.has_gpu(), torch.cuda.is_initialized())
+gpus = 0
+print(preimports.has_gpu())
+"""
+
+
+def test_a_process_that_has_counted_its_gpus_cannot_hand_them_to_a_fork(tmp_path: Path) -> None:
+    """torch refuses CUDA in such a fork, though nothing is initialised."""
+    has_cuda = torch.version.cuda is not None
+    assert python(tmp_path, COUNT) == ["False", f"{has_cuda} False", "False"]
