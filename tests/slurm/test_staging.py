@@ -20,7 +20,7 @@ import json, marker, os, sys, torch, toolkit
 place = {"marker": marker.__file__, "prefix": sys.prefix, "data": str(toolkit.staged("DATA"))}
 print(json.dumps({**place, "is_there": os.path.exists(marker.__file__), "node": os.environ["SLURMD_NODENAME"]}))
 """
-KEYS = ("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.stage=always", "cluster.time_min=5", "cluster.mem_gb=0.5")
+KEYS = ("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.stage=always", "cluster.time_min=5", "cluster.mem_gb=1")
 
 
 def copying_on(site: Site, node: str) -> int | None:
