@@ -94,6 +94,7 @@ class Start(JsonRecord):
     queue_s: float
     ready: Moment  #: the start of the job, or the decision to start again
     best_step: int  #: the furthest step of any earlier attempt
+    marks: Seconds = field(default_factory=dict)  #: when the agents were ready, see `toolkit.metrics.start_up`
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class RunProgress(JsonRecord):
     phase: str | None = None
     expendable: tuple[int, ...] = ()
     spent: Seconds = field(default_factory=dict)
+    start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.start_up`
     stragglers: tuple[Straggler, ...] = ()
     metrics: Metrics = field(default_factory=dict)
 
@@ -227,6 +229,7 @@ class AttemptStatus(FileRecord):
     progress: RunProgress = field(default_factory=RunProgress)
     submitted: Moment | None = None
     goodput: Seconds = field(default_factory=dict)
+    start_up: Seconds = field(default_factory=dict)  #: see `toolkit.metrics.start_up`
     why: str | None = None
     staging: tuple[str, ...] = ()  #: what was copied to the nodes' own disks, or why not
     ended: Moment | None = None
@@ -280,6 +283,7 @@ class AttemptRecord(FileRecord):
     slow_nodes: tuple[Straggler, ...] = ()
     submitted: Time | None = field(default=None, metadata=NULL)
     goodput: Seconds = field(default_factory=dict)
+    start_up: Seconds = field(default_factory=dict)  #: see `toolkit.metrics.start_up`
 
     @property
     def begun(self) -> float:
@@ -347,6 +351,7 @@ class Submission(FileRecord):
     host: str | None = None
     time: Moment | None = None
     token: str | None = None
+    took_s: float | None = None  #: up to the job's id
 
 
 # ---------------------------------------------------------------------------------------------------------- after.json

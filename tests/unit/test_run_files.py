@@ -35,7 +35,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 STRAGGLER = {"host": "node1", "ranks": [1], "ratio": 1.5, "since": 1.0, "until": None}
-START = {"since": 1.0, "submitted": None, "queue_s": 0.0, "ready": 2.0, "best_step": 0}
+START: dict[str, Any] = {"since": 1.0, "submitted": None, "queue_s": 0.0, "ready": 2.0, "best_step": 0}
+START |= {"marks": {"prepared": 2.5, "imported": 4.0}}
 USAGE = {"job_id": "7", "since": 1.0, "cpu_s": 2.0, "memory_bytes": None, "unused_gpus": ["GPU 1 of node2"]}
 #: Every key, as it stands in the file.
 STATUS: dict[str, Any] = {
@@ -60,6 +61,7 @@ STATUS: dict[str, Any] = {
     "progress": {"step": 5, "loss": 0.5, "stragglers": [STRAGGLER], "metrics": {"eval/loss": None}},
     "submitted": 1.0,
     "goodput": {"training": 1.0},
+    "start_up": {"queue": 1.0},
     "why": "rank 1: killed",
     "staging": ["/venv (1 GiB): nodes with a copy: 2 of 2, all from an earlier start"],
     "ended": 3.0,
@@ -125,6 +127,7 @@ ATTEMPT: dict[str, Any] = {
     "slow_nodes": [STRAGGLER],
     "submitted": "2026-01-01T00:00:00.000+00:00",
     "goodput": {"training": 1.0},
+    "start_up": {"queue": 1.0},
 }
 
 
@@ -259,6 +262,7 @@ SUBMISSION: dict[str, Any] = {
     "host": "login1",
     "time": 1.8e9,
     "token": "0123",
+    "took_s": 1.5,
 }
 
 

@@ -13,8 +13,8 @@ from toolkit.launch.job import node_history, nodes
 from toolkit.launch.record import after, changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
-from toolkit.metrics import efficiency, goodput
-from toolkit.run_files import AttemptRecord, FirstFailure, RunState
+from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.run_files import AttemptRecord, FirstFailure, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.why.runs import cause_of
 
@@ -67,6 +67,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "steps_lost": max(0, lost),
         "attempts": attempts,
         "goodput": goodput.of_files(run, damage),
+        "start_up": _start_up(attempts, status),
         "efficiency": efficiency.of_files(run, damage),
         "ailing_nodes": status.ailing_nodes,
         "staging": status.staging,
@@ -76,6 +77,14 @@ def facts(run: RunDir) -> dict[str, Any]:
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": advice.format(run=run.id, resume=resume_words(run.id, run.checkpoints)),
     }
+
+
+def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int, Mapping[str, float]]:
+    """Return where the start of the first attempt went, and of the last one, as far as they were measured."""
+    known = {attempt.attempt: attempt.start_up for attempt in attempts if attempt.start_up}
+    if status.attempt is not None and status.start_up:
+        known.setdefault(status.attempt, status.start_up)
+    return {number: known[number] for number in sorted({min(known), max(known)})} if known else {}
 
 
 def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
@@ -126,6 +135,7 @@ def page(told: dict[str, Any]) -> str:
         prose.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
         prose.append(f"time: {time_told}")
+    prose += [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
     prose += changes.lines(told["changes"])
     prose += [f"staging: {line}" for line in told["staging"]]
     prose += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]

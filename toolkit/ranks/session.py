@@ -25,6 +25,7 @@ from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.hang.activity import Activity
 from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
+from toolkit.ranks.start_up import StartUp
 from toolkit.ranks.stop import STOP, Gate, Hang
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
 from toolkit.run_files import RunStatus
@@ -55,6 +56,8 @@ class Session:
     timeout: timedelta = timedelta(minutes=10)
     #: What this rank is doing, for the supervisor: a run in which no rank's activity changes for long ends as a hang.
     activity: Activity = field(default_factory=Activity)
+    #: How long each part of the rank's start takes.
+    start_up: StartUp = field(default_factory=StartUp)
     #: Ranks that have died and that the attempt goes on without; only some strategies can do that.
     lost: set[int] = field(default_factory=set)
     #: The numbers of the blocks of :meth:`main_first`.
@@ -141,6 +144,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
     Raises ConfigError when the backend does not fit the devices here. At the end everything is closed in reverse, also
     after an exception, which then goes on to the caller.
     """
+    start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend)
@@ -163,24 +167,25 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         # Pushed before the session, so closed after it.
         stack.push(partial(_close_process_group, rank))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
-        yield stack.enter_context(_session(place, device, store, timeout))
+        yield stack.enter_context(_session(place, device, store, timeout, start_up))
 
 
 @contextmanager
 def open_beside(config: DistConfig) -> Iterator[Session]:
     """Open a session beside a library that opens the process group. Uses only the launch's store, no collective."""
+    start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir())
-    with _session(place, device, store, timeout) as session:
+    with _session(place, device, store, timeout, start_up) as session:
         yield session
 
 
 @contextmanager
 def _session(
-    place: tuple[int, int, int], device: torch.device, store: dist.Store, timeout: timedelta
+    place: tuple[int, int, int], device: torch.device, store: dist.Store, timeout: timedelta, start_up: StartUp
 ) -> Iterator[Session]:
     rank, world_size, _ = place
     with ExitStack() as stack:
@@ -192,7 +197,8 @@ def _session(
         reporter = _build_reporter(run, rank, world_size, attempt, activity)
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
-        yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity)
+        start_up.end("group")
+        yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity, start_up)
 
 
 def _place() -> tuple[int, int, int]:

@@ -69,6 +69,7 @@ class Lifecycle:
 
     def resume(self) -> Loaded | None:
         """Fill the state from the newest good checkpoint and go on from its step. Return None if there is none."""
+        self._session.start_up.end("data")
         loaded = self._checkpoints.resume()
         if loaded is not None:
             self.step = self._saved = self._resumed = loaded.step
@@ -91,7 +92,8 @@ class Lifecycle:
         """Begin to measure where the time goes. The time before is start-up."""
         self._history = History(self._session, self.step, self.sheet)
         self.sheet.begin()
-        self._session.progress(spent=self.sheet.spent)
+        self._session.start_up.end("resume")
+        self._session.progress(spent=self.sheet.spent, start_up=self._session.start_up.parts)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand over the run's result: from now on the run is completed."""
@@ -144,6 +146,8 @@ class Lifecycle:
         self.step += 1
         # After an attempt's first step rank 0 notes the modules it has imported: the zygote imports them in advance.
         if self._activity.step is None:
+            self._session.start_up.end("first_step")
+            self._session.progress(start_up=self._session.start_up.parts)
             self._session.step_made()
             if self._session.is_main:
                 preimports.note(self._session.run_dir / preimports.NAME)

@@ -21,7 +21,7 @@ from toolkit.rundir import RunDir
 #: What of `toolkit why` may leave the run folder: no lines of logs.
 _TOLD = (
     *("run", "state", "why", "cause", "diagnosis", "next", "loss", "last_checkpoint", "step_reached", "steps_lost"),
-    *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "efficiency"),
+    *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "start_up", "efficiency"),
 )
 _SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
 #: The manifest of a larger checkpoint would take seconds to read.

@@ -73,7 +73,9 @@ def _key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
 def _about(facts: ReportFacts, number: str) -> Iterator[tuple[str, str, Html]]:
     """Yield the sections about one run: anchor, heading, content. With several runs they are numbered."""
     blocks: Mapping[str, Callable[[ReportFacts], Html]] = {
-        "Time": lambda facts: sections.time_spent(facts.told["goodput"]),
+        "Time": lambda facts: join(
+            [sections.time_spent(facts.told["goodput"]), sections.time_to_start(facts.told["start_up"])]
+        ),
         "Attempts": sections.timeline,
         "Nodes": sections.node_map,
         "Efficiency": sections.usage,

@@ -12,7 +12,7 @@ from toolkit.cli.report.curves import is_aside
 from toolkit.cli.report.facts import ReportFacts
 from toolkit.cli.report.html import Html, element, join, table
 from toolkit.durations import in_units
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import efficiency, goodput, start_up
 from toolkit.run_files import AttemptRecord
 
 #: A longer list would not be read, and would not fit into the file.
@@ -122,6 +122,21 @@ def time_spent(ledger: Mapping[str, float] | None) -> Html:
             table("Where the time went", ("part", "time", "share"), rows),
         ]
     )
+
+
+def time_to_start(by_attempt: Mapping[int, Mapping[str, float]]) -> Html:
+    """Return where the starts of the attempts went, a column for each."""
+    rows: list[tuple[str, ...]] = []
+    for part in start_up.PARTS:
+        seconds = [parts.get(part, 0.0) for parts in by_attempt.values()]
+        if any(seconds):
+            rows.append((start_up.WORDS[part], *(f"{each:.2f} s" for each in seconds)))
+    if not rows:
+        return join([])
+    wholes = [sum(parts.get(part, 0.0) for part in start_up.PARTS) for parts in by_attempt.values()]
+    rows.append(("to the end of the first step", *(f"{each:.2f} s" for each in wholes)))
+    head = ("part", *(f"attempt {number}" for number in by_attempt))
+    return table("Where the start went", head, rows)
 
 
 def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tuple[str, float, float]]:

@@ -17,7 +17,7 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Ending, Past
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import efficiency, goodput, start_up
 from toolkit.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
@@ -49,6 +49,12 @@ class Journal:
         """The closed attempts. They are read once: no other process adds one while this job has the run."""
         return self._run.attempts()
 
+    @cached_property
+    def _submit_s(self) -> float:
+        """Return how long the submission took; 0 where that is unknown."""
+        sent = self._run.submission()
+        return 0.0 if sent is None else sent.took_s or 0.0
+
     def next_number(self) -> int:
         """Return the number of the attempt that begins now, one more each time."""
         self._number = max(self._number + 1, self._run.next_attempt(self._lines))
@@ -75,9 +81,12 @@ class Journal:
         """Return where the time went up to ``until``. For a left-over attempt its status tells."""
         start = attempt.start
         if start is None:
-            return {} if attempt.left_over is None else attempt.left_over.given("submitted", "goodput")
+            return {} if attempt.left_over is None else attempt.left_over.given("submitted", "goodput", "start_up")
         ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
-        return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
+        submit_s = self._submit_s if attempt.number == 1 else 0.0
+        parts = start_up.of_attempt(start, attempt.started, attempt.first_step, attempt.progress, submit_s)
+        more = {"start_up": start_up.as_json(parts)} if parts else {}
+        return {"submitted": start.submitted, "goodput": goodput.as_json(ledger), **more}
 
     def history(self) -> list[Past]:
         """Return the attempts since a user last started the run: one who resumes it has fixed something."""

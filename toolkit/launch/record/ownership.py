@@ -263,8 +263,8 @@ def _describe(run: RunDir, owner: OwnerRecord) -> str:
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str) -> None:
-    """Record the ids of the submission's job and of its follow-up jobs. Raises OSError."""
+def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:
+    """Record the ids of the submission's job and of its follow-up jobs, and how long it took. Raises OSError."""
     submission = Submission(
         executor=owner.executor,
         job_id=jobs[0],
@@ -272,5 +272,6 @@ def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str) -> None:
         host=owner.host,
         time=owner.time,
         token=owner.token,
+        took_s=took_s,
     )
     run.write_submission(submission)

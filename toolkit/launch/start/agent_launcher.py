@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -95,6 +96,7 @@ class AgentLauncher(AgentUser):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
+        self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
         if not self._agents.is_open:
             self._open(command, environ, events)
             self._agents.links.start()
@@ -260,6 +262,7 @@ class AgentLauncher(AgentUser):
     # what the agents tell, see AgentUser
 
     def agent_connected(self, host: str) -> None:
+        self._agents.ready[host, "connected"] = time.time()
         for order in self._orders_to_copy:
             self._send_to_copy(order, host)
         if self._is_warm and not self._has_to_copy_first:  # also on a spare
@@ -267,6 +270,8 @@ class AgentLauncher(AgentUser):
         self._send_orders([host])
 
     def take_message(self, host: str, message: Message) -> None:
+        if message["is"] == "imported":
+            self._agents.ready[host, "imported"] = time.time()
         if message["is"] in ("imported", "staged"):
             if self.copying is not None:
                 hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged

@@ -174,6 +174,7 @@ class Agents:
         self.usages: dict[tuple[str, float], NodeUsage] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
         self.relays: dict[str, Message | None] = {}  #: where other nodes take packages, by host
+        self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
         """Listen for agents; those that are started get ``environ``, and ``user`` says which are to be started.

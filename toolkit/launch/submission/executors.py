@@ -55,8 +55,11 @@ def choose_executor(name: str) -> str:
     return "local"
 
 
-def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord) -> Run:
-    """Start the run's job and record its id; return the handle. Raises SlurmError, or OSError for a full disk."""
+def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, began_s: float | None = None) -> Run:
+    """Start the run's job and record its id; return the handle. Raises SlurmError, or OSError for a full disk.
+
+    ``began_s`` is when the submission began, by ``time.monotonic()``.
+    """
     status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
     left_over = run.left_over()
     run.write_status(status if left_over is None else status.replace(left_over=left_over))
@@ -69,14 +72,15 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord) -> R
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.
     try:
-        ownership.note_jobs(run, owner, job_id)
+        took_s = None if began_s is None else round(time.monotonic() - began_s, 3)
+        ownership.note_jobs(run, owner, job_id, took_s=took_s)
     except OSError:
         if executor == "slurm":
             _cancel([job_id])
             raise
         log.warning("%s could not be written", run.submission_path, exc_info=True)
     if executor == "slurm":
-        _send_follow_up(run, config, owner, job_id)
+        _send_follow_up(run, config, owner, job_id, took_s)
     return sent
 
 
@@ -139,7 +143,7 @@ def _cancel(jobs: Sequence[str]) -> None:
             Slurm().cancel(job_id)
 
 
-def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: str) -> None:
+def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: str, took_s: float | None) -> None:
     """Submit a follow-up job where Slurm may end the job for good. It may do so before the job could submit one."""
     slurm = Slurm()
     try:
@@ -154,7 +158,7 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: 
         return
     forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
     try:
-        ownership.note_jobs(run, owner, job_id, follower)
+        ownership.note_jobs(run, owner, job_id, follower, took_s=took_s)
     except OSError as error:  # an unrecorded job could not be found; the first job submits another when it starts
         log.warning("the follow-up job %s is given up: %s", follower, error)
         follow_up.dismiss([follower], slurm)

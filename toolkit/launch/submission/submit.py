@@ -6,6 +6,7 @@ Also starts a foreign, torchrun-style script as the ranks, and shows what would 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def submit(
         >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
         True
     """
-    folder = Path(project).resolve()
+    began_s, folder = time.monotonic(), Path(project).resolve()
     if str(config).endswith(".py") and not configs.is_job(str(config), folder):
         command = [str(staging.origin(sys.executable)), str(folder / config)]
         return submit_command(command, overrides, executor=executor, after=after)
@@ -57,7 +58,7 @@ def submit(
     loaded = configs.load_config(config, overrides, project=folder)
     origin_is_awaited = awaited.begin_with(loaded, waits_for)
     check_submittable(loaded, chosen, folder, goes_on=origin_is_awaited)
-    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for)
+    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
 
 
 def dry_run(
@@ -132,12 +133,15 @@ def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
     return run
 
 
-def _send_new(run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None) -> Run:
+def _send_new(
+    run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None, began_s: float | None = None
+) -> Run:
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     with _removed_on_error(run):
         if waits_for is not None:
             write(run, waits_for)
-        return executors.send(run, config, executor, ownership.submit_as(run, executor, ownership.take(run, 0)))
+        owner = ownership.submit_as(run, executor, ownership.take(run, 0))
+        return executors.send(run, config, executor, owner, began_s=began_s)
 
 
 @contextmanager

@@ -167,6 +167,8 @@ class AttemptLoop:
         try:
             if report.fields is not None:
                 attempt.hear_progress(RunProgress.from_json(report.fields))
+                if attempt.first_step is not None:
+                    self._context.note_ready(attempt)
             if report.result is not None:
                 attempt.result = RunResult.from_json({**report.result, "state": RunState.COMPLETED})
         except records.Misfit as misfit:

@@ -52,6 +52,16 @@ class Context:
             samples = dict(self.agents.usages)  # another thread adds to it
             self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
 
+    def note_ready(self, attempt: Attempt) -> None:
+        """Note when the agents were ordered, when those of the attempt's nodes were there, and had imported."""
+        if self.agents is not None and attempt.start is not None and not attempt.start.marks:
+            ready = dict(self.agents.ready)  # another thread adds to it
+            marks: dict[str, float] = {}  # of each kind the last one
+            for (host, name), moment in ready.items():
+                if host in attempt.plan.hosts:
+                    marks[name] = max(moment, marks.get(name, moment))
+            attempt.start = attempt.start.replace(marks=marks)
+
     def asked(self) -> Intent | None:
         """Return what a user has asked of the run."""
         return stop_request.asked(self.run)
