@@ -26,17 +26,43 @@ def _of_node(name: str, proc: Path) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
+def oom_kills(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return how many processes the kernel has killed for lack of memory in this one's control groups; 0 if unknown."""
+    kills = 0
+    for group, is_first_version in _own_groups(proc, groups):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (group / ("memory.oom_control" if is_first_version else "memory.events")).read_text().splitlines()
+            kills += int(dict(line.split() for line in lines).get("oom_kill", 0))
+    return kills
+
+
 def _limited(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and use of each control group that limits this process. Limits of groups above count, too."""
+    for group, is_first_version in _own_groups(proc, groups):
+        limit, use = "memory.max", "memory.current"
+        if is_first_version:
+            limit, use = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # there is no limit
+                yield int((folder / limit).read_text()), int((folder / use).read_text())
+
+
+def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's groups for memory, and whether each is of cgroup version 1."""
     with contextlib.suppress(OSError, ValueError):  # a container hides it
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1
-            root, limit, use = groups, "memory.max", "memory.current"
-            if kinds:
-                root, limit, use = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            if kinds and "memory" not in kinds.split(","):
-                continue
-            group = root / path.lstrip("/")
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # there is no limit
-                    yield int((folder / limit).read_text()), int((folder / use).read_text())
+            if not kinds or "memory" in kinds.split(","):
+                root = groups / "memory" if kinds else groups
+                # A container may see a group as the root, and have the path from the node's root.
+                yield root / path.removeprefix(_mounted(proc, root)).lstrip("/"), bool(kinds)
+
+
+def _mounted(proc: Path, root: Path) -> str:
+    """Return the group that is mounted at ``root``; ``/`` if that is unknown."""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            _, _, _, group, place, *_ = line.split(" ")
+            if place == str(root):
+                return group
+    return "/"

@@ -6,10 +6,12 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.site import END_S, Site
+from tests.slurm.conftest import BoxFactory, visit
+from tests.slurm.site import END_S, Site, attempts_of
 from tests.waiting import wait_for
 from toolkit.metrics.efficiency import LEAST_MEASURED_S
 from toolkit.run_files import JobUsage
@@ -88,3 +90,22 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     # Slurm takes the line as it stands.
     words = shlex.split(line)
     site.run(words[0], "--test-only", *words[1:], "--wrap=true")
+
+
+@pytest.fixture
+def strict_site(make_box: BoxFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A site that enforces what a job has asked for."""
+    yield from visit(make_box(nodes=1, profile="strict"), request)
+
+
+def test_a_rank_that_is_killed_for_lack_of_memory_is_not_started_again(strict_site: Site) -> None:
+    site = strict_site
+    (site.folder / "greedy.py").write_text("held = b'x' * (3 << 30)\n")
+    size = ["cluster.nodes=1", "cluster.mem_gb=1", "cluster.time_min=5"]
+    site.run("toolkit", "exec", *size, "--", sys.executable, "greedy.py", cwd=site.folder)
+    run = site.only_run()
+    wait_for(run.result, END_S, "the end of the run")
+    assert [attempt.cause for attempt in attempts_of(run, 1)] == ["out_of_memory"]
+    assert "out of memory; would fail again unchanged: give it more (cluster.mem_gb)" in site.run(
+        "toolkit", "why", run.id
+    )

@@ -47,6 +47,26 @@ def test_the_least_limit_of_the_node_and_its_own_groups_counts(
     assert node_memory.available_bytes(proc, tmp_path / "groups") == left * MIB
 
 
+@pytest.mark.parametrize(
+    ("own", "mount", "file", "kills"),
+    [
+        ("0::/job/step", "0 0 0:1 / {groups} rw - cgroup2 x rw", "job/step/memory.events", 3),
+        ("9:memory:/job/step", "0 0 0:1 / {groups}/memory rw - cgroup x rw", "memory/job/step/memory.oom_control", 3),
+        ("9:memory:/node/job", "0 0 0:1 /node {groups}/memory rw - cgroup x rw", "memory/job/memory.oom_control", 3),
+        ("4:cpu:/job", "", "job/memory.events", 0),
+    ],
+    ids=["version 2", "version 1", "version 1 in a container", "none"],
+)
+def test_kills_for_lack_of_memory_are_counted(tmp_path: Path, own: str, mount: str, file: str, kills: int) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(f"{own}\n")
+    (proc / "self/mountinfo").write_text(mount.format(groups=groups) + "\n")
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text("low 5\noom 7\noom_kill 3\n")
+    assert node_memory.oom_kills(proc, groups) == kills
+
+
 def test_this_machine_has_no_more_than_the_c_library_says() -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < node_memory.total_bytes() <= physical

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, node_memory
 from toolkit.agent import cpus, state_memory
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import parsed, start_child
@@ -180,7 +180,7 @@ class Processes:
         # Each process gets its own CPUs, variables, log and, for the store, pipes.
         sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
         for process, own_cpus in zip(order["processes"], sets, strict=True):
-            child = _Child(order["attempt"], process["rank"], _oom_kills(), order["gets_signals"])
+            child = _Child(order["attempt"], process["rank"], node_memory.oom_kills(), order["gets_signals"])
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
@@ -292,7 +292,7 @@ class Processes:
             os.close(child.stdin)
         # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
         code = os.waitstatus_to_exitcode(status)
-        no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
+        no_memory = code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
         self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
         # Once no process of an attempt is left, all other children are strays.
         if not self._children:
@@ -347,14 +347,3 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
             os.kill(leader, number)
     except PermissionError:
         pass
-
-
-def _oom_kills() -> int:
-    """Return the number of out-of-memory kills in this control group; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        group = next(line[3:].strip() for line in lines if line[:3] == "0::")
-        for line in Path(f"/sys/fs/cgroup{group}/memory.events").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

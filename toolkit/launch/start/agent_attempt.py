@@ -58,12 +58,12 @@ class AgentStore:
                 for call in self._on_ready:
                     call()
 
-    def end(self, code: int) -> None:
+    def end(self, code: int, *, out_of_memory: bool = False) -> None:
         """Note that the store has ended, or will never begin."""
         if not self._is_over:
             self._is_over = True
             if not self.is_closing:
-                self.events.put(StoreHostEnded(code or EXIT_FAILED))
+                self.events.put(StoreHostEnded(code or EXIT_FAILED, out_of_memory))
 
 
 class AgentRanks:

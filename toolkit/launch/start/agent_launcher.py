@@ -284,7 +284,7 @@ class AgentLauncher(AgentUser):
                 store.take(message["text"])
         elif message["rank"] is None:
             if store is not None and message["attempt"] == store.attempt:
-                store.end(message.get("code", EXIT_FAILED))
+                store.end(message.get("code", EXIT_FAILED), out_of_memory=message.get("out_of_memory", False))
         elif ranks is not None:
             ranks.take(host, message)
 

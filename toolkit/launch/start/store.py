@@ -36,6 +36,7 @@ class StoreHostEnded:
     """The store host ended by itself, which it must not."""
 
     exit_code: int
+    out_of_memory: bool = False
 
 
 class StoreHost:

@@ -145,9 +145,10 @@ class AttemptLoop:
                 self._take_launch_failed(event)
             case AllRanksEnded(exit_code):
                 attempt.exit_code = exit_code
-            case StoreHostEnded(exit_code):
+            case StoreHostEnded(exit_code, memory):
                 how = f"the store host ended with exit code {exit_code}; see store.log"
-                attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
+                failure = RankFailure(None, socket.gethostname(), how, time.time(), out_of_memory=memory)
+                attempt.failures.append(failure)
                 self._kill_soon(ERROR_REPORTS_S)
             # What agents answer, and signals to this process.
             case NodeAnswered(host, {"addresses": addresses}):
