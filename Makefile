@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage box bench fuzz soak soak-local lock clean
+.PHONY: help train test check coverage box bench gpu fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -68,6 +68,9 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.why
 	$(BIN)/python -m tests.bench.listing
 	$(BIN)/python -m tests.scale
+
+gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
+	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) tests/gpu
 
 fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz
 	$(PYTEST) tests/unit/fuzz -m soak -rP --show-capture=no -s

@@ -1,4 +1,4 @@
-"""Runs a function on a few gloo ranks, each a fresh process, and hands back what each returned.
+"""Runs a function on a few ranks, each a fresh process on gloo or as a job has it, and hands back what each returned.
 
 The processes are forked from a server that has imported torch once: importing it in each would cost 3 CPU seconds.
 """
@@ -12,7 +12,8 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,6 +23,7 @@ from typing import Any, cast
 from torch.distributed import TCPStore
 
 from tests.waiting import wait_for
+from toolkit.config import DistConfig
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate
 
@@ -44,12 +46,14 @@ def run_ranks(
     *args: Any,
     limit_s: float = LIMIT_S,
     mortal: Collection[int] = (),
+    job: DistConfig | None = None,
 ) -> list[Any]:
     """``function(session, *args)`` on every rank of a fresh process group; the results in the order of the ranks.
 
     ``function`` must be importable by name, arguments and results must survive ``pickle``. Raises AssertionError with
     every rank's traceback when one fails, and when a rank is not done after ``limit_s``. Ranks that are ``mortal`` may
     die: their result is None; then nothing of ours waits for all, so ``function`` must not leave before the others.
+    With ``job`` the session is the one that this section of a config gives a job's rank, on its GPU if there is one.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
     context = multiprocessing.get_context("forkserver")
@@ -57,7 +61,7 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        call = pickle.dumps((function, args, limit_s, not mortal))
+        call = pickle.dumps((function, args, limit_s, not mortal, job))
         ranks = [
             context.Process(
                 target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
@@ -116,23 +120,44 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
+    function, args, limit_s, leave_together, job = pickle.loads(call)
+    faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
+    opened = (
+        _on_gloo(rank, world_size, port, folder) if job is None else _as_in_a_job(rank, world_size, port, folder, job)
+    )
+    with opened as session:
+        try:
+            answer = pickle.dumps((True, function(session, *args)))
+            if leave_together:
+                dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        session.gate.close()
+        pipe.send_bytes(answer)
+
+
+@contextmanager
+def _on_gloo(rank: int, world_size: int, port: int, folder: str) -> Iterator[Session]:
+    import torch
+    import torch.distributed as dist
+
     from toolkit.ranks.report import NullReporter
     from toolkit.ranks.stop import Gate
     from toolkit.ranks.stop.torch_store import connector
 
-    torch.set_num_threads(1)
-    function, args, limit_s, leave_together = pickle.loads(call)
-    faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     gate = Gate(rank, world_size, connector(store))
-    session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
-    try:
-        answer = pickle.dumps((True, function(session, *args)))
-        if leave_together:
-            dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
-    except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
-    gate.close()
-    pipe.send_bytes(answer)
+    yield Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
     dist.destroy_process_group()
+
+
+def _as_in_a_job(
+    rank: int, world_size: int, port: int, folder: str, job: DistConfig
+) -> AbstractContextManager[Session]:
+    from toolkit.ranks.session import open_session
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), TOOLKIT_RUN_DIR=folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return open_session(job)

@@ -1,0 +1,175 @@
+"""What ranks do on their devices: trainings of a few steps, each with the same by hand on one device; reports."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.dist.strategy_cases import part, plain_model, rates
+from tests.gpu import throughput
+from tests.waiting import wait_for
+from toolkit.config import OptimConfig, StrategyConfig, TrainConfig
+from toolkit.hang import stacks
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
+from toolkit.rundir import RunDir
+from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies.layouts import autocast
+from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer
+
+STEPS, SAMPLES = 6, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and how far its losses may be from those of the loop by hand, relatively."""
+
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: str = "sgd"
+    tolerance: float = 1e-4
+    has_images: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the optimizer is: torch has no fused SGD for sharded weights."""
+        return self.optim == "adamw" or self.strategy.name == "ddp"
+
+
+#: The loops differ in the order of their sums; in half precision each rounds to two or three digits.
+HALF = 3e-2
+CASES: dict[str, Case] = {
+    "ddp": Case(),
+    "ddp, adamw": Case(optim="adamw", tolerance=1e-3),
+    "ddp, clipped": Case(train=TrainConfig(clip_norm=0.1, skip_bad_steps=True)),
+    "ddp, bf16": Case(train=TrainConfig(precision="bf16"), tolerance=HALF),
+    "ddp, fp16": Case(train=TrainConfig(precision="fp16"), tolerance=HALF),
+    "ddp, compiled": Case(train=TrainConfig(compile=True)),
+    "ddp, channels_last": Case(train=TrainConfig(channels_last=True), has_images=True, tolerance=1e-3),
+    "fsdp": Case(StrategyConfig("fsdp"), optim="adamw", tolerance=1e-3),
+    "fsdp, bf16": Case(StrategyConfig("fsdp"), TrainConfig(precision="bf16"), tolerance=HALF),
+    "fsdp, compiled": Case(StrategyConfig("fsdp"), TrainConfig(compile=True)),
+    "fsdp, offloaded": Case(StrategyConfig("fsdp", cpu_offload=True), optim="adamw", tolerance=1e-3),
+    "fsdp, offloaded, clipped": Case(
+        StrategyConfig("fsdp", cpu_offload=True), TrainConfig(clip_norm=0.1, skip_bad_steps=True)
+    ),
+    "zero": Case(StrategyConfig("zero")),
+}
+
+
+def small_images() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
+
+
+def batch_of(case: Case, share: Share, step: int) -> Batch:
+    if not case.has_images:
+        found = part(share, step, SAMPLES)
+        assert found is not None
+        return found
+    draw = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(SAMPLES, 3, 8, 8, generator=draw), torch.randint(4, (SAMPLES,), generator=draw)
+    start, stop = share.bounds(SAMPLES)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), SAMPLES)
+
+
+def train(session: Session, case: Case) -> dict[str, Any]:
+    """Make the steps of ``case`` on all ranks; return the losses, and what else is to be looked at."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(build_optimizer(OptimConfig(case.optim, lr=0.1), model))
+        return made[-1]
+
+    strategy = build_strategy(case.strategy, session, case.train)
+    model: Callable[[], nn.Module] = small_images if case.has_images else plain_model
+    strategy.build(model, optimizer, of_pairs(cross_entropy), batch_of(case, strategy.share, 0))
+    losses = []
+    for step in range(STEPS):
+        output = strategy.step(batch_of(case, strategy.share, step), rates(step))
+        losses.append(strategy.sum({"loss": output.loss})["loss"])
+    return {"losses": losses, "fused": bool(made[0].param_groups[0].get("fused")), "device": str(session.device)}
+
+
+def by_hand(session: Session, case: Case) -> list[float]:
+    """Return the losses of the same training on this rank's device alone, without the toolkit."""
+    device = session.device
+    model = (small_images if case.has_images else plain_model)().to(device)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9),
+        "adamw": partial(torch.optim.AdamW, weight_decay=0.0),
+    }
+    optimizer = kinds[case.optim](model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, enabled=case.train.precision == "fp16")
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = rates(step)
+        inputs, targets = (tensor.to(device) for tensor in batch_of(case, Share(0, 1), step))
+        with autocast(device, case.train.precision):
+            outputs: Tensor = model(inputs)
+        loss = nn.functional.cross_entropy(outputs.float(), targets)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if case.train.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.train.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def both(session: Session, case: Case) -> tuple[dict[str, Any], list[float]]:
+    """Return ours, and the losses of the loop by hand."""
+    return train(session, case), by_hand(session, case)
+
+
+def steps_without_sync(session: Session, train: TrainConfig) -> int:
+    """Make steps in which torch raises where the host waits for the GPU. It does not watch collectives."""
+    sizes = throughput.GptSizes(layers=2, heads=2, width=64, vocabulary=256, length=32)
+    work = throughput.gpt(sizes, 4, train.precision, compile=False)
+    trainer = throughput.trainer_of(replace(work, train=train), session, log_every=100)
+    share, is_on_gpu = trainer._strategy.share.index, session.device.type == "cuda"
+    for step in range(20):
+        if is_on_gpu and step == 5:  # the first steps page-lock memory
+            torch.cuda.set_sync_debug_mode("error")
+        trainer._train_step(share)
+        trainer._life.boundary()
+    if is_on_gpu:
+        torch.cuda.set_sync_debug_mode("default")
+    return trainer._life.step
+
+
+TRAINS = {
+    "fp32": TrainConfig(),
+    "bf16": TrainConfig(precision="bf16"),
+    "fp16": TrainConfig(precision="fp16"),
+    "clipped, judged, averaged": TrainConfig(clip_norm=1.0, skip_bad_steps=True, spike_factor=10.0, ema_decay=0.99),
+}
+
+
+def hang_report(session: Session) -> tuple[str, list[str]]:
+    """Return the rank's stacks, and the collectives that its flight recorder has."""
+    environ = {"TOOLKIT_SUPERVISED": "1", "TOOLKIT_RUN_DIR": str(session.run_dir), "TOOLKIT_ATTEMPT": "1"}
+    folder = RunDir(session.run_dir).attempt_logs(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    stacks.answer(session.rank, environ)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(8, device=session.device))
+    if session.device.type == "cuda":
+        torch.cuda.synchronize()
+    os.kill(os.getpid(), stacks.ASK)
+    path = stacks.stack_path(folder, session.rank)
+    wait_for(lambda: path.read_text().endswith(stacks.ANSWERED), 60, "the rank's answer")
+    dump = pickle.loads(stacks.flight_path(folder, session.rank).read_bytes())
+    return path.read_text(), [entry["profiling_name"] for entry in dump.get("entries", ())]
