@@ -132,6 +132,7 @@ class NodeAgents:
     heard_hosts: frozenset[str] = frozenset()
     sick_hosts: Mapping[str, str] = {}
     usages: Mapping[tuple[str, float], NodeUsage] = {}
+    ready: Mapping[tuple[str, str], float] = {}
 
     def __init__(self, *known: Standing) -> None:
         self._known = {standing.rank: standing for standing in known}

@@ -22,7 +22,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
 from toolkit.health.verdict import NodesReport
 from toolkit.launch import outages
-from toolkit.launch.job import nodes, slurm_job
+from toolkit.launch.job import follow_up, nodes, slurm_job
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
@@ -676,7 +676,13 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
 
 
 def with_limit(
-    run: RunDir, slurm: FakeSlurm, ranks: Ranks, minutes: int, delay_s: int, left_s: float | None = None
+    run: RunDir,
+    slurm: FakeSlurm,
+    ranks: Ranks,
+    minutes: int,
+    delay_s: int,
+    left_s: float | None = None,
+    up: bool = True,
 ) -> int:
     """Supervise a job of one node with this time limit, of which ``left_s`` are left, and this signal_delay_s."""
     job = slurm.sbatch([f"--time={minutes}", "job.sh"])
@@ -685,6 +691,7 @@ def with_limit(
         slurm._set(slurm._one(job), end_time=slurm.now + left_s)
     config = JobConfig()
     config.cluster.signal_delay_s = delay_s
+    slurm.is_up = up
     return Supervisor(run, config, Allocation(("node1",), (1,), 1, job_id=job), ranks, slurm).run()
 
 
@@ -732,6 +739,32 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
     assert with_limit(run, slurm, Ranks(trains), minutes, delay_s, left_s=margin_s + 0.3) == 75
     assert proposed[0] - began >= 0.3
     assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
+
+
+def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the limit was never known, no follow-up job was submitted, and the job ended in the middle of a step."""
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
+    monkeypatch.setattr(slurm_job, "LOOK_AGAIN_S", 0.02)
+    slurm.now = time.time()
+    slurm.preempt_mode = "CANCEL"
+    follow_ups: list[str] = []
+
+    def trains(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            follow_ups.extend(row.job_id for row in slurm._jobs.values() if row.state == "PENDING")
+            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+        slurm.is_up = True
+
+    assert with_limit(run, slurm, Ranks(trains), minutes=1, delay_s=0, left_s=11, up=False) == 75
+    assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
+    assert len(follow_ups) == follow_up.COUNT
 
 
 def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,9 @@ CLOCKS_AGREE_S = 3.0
 SIGNAL_EARLY_S = 75.0
 #: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
 CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
+
+#: How often Slurm is asked again about a job of which it did not say anything at the start.
+LOOK_AGAIN_S = 60.0
 
 log = logs.get(__name__)
 
@@ -43,10 +47,26 @@ class SlurmJob:
         self.settings = Settings()
         self._ahead_s = 0.0  #: ahead of the controller's clock, by which a job's times are
         self._has_its_signal = False
+        self.has_answered_late = False  #: after the start, and nobody has taken note of it yet
 
     def look(self) -> None:
-        """Ask Slurm at the start for the time limit, the right to be requeued, the site's settings, and the time."""
-        self.row = self.show()
+        """Ask Slurm at the start for the time limit, the right to be requeued, the site's settings, and the time.
+
+        While it does not answer it is asked again in the background.
+        """
+        row = self.show()
+        self._ask_about_site()
+        self.row = row
+        if row is None and self.slurm is not None and self._allocation.job_id is not None:
+            threading.Thread(target=self._look_until_known, daemon=True).start()
+
+    def _look_until_known(self) -> None:
+        while (row := self.show()) is None:
+            time.sleep(LOOK_AGAIN_S)
+        self._ask_about_site()
+        self.row, self.has_answered_late = row, True
+
+    def _ask_about_site(self) -> None:
         if self.slurm is not None:
             clock = outages.ask(self.slurm.clock, "Slurm does not say what time it is", wait_s=0.0)
             self._ahead_s = 0.0 if clock is None else time.time() - clock

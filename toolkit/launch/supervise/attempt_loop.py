@@ -111,6 +111,9 @@ class AttemptLoop:
         if not self._context.claim.holds():
             self._ranks.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+        if self._context.job.has_answered_late:
+            self._context.job.has_answered_late = False
+            self._context.prepare_requeue()
         self._context.note_usage(self._attempt)
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()

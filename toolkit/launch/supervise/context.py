@@ -10,6 +10,7 @@ from toolkit import rundir, staging
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.job_usage import UsageRecorder
@@ -39,6 +40,7 @@ class Context:
     journal: Journal
     events: Events
     usage: UsageRecorder
+    requeue: JobRequeue | None  #: None without Slurm
     claim: Claim = field(init=False)  #: once the run is this job's
 
     @property
@@ -61,6 +63,11 @@ class Context:
                 if host in attempt.plan.hosts:
                     marks[name] = max(moment, marks.get(name, moment))
             attempt.start = attempt.start.replace(marks=marks)
+
+    def prepare_requeue(self) -> None:
+        """Submit follow-up jobs where the job needs them, as far as Slurm has said what it is."""
+        if self.requeue is not None:
+            self.requeue.prepare(self.job.row, self.job.settings, self.claim)
 
     def asked(self) -> Intent | None:
         """Return what a user has asked of the run."""

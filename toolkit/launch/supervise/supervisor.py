@@ -83,11 +83,12 @@ class Supervisor:
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         self._journal = Journal(run, allocation, self._nodes)
         usage = UsageRecorder(run, allocation, config.cluster.price, os.environ)
+        self._requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
         self._context = Context(
-            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events, usage
+            *(run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events, usage),
+            requeue=self._requeue,
         )
         self._care = NodeCare(self._context)
-        self._job_requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
 
     def run(self, earlier_death: str | None = None) -> int:
         """Make attempts until one finishes or no more may be made; return the exit code of the job.
@@ -127,8 +128,8 @@ class Supervisor:
             notify(self._run)
             return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
         # The run is over for good: cancel its follow-up jobs.
-        if self._job_requeue is not None and verdict.decision is not Decision.REQUEUE:
-            self._job_requeue.dismiss()
+        if self._requeue is not None and verdict.decision is not Decision.REQUEUE:
+            self._requeue.dismiss()
         notify(self._run)
         return _exit_code(verdict)
 
@@ -155,7 +156,7 @@ class Supervisor:
         """Start anew; return None for a run that a user has ended."""
         left_over.close(self._context, earlier_death)
         self._journal.announce()
-        ended = wait_for_other_runs(self._context, self._job_requeue)
+        ended = wait_for_other_runs(self._context, self._requeue)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
@@ -164,15 +165,11 @@ class Supervisor:
         staging.decide()
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
         staging.begin()
-        self._prepare_requeue()
+        self._context.prepare_requeue()
         self._check_nodes()
         plan = self._nodes.plan()  # without nodes that are bad
         staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
-
-    def _prepare_requeue(self) -> None:
-        if self._job_requeue is not None:
-            self._job_requeue.prepare(self._job.row, self._job.settings, self._context.claim)
 
     def _take_over(self, attempt: Attempt) -> Ending | None:
         """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
@@ -185,7 +182,7 @@ class Supervisor:
         log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
         self._journal.take_over(attempt)
         self._nodes.note_used(attempt.plan)
-        self._prepare_requeue()
+        self._context.prepare_requeue()
         loop = AttemptLoop(context, attempt, *ranks, self._care)
         # The dead supervisor may have begun a stop, and a user may have asked for one since.
         stop, attempt.stop = attempt.stop, None
@@ -300,7 +297,7 @@ class Supervisor:
         self._journal.set_status(state, attempt, why=why, ended=time.time())
         # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
         if verdict.decision is Decision.REQUEUE:
-            seen = JobFate.UNKNOWN if self._job_requeue is None else self._job_requeue.requeue()
+            seen = JobFate.UNKNOWN if self._requeue is None else self._requeue.requeue()
             if seen is JobFate.REQUEUED:
                 return
             if seen is JobFate.CANCELLED:
