@@ -23,7 +23,7 @@ TYPES = {
 
 
 def encode(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str] = {}) -> bytes:
-    """Return the first bytes of a file in which the tensors follow in this order, each of a dtype and a shape.
+    """Return the safetensors header of a file that holds ``tensors`` in this order, each of a dtype and a shape.
 
     If wide dtypes come first, every tensor is aligned to its width. ``about`` is what the file says about itself. A
     tensor of a dtype that safetensors lacks is stored as bytes, with one more dimension for the bytes of an element.

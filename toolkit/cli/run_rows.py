@@ -39,8 +39,8 @@ _WORTH_WRITING = 20
 _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
-#: Changes with the meaning of the rows, and with Python's own form of them, which it reads faster than JSON. A cache
-#: with another one is thrown away.
+#: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `_EMPTY`, too. The rows are kept in
+#: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
 _VERSION = 100 * 5 + marshal.version
 
 

@@ -335,7 +335,7 @@ class _StepsFrom:
 
 
 class _WorkerStart:
-    """The first steps of a new worker. torch has set its number of threads to 1 before."""
+    """Sets a new data worker up. torch has set its number of threads to 1 before."""
 
     def __init__(self, current: Any) -> None:
         self.current = current

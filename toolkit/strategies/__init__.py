@@ -66,8 +66,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
             return Auto(session, lambda name: _layout(name, config, session, train), train)
         case "custom":
             raise ConfigError(
-                "strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom "
-                "that the job makes itself (see jobs/custom.py); this job asks for one of the toolkit's: use ddp"
+                "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
             )
         case name:
             return Spmd(session, _layout(name, config, session, train), train)

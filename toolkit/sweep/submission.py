@@ -248,7 +248,7 @@ def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], execu
 
 
 def unsent(sweep: SweepDir) -> list[Array]:
-    """Return the lists that no job is known of: an earlier submission was interrupted."""
+    """Return the lists of points that have no Slurm job yet: an earlier submission was interrupted."""
     return [array for array in sweep.arrays() if (record := array.record()) is None or _is_unsent(record)]
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from toolkit.errors import RequestError
 from toolkit.trackers.protocol import RunIdentity, Tracker
+
+#: The class of each tracker, in the module of its name.
+TRACKERS = {"mlflow": "Mlflow", "trackio": "Trackio", "wandb": "Wandb"}
 
 
 def build_tracker(name: str, run: RunIdentity) -> Tracker:
     """Return the tracker for one run. Raises RequestError if its library is not installed."""
     try:
-        if name == "mlflow":
-            from toolkit.trackers.mlflow import Mlflow
-
-            return Mlflow(run)
-        if name == "trackio":
-            from toolkit.trackers.trackio import Trackio
-
-            return Trackio(run)
-        from toolkit.trackers.wandb import Wandb
-
-        return Wandb(run)
+        tracker: Tracker = getattr(import_module(f"toolkit.trackers.{name}"), TRACKERS[name])(run)
     except ImportError as error:
         raise RequestError(f"{name} cannot be imported ({error}): pip install {name}") from None
+    return tracker

@@ -135,7 +135,8 @@ class Lifecycle:
         # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self.sheet.on("checkpoint"):
             self._checkpoints.saver.settle(self.step)
-        is_kept = self.step == (self._checkpoints.saver.newest or 0) or self.save(must=True)
+        is_kept = self.step == (self._checkpoints.saver.newest or 0)  # or at step 0, with nothing to save
+        is_kept = is_kept or self.save(must=True)
         self.report("stopped")
         total = self._loop.progress().get("total_steps")
         where = f"step {self.step}" + (f" of {total}" if total is not None else "")

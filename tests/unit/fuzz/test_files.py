@@ -38,7 +38,7 @@ from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.supervise import attempt_loop
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.facts import Cause, Decision, Ending, RankFailure
+from toolkit.launch.supervise.facts import Cause, Decision, RankFailure, Verdict
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.run_files import OwnerRecord, RunProgress, RunState, Straggler
@@ -103,7 +103,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
         said = {"rank": 1, "host": "here", "time": 1.8e9, "type": "ValueError", "message": "x", "traceback": "T\nx"}
         fsio.write_json(run.error_file(number, 1), {**said, "exit_code": 1})
         if number == 1:
-            journal.add(attempt, Ending(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
+            journal.add(attempt, Verdict(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
     if not is_open:
         journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
     run.take_number(1)

@@ -19,7 +19,7 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import notify, stop_request
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.supervise import entry
-from toolkit.launch.supervise.facts import Ending
+from toolkit.launch.supervise.facts import Verdict
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.logs import LOGGER
 from toolkit.run_files import RunResult
@@ -183,7 +183,7 @@ def test_it_is_called_when_the_supervisor_itself_fails(
 
 def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that Slurm takes back has no result; the one that Slurm starts after its end has told it already."""
-    monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
+    monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: Verdict("preempted", "requeue", ""))  # type: ignore[arg-type]
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1), Ranks(), None).run()
     run.write_result(RunResult.from_json({"state": "completed"}))
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1, restart_count=1), Ranks(), None).run()

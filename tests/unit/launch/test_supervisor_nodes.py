@@ -30,7 +30,7 @@ from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
-from toolkit.launch.supervise.facts import Ending
+from toolkit.launch.supervise.facts import Verdict
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
@@ -196,7 +196,7 @@ def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
     def crashes(ranks: Ranks) -> None:
         ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
 
-    def judge(*arguments: Any) -> Ending:
+    def judge(*arguments: Any) -> Verdict:
         ranks.events.put(ValueError("the links broke"))
         return judge_attempt(*arguments)
 

@@ -16,7 +16,7 @@ from toolkit.why.rules import all_rules, rule
 
 ROOT = Path(__file__).parents[3]
 RULES = all_rules()
-#: What was measured when the rules were frozen; `python -m tests.bench.why` prints it.
+#: The figures of the held-out log tails when they were last measured; `python -m tests.bench.why` prints them.
 HELD_OUT_ACCURACY = 0.95
 HELD_OUT_COVERAGE = 0.92
 

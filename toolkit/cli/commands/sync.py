@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from toolkit.trackers import TRACKERS
 
 EXAMPLES = (
     ("toolkit sync gpt wandb --project mine", "the newest run named gpt, as a run of W&B"),
@@ -13,7 +14,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
-    parser.add_argument("tracker", choices=["mlflow", "trackio", "wandb", "csv"])
+    parser.add_argument("tracker", choices=[*TRACKERS, "csv"])
     parser.add_argument("--project", metavar="NAME", help="mlflow: the experiment; default: the run's name")
     parser.add_argument("--follow", action="store_true", help="go on until the runs have ended")
     parser.add_argument("--all", action="store_true", help="also steps that a resume would make again")

@@ -103,7 +103,7 @@ class SlurmJob:
         """Return those of ``hosts`` whose slurmd does not answer; may take seconds."""
         return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0])
 
-    def is_its_signal(self, number: signal.Signals) -> bool:
+    def takes_limit_signal(self, number: signal.Signals) -> bool:
         """True for the one signal that ``cluster.signal_delay_s`` asks Slurm for, if it comes within its time.
 
         Slurm may send it a minute early, and at once where the delay is as long as the limit.

@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.facts import Decision, Ending, Past
+from toolkit.launch.supervise.facts import Decision, Past, Verdict
 from toolkit.metrics import efficiency, goodput, start_up
 from toolkit.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
@@ -120,7 +120,7 @@ class Journal:
         # meanwhile.
         attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
-    def add(self, attempt: Attempt, verdict: Ending) -> None:
+    def add(self, attempt: Attempt, verdict: Verdict) -> None:
         first = verdict.first_failure
         first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how)
         # Keys that few attempts have are left out of the others' lines.

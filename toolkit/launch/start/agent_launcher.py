@@ -30,7 +30,7 @@ MODULE = (sys.executable, "-P", "-m")
 COME_BACK_S = 5.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.launch.start.foreign"
-#: To so many nodes each one passes a package on.
+#: Each node passes a package on to this many others.
 FAN_OUT = 2
 
 log = logs.get(__name__)

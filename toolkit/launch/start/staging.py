@@ -66,7 +66,7 @@ class ImportFigures(FileRecord):
 
 
 def environment_source() -> PackageSource | None:
-    """Return this environment; None for one that would not work from another place."""
+    """Return this environment; None if it cannot be moved to another folder."""
     prefix, program = Path(sys.prefix), Path(sys.executable)
     is_movable = (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
     if not is_movable or not program.is_relative_to(prefix):

@@ -95,7 +95,7 @@ class AttemptLoop:
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()
             if now >= next_status:
-                self._look_around()
+                self._do_periodic_work()
                 next_status = now + STATUS_EVERY_S
             # Wait for the next event, but no longer than until the next status or kill.
             wake = min(next_status, attempt.kill_at or next_status)
@@ -105,7 +105,7 @@ class AttemptLoop:
                 continue
             self._handle(event)
 
-    def _look_around(self) -> None:
+    def _do_periodic_work(self) -> None:
         """Do the periodic work that no event triggers."""
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
         if not self._context.claim.holds():

@@ -19,7 +19,7 @@ from toolkit.launch.supervise.budgets import (
     fruitless_requeues,
     requeues_in_vain,
 )
-from toolkit.launch.supervise.facts import HALVED, Cause, Decision, Ending, Facts, RankFailure, Stop, first_failure
+from toolkit.launch.supervise.facts import HALVED, Cause, Decision, Facts, RankFailure, Stop, Verdict, first_failure
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
@@ -53,17 +53,17 @@ def has_completed(facts: Facts) -> bool:
     return facts.has_result and (facts.exit_code == 0 or facts.has_lost_ranks)
 
 
-def judge(facts: Facts) -> Ending:
+def judge(facts: Facts) -> Verdict:
     """Return cause and decision of an attempt's end. A cancelled run is never brought back."""
     if has_completed(facts):
-        return Ending(Cause.COMPLETED, Decision.FINISH, "completed")
+        return Verdict(Cause.COMPLETED, Decision.FINISH, "completed")
     # First what people asked for, then what Slurm did to the job, then what the ranks did.
     if facts.stop is Stop.CANCEL or facts.slurm is JobFate.CANCELLED:
-        return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
+        return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
-        return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
+        return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
     if facts.stop is Stop.HALVING and facts.stopped_cleanly:
-        return Ending(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
+        return Verdict(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
     # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
     # about to be taken away.
     is_mendable = facts.can_go_on and _is_left_alone(facts)
@@ -78,16 +78,16 @@ def judge(facts: Facts) -> Ending:
     # Slurm leaves the job alone. A lost node is replaced from within the job.
     if facts.lost_nodes:
         line = f"{_loss(facts)}; {_kept(facts)}, on other nodes of the job"
-        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
+        return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
     # The ranks committed a checkpoint and stopped: to move, or because a signal reached them.
     if facts.stopped_cleanly and facts.stop is Stop.MOVE:
         line = f"moved off {'; '.join(facts.vacated_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
-        return Ending(Cause.MOVED, Decision.RESTART, line)
+        return Verdict(Cause.MOVED, Decision.RESTART, line)
     if facts.stopped_cleanly:
         # A signal at a rank, of unknown reason: the run is not finished. Without Slurm it ends here.
         line = f"stopped by a signal{_at(facts)}; {_kept(facts)}"
         if facts.slurm is JobFate.ABSENT:
-            return Ending(Cause.STOPPED, Decision.FINISH, line)
+            return Verdict(Cause.STOPPED, Decision.FINISH, line)
         return _requeue(facts, Cause.STOPPED, line)
     # Told to end, but without a stop that all ranks have committed.
     if facts.stop is Stop.SIGNAL:
@@ -107,16 +107,16 @@ def _loss(facts: Facts) -> str:
     return (f"lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else "a node failed") + _at(facts)
 
 
-def _judge_timeout(facts: Facts) -> Ending:
+def _judge_timeout(facts: Facts) -> Verdict:
     """Requeue for free while steps are gained. A run may take ten time limits if it gains steps."""
     stuck = attempts_without_progress(facts)
     if stuck >= facts.budgets.no_progress_attempts:
         line = f"out of time{_at(facts)} without a new step for {stuck} attempts; raise cluster.time_min"
-        return Ending(Cause.TIMEOUT, Decision.GIVE_UP, line)
+        return Verdict(Cause.TIMEOUT, Decision.GIVE_UP, line)
     return _requeue(facts, Cause.TIMEOUT, f"out of time{_at(facts)}; {_kept(facts)}")
 
 
-def _judge_told_to_end(facts: Facts) -> Ending:
+def _judge_told_to_end(facts: Facts) -> Verdict:
     """Give up after SIGTERM if Slurm does not answer or is absent.
 
     A requeue could revive a cancelled run. If it was a preemption after all, Slurm restarts the job itself, and the
@@ -124,10 +124,10 @@ def _judge_told_to_end(facts: Facts) -> Ending:
     """
     if facts.slurm is JobFate.RUNNING:
         return _requeue(facts, Cause.STOPPED, f"told to end by a signal{_at(facts)}; {_kept(facts)}")
-    return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"told to end by SIGTERM{_at(facts)}")
+    return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"told to end by SIGTERM{_at(facts)}")
 
 
-def _judge_fault(facts: Facts) -> Ending:
+def _judge_fault(facts: Facts) -> Verdict:
     first = facts.hang or first_failure(facts.failures)
     cause = Cause.HANG if facts.hang else Cause.CRASHED
     what = f"the ranks ended with exit code {facts.exit_code}"
@@ -150,31 +150,31 @@ def _judge_fault(facts: Facts) -> Ending:
         if is_gpus:
             advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs (strategy.name: fsdp)"
         line = f"{what}: out of memory; would fail again unchanged: {advice}"
-        return Ending(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
+        return Verdict(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.is_request_error:
-        return Ending(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
+        return Verdict(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
     # A failure that a condemned node explains is not the run's: it costs no budget.
     suspect = _cut_off(facts) or _suspect(first, cause)
     if facts.condemned is not None and _is_first_to_blame(facts):
         line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
-        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
+        return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
     if facts.budgets.max_failures == 0:
-        return Ending(cause, Decision.GIVE_UP, f"{what}; given up (retry.max_failures: 0)", first, suspect)
+        return Verdict(cause, Decision.GIVE_UP, f"{what}; given up (retry.max_failures: 0)", first, suspect)
     # Now the run's own budgets: failures that cost more than they gained, then attempts without progress.
     count, since = count_failures(facts)
     limit, after = facts.budgets.max_failures, "" if since is None else f" since step {since}"
     if count > limit:
         line = f"{what}; given up after {count} failures{after} (retry.max_failures: {limit})"
-        return Ending(cause, Decision.GIVE_UP, line, first, suspect)
+        return Verdict(cause, Decision.GIVE_UP, line, first, suspect)
     stuck, best = attempts_without_progress(facts), best_step(facts.history)
     if stuck >= facts.budgets.no_progress_attempts:
         line = f"{what}; given up: {stuck} attempts got no further than step {best} (retry.no_progress_attempts)"
-        return Ending(cause, Decision.GIVE_UP, line, first, suspect)
+        return Verdict(cause, Decision.GIVE_UP, line, first, suspect)
     if facts.gained_s > facts.lost_s:
         line = f"{what}; restart from step {facts.step_saved}, free: the attempt gained more time than it lost"
     else:
         line = f"{what}; restart after failure {count} of {limit}{after}"
-    return Ending(cause, Decision.RESTART, line, first, suspect)
+    return Verdict(cause, Decision.RESTART, line, first, suspect)
 
 
 def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
@@ -207,19 +207,19 @@ def _is_first_to_blame(facts: Facts) -> bool:
     return True
 
 
-def _requeue(facts: Facts, cause: Cause, line: str) -> Ending:
+def _requeue(facts: Facts, cause: Cause, line: str) -> Verdict:
     """Requeue the job. It is free if this attempt saved a new step, however long the job waits and starts.
 
     A run does not choose when it is taken away; the budget is for a run without progress.
     """
     limit = facts.budgets.max_requeues
     if limit == 0:
-        return Ending(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)")
+        return Verdict(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)")
     before = requeues_in_vain(facts.history)
     if facts.gained_s == 0.0 and before >= limit:
         line = f"{line}; given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
-        return Ending(cause, Decision.GIVE_UP, line)
-    return Ending(cause, Decision.REQUEUE, line)
+        return Verdict(cause, Decision.GIVE_UP, line)
+    return Verdict(cause, Decision.REQUEUE, line)
 
 
 def _at(facts: Facts) -> str:

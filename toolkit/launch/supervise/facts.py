@@ -134,7 +134,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Ending:
+class Verdict:
     """The verdict, with one line for a reader."""
 
     cause: Cause

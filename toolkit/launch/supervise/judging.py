@@ -13,10 +13,10 @@ from toolkit.launch.supervise.attempt_loop import note_cut_link
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.ending import judge
 from toolkit.launch.supervise.error_files import read_error_files
-from toolkit.launch.supervise.facts import Budgets, Ending, Facts, RankFailure
+from toolkit.launch.supervise.facts import Budgets, Facts, RankFailure, Verdict
 
 
-def judge_attempt(context: Context, attempt: Attempt) -> Ending:
+def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     """Return the verdict, after checking what the ranks have left, the nodes and Slurm.
 
     A rank that hung, or was killed by a signal of unknown origin, makes its node suspect. The first time has no effect;

@@ -11,7 +11,7 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.budgets import requeues_in_vain
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.facts import Cause, Decision, Ending, Stop
+from toolkit.launch.supervise.facts import Cause, Decision, Stop, Verdict
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -64,7 +64,7 @@ def close(context: Context, earlier_death: str | None) -> None:
     left.left_over = status
     left.ended = time.time() if status.updated is None else status.updated
     context.journal.note_gain(left)
-    outages.persist(lambda: context.journal.add(left, Ending(cause, decision, why)), run.path)
+    outages.persist(lambda: context.journal.add(left, Verdict(cause, decision, why)), run.path)
     in_vain, limit = requeues_in_vain(context.journal.history()), context.config.retry.max_requeues
     if in_vain > limit:
         raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")

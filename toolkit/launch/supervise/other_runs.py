@@ -17,7 +17,7 @@ from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission.handle import ASK_SLURM_EVERY_S, FILES_LAG_S
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.facts import Cause, Decision, Ending
+from toolkit.launch.supervise.facts import Cause, Decision, Verdict
 from toolkit.launch.supervise.stop_path import Signalled, is_slurms_signal
 from toolkit.run_files import AfterRecord, RunState
 from toolkit.slurm import shared_queue
@@ -28,7 +28,7 @@ LOOK_EVERY_S = 1.0
 log = logs.get(__name__)
 
 
-def wait_for_other_runs(context: Context, requeue: JobRequeue | None) -> Ending | None:
+def wait_for_other_runs(context: Context, requeue: JobRequeue | None) -> Verdict | None:
     """Return None when the run may start, or a user has ended it; else how the job ends without an attempt.
 
     That is a failure if what is waited for did not complete. A job of Slurm does not wait for long: it goes back into
@@ -85,14 +85,14 @@ def _note(context: Context, state: RunState, record: AfterRecord) -> None:
         context.run.write_status(status.replace(state=state, why=why, updated=time.time()))
 
 
-def _fail(context: Context, why: str) -> Ending:
+def _fail(context: Context, why: str) -> Verdict:
     line = f"{after.NEVER_STARTED}: {why}, then `toolkit resume {context.run.id}`"
     log.error("%s", line)
     outages.persist(lambda: write_ended(context.run, RunState.FAILED, line), context.run.path)
-    return Ending(Cause.CANCELLED, Decision.GIVE_UP, line)
+    return Verdict(Cause.CANCELLED, Decision.GIVE_UP, line)
 
 
-def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stands: Outlook | None) -> Ending:
+def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stands: Outlook | None) -> Verdict:
     """Give the nodes back, until the jobs have ended that the others have at present."""
     run, jobs = context.run, [] if stands is None else list(stands.jobs)
     log.info("%s: back into the queue after job %s", after.sentence(after.names(record)), ", ".join(jobs) or "?")
@@ -100,9 +100,9 @@ def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stand
     _note(context, RunState.REQUEUED, record)
     seen = requeue.requeue(jobs)
     if seen is JobFate.REQUEUED:
-        return Ending(Cause.STOPPED, Decision.REQUEUE, "not its turn yet")
+        return Verdict(Cause.STOPPED, Decision.REQUEUE, "not its turn yet")
     state = stop_request.end_state(context.asked()) if seen is JobFate.CANCELLED else RunState.STOPPED
     why = f"{state} while it waited" if seen is JobFate.CANCELLED else "Slurm did not take it back while it waited"
     why += f": it {after.sentence(after.names(record))}; `toolkit resume {run.id}` has it wait again"
     outages.persist(lambda: write_ended(run, state, why), run.path)
-    return Ending(Cause.STOPPED, Decision.FINISH, why)
+    return Verdict(Cause.STOPPED, Decision.FINISH, why)

@@ -48,7 +48,7 @@ def why_stop(context: Context, number: signal.Signals) -> Stop:
 
 def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
     """Return whether Slurm sent the signal for the time limit. Then no user wants a stop; the clock is watched here."""
-    return not context.asked() and context.job.is_its_signal(number)
+    return not context.asked() and context.job.takes_limit_signal(number)
 
 
 def is_being_ended(context: Context) -> bool:
@@ -60,7 +60,7 @@ def is_being_ended(context: Context) -> bool:
     return has_signal or not context.job.state().is_left_alone
 
 
-def waits_for_stop(context: Context, attempt: Attempt, pause_s: float) -> bool:
+def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool:
     """Wait ``pause_s`` for a signal that stops the run while there are no ranks; return whether one has come.
 
     It may come in the checks, between two attempts, or in a pause.

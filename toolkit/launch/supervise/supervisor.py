@@ -41,10 +41,10 @@ from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import AttemptLoop
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.facts import Cause, Decision, Ending
+from toolkit.launch.supervise.facts import Cause, Decision, Verdict
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.other_runs import wait_for_other_runs
-from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, waits_for_stop, why_stop
+from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, stopped_in_pause, why_stop
 from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunState
@@ -152,7 +152,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------- the beginning
 
-    def _start(self, earlier_death: str | None) -> Ending | None:
+    def _start(self, earlier_death: str | None) -> Verdict | None:
         """Start anew; return None for a run that a user has ended."""
         left_over.close(self._context, earlier_death)
         self._journal.announce()
@@ -171,7 +171,7 @@ class Supervisor:
         staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
-    def _take_over(self, attempt: Attempt) -> Ending | None:
+    def _take_over(self, attempt: Attempt) -> Verdict | None:
         """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
         context = self._context
         command, environ = context.rank_command(), context.rank_environ(attempt=0)
@@ -224,13 +224,13 @@ class Supervisor:
 
     # -------------------------------------------------------------------------------------------------- the attempts
 
-    def _run_attempts(self) -> Ending:
+    def _run_attempts(self) -> Verdict:
         while (plan := self._nodes.plan()) is not None:
             self._nodes.note_used(plan)
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
             pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
-            if waits_for_stop(self._context, attempt, pause_s):
+            if stopped_in_pause(self._context, attempt, pause_s):
                 attempt.exit_code = EXIT_STOPPED
             else:
                 self._run_ranks(attempt)
@@ -243,7 +243,7 @@ class Supervisor:
         attempt = self._new_attempt(self._allocation)
         attempt.lost_nodes, attempt.ended = set(bad), time.time()
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
-        verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
+        verdict = Verdict(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
         self._record(attempt, verdict)
         return verdict
 
@@ -267,7 +267,7 @@ class Supervisor:
         running = self._launcher.start(number, plan, command, environ, self._events, store)
         AttemptLoop(self._context, attempt, running, store, self._care).run()
 
-    def _conclude(self, attempt: Attempt) -> Ending:
+    def _conclude(self, attempt: Attempt) -> Verdict:
         """Judge an attempt whose ranks have ended, and record the verdict."""
         attempt.ended = time.time()
         self._journal.note_gain(attempt)
@@ -284,7 +284,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------- what is written
 
-    def _record(self, attempt: Attempt, verdict: Ending) -> None:
+    def _record(self, attempt: Attempt, verdict: Verdict) -> None:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
         self._context.note_usage(attempt, is_last=True)
         outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
@@ -317,7 +317,7 @@ def _install_handlers(events: Events) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _state(verdict: Ending) -> RunState:
+def _state(verdict: Verdict) -> RunState:
     """Return the run's state after a verdict that ends the job."""
     if verdict.decision is Decision.REQUEUE:
         return RunState.REQUEUED
@@ -326,7 +326,7 @@ def _state(verdict: Ending) -> RunState:
     return RunState.FAILED
 
 
-def _exit_code(verdict: Ending) -> int:
+def _exit_code(verdict: Verdict) -> int:
     if verdict.cause is Cause.COMPLETED:
         return EXIT_DONE
     return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED

@@ -192,7 +192,8 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
     # Only now: Slurm refuses an exclusion while the job runs.
     elif excluded:
-        outages.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
+        exclude = partial(slurm.exclude_nodes, watched.job_id, excluded)
+        outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
 
 
 def _hand_over(look: Callable[[], JobFate], watched: WatchedJob, slurm: SlurmCommands) -> None:

@@ -174,7 +174,7 @@ class Gate:
             self._stopped = True
         else:
             # Get ready for the next round. The watcher enters it only when ``_handed_out`` is set.
-            self._started = n - 1  # step n needs a permission of its own
+            self._started = n - 1  # the caller asks for step n again; until then it has not started
             self._round += 1
             self.pending = None
             self._decided.clear()

@@ -1,4 +1,4 @@
-"""The messages that a rank has received, and which ranks have died by what it has received so far."""
+"""The messages that a rank has received, and which ranks are dead according to them."""
 
 from __future__ import annotations
 

@@ -112,10 +112,11 @@ class Update:
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
         # The host does not learn whether the step is skipped: the optimizer's kernel reads that on the device.
-        skipped = None if self._gradients is None else self._gradients.prepare()
-        made = None if skipped is None else self._step_unless(skipped)
-        if made is None:
+        skipped = made = None if self._gradients is None else self._gradients.prepare()
+        if skipped is None:
             self._optimizer.step()
+        else:
+            made = self._step_unless(skipped)
         self._optimizer.zero_grad()
         # What follows the weights: statistics, then masks, then the average, which gets the masks, too.
         self._share_statistics()
