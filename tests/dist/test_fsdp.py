@@ -36,6 +36,7 @@ from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies.layouts import local
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
@@ -97,6 +98,37 @@ def test_weights_gradients_and_optimizer_state_of_a_rank_are_an_nth_of_the_whole
                 "gradients": size // world_size,
                 "moments": 2 * size // world_size,
             }
+
+
+# -------------------------------------------------------------------------------------------- gradients in bf16
+
+
+def gradients_of(session: Session, name: str, compression: str) -> list[Tensor]:
+    """This rank's parts of the first step's gradients, as the optimizer gets them."""
+    found: list[Tensor] = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        gradients = (local(parameter.grad).clone() for parameter in model.parameters())
+        made.register_step_pre_hook(lambda *_: found.extend(gradients))
+        return made
+
+    torch.manual_seed(0)
+    strategy = build_strategy(StrategyConfig(name, compression=compression), session)
+    strategy.build(even_model, optimizer, of_pairs(cross_entropy), part(strategy.share, 0))
+    strategy.step(part(strategy.share, 0), 0.1)
+    return found
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero"])
+def test_gradients_are_summed_in_bf16_where_that_is_asked_for(name: str) -> None:
+    plain, halved = (run_ranks(2, gradients_of, name, compression) for compression in ("none", "bf16"))
+    for exact, rounded in zip(plain, halved, strict=True):
+        for one, other in zip(exact, rounded, strict=True):
+            assert other.dtype == torch.float32
+            assert torch.equal(other, other.bfloat16().float())
+            torch.testing.assert_close(other, one, rtol=0.02, atol=1e-3)
+        assert not all(torch.equal(one, one.bfloat16().float()) for one in exact)
 
 
 # -------------------------------------------------------------------------------------------------- first values

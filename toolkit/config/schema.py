@@ -157,7 +157,7 @@ class StrategyConfig:
     """How the ranks share the work."""
 
     name: str = "ddp"  #: see docs/strategies.md
-    compression: str = "none"  #: of ddp's gradients, for slow links
+    compression: str = "none"  #: of ddp's gradients, for slow links; with fsdp and zero bf16
     compression_ratio: float = 0.01  #: topk: the part of the values that is sent
     compression_rank: int = 4  #: powersgd
     #: topk, powersgd, int8: decay of a moving average of each rank's gradients, which is sent in their place

@@ -84,10 +84,16 @@ def check_compression(config: JobConfig) -> None:
         raise ConfigError(
             f"strategy.find_unused: goes with strategy.name: ddp only, and not with {other}; leave it out"
         )
-    if kind != "none" and strategy.name != "ddp":
+    goes_with_shards = kind == "bf16" and strategy.name in ("fsdp", "zero")
+    if kind != "none" and strategy.name != "ddp" and not goes_with_shards:
         raise ConfigError(
             f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "
-            f"with {strategy.name} set it to none"
+            f"with {strategy.name} set it to none (with fsdp and zero bf16 can be used too)"
+        )
+    if goes_with_shards and strategy.compression_layers:
+        raise ConfigError(
+            f"strategy.compression_layers: with strategy.name: {strategy.name} all gradients are sent in "
+            "bf16; leave it {}"
         )
     if kind != "none" and config.train.precision not in ("fp32", "bf16"):
         raise ConfigError(

@@ -92,7 +92,8 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
             return data_parallel(session, **how)
         case "fsdp" | "zero":
             # These differ only in whether a block's gathered weights are freed after its forward pass.
-            return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
+            how |= {"reshard_after_forward": name == "fsdp", "cpu_offload": config.cpu_offload}
+            return Shards(session, sizes, compression=config.compression, **how)
         case "tensor":
             return _tensor(config, session, sizes, how)
     raise ConfigError(f"strategy.name: {name} has no layout")

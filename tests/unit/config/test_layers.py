@@ -105,6 +105,10 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
             "strategy={name: fsdp, compression: topk}",
             ["strategy.compression", "topk goes with strategy.name: ddp only"],
         ),
+        (
+            "'strategy={name: zero, compression: bf16, compression_layers: {\"*\": none}}'",
+            ["compression_layers", "leave it"],
+        ),
         ("strategy={compression: topk, compression_ratio: 0}", ["strategy.compression_ratio", "above 0"]),
         ("strategy={compression: topk, compression_average: 1}", ["strategy.compression_average", "such as 0.9"]),
         ("strategy={compression: bf16, compression_average: 0.9}", ["strategy.compression_average", "use topk"]),

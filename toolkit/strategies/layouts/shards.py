@@ -41,7 +41,10 @@ log = logs.get(__name__)
 
 
 class Shards(Layout):
-    """See :class:`~.Layout`. With bf16 the blocks gather and compute in it; gradients are summed in fp32."""
+    """See :class:`~.Layout`. With bf16 the blocks gather and compute in it; gradients are summed in fp32.
+
+    ``compression`` bf16 sends and sums gradients in bf16, which halves what is sent of them.
+    """
 
     passes_are_joint = True
 
@@ -57,6 +60,7 @@ class Shards(Layout):
         recompute: int,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        compression: str = "none",
         plan: TensorPlan | None = None,
     ) -> None:
         self.share = share_of(session, sizes)
@@ -70,6 +74,7 @@ class Shards(Layout):
         self._offloads = cpu_offload
         self._device = session.device
         self._bf16 = choose("train.precision", precision, {"fp32": False, "bf16": True})
+        self._sums = choose("strategy.compression", compression, {"none": torch.float32, "bf16": torch.bfloat16})
         self._compile = compile
         self._recompute = recompute
         self._reshards = reshard_after_forward
@@ -136,7 +141,7 @@ class Shards(Layout):
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Shard each block, then the rest. Recomputing, compiling and sharding fit together in this order."""
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._bf16 else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16 if self._bf16 else None, self._sums)
         offload = OffloadPolicy()
         if self._offloads:
             if self._device.type == "cpu":
