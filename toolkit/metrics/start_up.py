@@ -18,12 +18,12 @@ WORDS = {
     "submit": "submission",
     "queue": "in the queue",
     "supervisor": "start of the job and its supervisor",
-    "agents": "agents on the nodes",
+    "agents": "agent of its node",
     "checks": "checks and copies",
     "imports": "imports before ranks are forked",
     "ranks": "store and ranks' processes",
     "program": "the job's own imports",
-    "group": "process group",
+    "group": "process group of all ranks",
     "data": "data and model",
     "resume": "reading the checkpoint",
     "first_step": "first step",
@@ -37,8 +37,9 @@ def of_attempt(
 
     ``began`` is when the supervisor began the attempt, after the checks of the nodes. ``first_step`` is when the first
     step began. Both in seconds since the epoch, on the clock of the times in ``start``; its ``marks`` say when the
-    agents were ordered (``prepared``), when all were ``connected``, and when all had ``imported``. What happened beside
-    something slower took no time of its own: a part counts from the moment when all parts before it had ended.
+    agents were ordered (``prepared``), and when that of rank 0 was ``connected`` and had ``imported``: rank 0 waits for
+    slower nodes in its process group. What happened beside something slower took no time of its own: a part counts from
+    the moment when all parts before it had ended.
     """
     if first_step is None:
         return {}

@@ -134,7 +134,7 @@ def test_why_and_the_report_show_the_first_and_the_last_start(
     run.write_result(RunResult(RunState.COMPLETED, 3))
     assert cli.main(["why", run.id]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "start of attempt 1: 3.8 s to the end of the first step: 3.0 s in the queue, 0.5 s agents" in out
+    assert "start of attempt 1: 3.8 s to the end of the first step: 3.0 s in the queue, 0.5 s agent" in out
     assert "start of attempt 3: 0.3 s to the end of the first step: 0.1 s store and ranks' processes, 0.2 s" in out
     assert cli.main(["why", run.id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["start_up"]["3"]["group"] == 0.2

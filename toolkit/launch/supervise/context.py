@@ -55,13 +55,11 @@ class Context:
             self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
 
     def note_ready(self, attempt: Attempt) -> None:
-        """Note when the agents were ordered, when those of the attempt's nodes were there, and had imported."""
+        """Note when the agents were ordered, and when that of rank 0 was there and had imported."""
         if self.agents is not None and attempt.start is not None and not attempt.start.marks:
             ready = dict(self.agents.ready)  # another thread adds to it
-            marks: dict[str, float] = {}  # of each kind the last one
-            for (host, name), moment in ready.items():
-                if host in attempt.plan.hosts:
-                    marks[name] = max(moment, marks.get(name, moment))
+            main_host = attempt.rank_hosts[0]
+            marks = {name: moment for (host, name), moment in ready.items() if host == main_host or name == "prepared"}
             attempt.start = attempt.start.replace(marks=marks)
 
     def prepare_requeue(self) -> None:
