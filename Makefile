@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage box bench gpu fuzz soak soak-local lock clean
+.PHONY: help train test check coverage box bench bench-compare gpu fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -59,6 +59,7 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.resume_data
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.kills
+	$(BIN)/python -m tests.bench.failures
 	$(BIN)/python -m tests.bench.monitor
 	$(BIN)/python -m tests.bench.startup
 	$(BIN)/python -m tests.bench.sweep
@@ -71,6 +72,10 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 
 gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
 	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) tests/gpu
+
+NAMES ?=
+bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ratios more than 5 % beyond the spread. Some: NAMES="loop steps"
+	$(BIN)/python -m tests.bench.compare $(NAMES)
 
 fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz
 	$(PYTEST) tests/unit/fuzz -m soak -rP --show-capture=no -s

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from tests.bench import record
 from toolkit import logs
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
@@ -156,7 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=4)
+    record.add_option(parser)
     args = parser.parse_args()
+    rows, copies = [], list[float]()
     logs.setup()
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -171,11 +174,15 @@ def main() -> None:
                 continue
             blocked, written = (statistics.median(column) for column in zip(*later, strict=True))
             copy_s = copy_s or blocked
+            copies = copies or [each[0] for each in later]
+            name_of_peer = "a plain copy in memory"
+            rows.append(record.row(f"blocked, {way}", [each[0] for each in later], to=copies, peer=name_of_peer))
             told = f"{written:9.2f}" if written > 1.05 * blocked else ""
             print(f"{way:26}{blocked:9.3f}{f'({first[0]:.3f})':>10}{blocked / copy_s:7.1f}{told}", flush=True)
         print()
         for way, seconds in loading(weights, Path(name)).items():
             print(f"{way:26}{seconds:9.3f}")
+    record.write(args.json, rows)
     dist.destroy_process_group()
 
 

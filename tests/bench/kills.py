@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import restart
+from tests.bench import record, restart
 from tests.box import Box, BoxUnavailable
 from tests.waiting import wait_for
 
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--how", choices=sorted(COMMANDS), default="job")
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="of a job")
     parser.add_argument("--what", choices=["rank", "node"], default="rank", help="what is lost; a node of a job only")
+    record.add_option(parser)
     args = parser.parse_args()
     dice, spares = random.Random(), args.kills if args.what == "node" else 0
     try:
@@ -153,6 +154,10 @@ def main() -> None:
     what = args.how if args.how == "script" else f"{args.how} with {args.strategy}"
     print(f"{what}, {len(took)} times a {args.what}: seconds to the next step of all {NODES} ranks: ", end="")
     print(f"median {statistics.median(took):.2f}, p99 {p99:.2f}, longest {took[-1]:.2f}")
+    rows = [record.row(f"{what}, a {args.what} lost, to a step of all", took)]
+    if args.how == "job":
+        rows.append(record.row("steps made again", [again or 0 for _, again in blows], "steps"))
+    record.write(args.json, rows)
     if args.how == "job":
         counts = Counter(again for _, again in blows)
         print("steps made again: " + ", ".join(f"{count} x {steps}" for steps, count in sorted(counts.items())))

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.agent.reports import Inbox, Outbox, address
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
@@ -312,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
+    record.add_option(parser)
     options = parser.parse_args()
     speeds = run_ranks(RANKS, race, options.steps, options.rounds, limit_s=LIMIT_S)[0]
     reference = speeds["hand-written"]
@@ -325,6 +327,9 @@ def main() -> None:
     pairs = zip(reference, speeds["toolkit.start"], strict=True)
     cost = statistics.median(by_hand / started - 1 for by_hand, started in pairs)
     print(f"toolkit.start costs {cost:+.2%} of a hand-written loop's step (goal: below 2 %)")
+    to, peer = reference, "hand-written"
+    rows = [record.row(f"steps by {name}", speeds[name], "1/s", to=to, peer=peer, more=True) for name in speeds]
+    record.write(options.json, rows)
     for missing in PEERS.keys() - speeds.keys():
         print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[integrations]'")
 

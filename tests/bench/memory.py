@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.agent import state_memory
 from toolkit.agent.state_memory import NodeFiles
@@ -67,16 +68,21 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64, help="of each rank")
     parser.add_argument("--step", type=float, default=0.5, help="seconds that a step sleeps")
     parser.add_argument("--copies", type=int, default=10)
+    record.add_option(parser)
     args = parser.parse_args()
+    rows = []
     for nodes in (1, 2):
         agents = [NodeFiles() for _ in range(nodes)]
         files = [agent.hold(RANKS // nodes) for agent in agents]
         of_ranks = run_ranks(RANKS, measure, files, args.mib, args.step, args.copies)
         plain, waited, copied, background = (max(each) for each in zip(*of_ranks, strict=True))
+        peer = "a plain copy"
+        rows.append(record.row(f"blocked on {nodes} nodes", [waited + copied], "ms", to=[plain], peer=peer))
         print(
             f"{args.mib} MiB a rank on {nodes} node{'s' * (nodes > 1)}: plain copy {plain:.1f} ms, "
             f"waited {waited:.1f} + {copied:.1f} ms, background {background:.0f} ms"
         )
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.bench import record
 from tests.box import Box, BoxUnavailable
 from tests.waiting import wait_for
 
 SCRIPT = """
 import time; started = time.time()
 import json, os, sys
-folder = sys.argv[1]
+folder, step = sys.argv[1], 0
 def note(event, at=None):
     with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
         file.write(json.dumps({"event": event, "time": at or time.time(), "pid": os.getpid(),
-                               "node": os.uname().nodename}) + "\\n")
+                               "node": os.uname().nodename, "step": step}) + "\\n")
 note("start", started)
 import torch, torch.distributed as dist
 from torch import nn
@@ -40,7 +41,7 @@ note("imported")
 dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step, saved = 0, folder + "/saved.pt"
+saved = sys.argv[-1] + "/saved.pt"
 if os.path.exists(saved):
     state = torch.load(saved)
     step = state["step"]
@@ -110,24 +111,33 @@ def inner_pid(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
 
 
-def report(rounds: Callable[[str], list[tuple[float, float, float]]]) -> None:
-    """A line for each way: medians, and the ratio to ours."""
+def report(rounds: Callable[[str], list[tuple[float, float, float]]]) -> list[dict[str, Any]]:
+    """Print a line for each way: medians, and the ratio to ours. Return the rows."""
+    totals: dict[str, list[float]] = {}
     print(f"{'':24}{'own':>8}{'imports':>9}{'to a step':>11}{'ratio':>8}")
     ours = 0.0
     for way in WAYS:
-        own, imports, total = (statistics.median(column) for column in zip(*rounds(way), strict=True))
+        times = rounds(way)
+        totals[way] = [each[2] for each in times]
+        own, imports, total = (statistics.median(column) for column in zip(*times, strict=True))
         ours = ours or total
         print(f"{way:24}{own:8.2f}{imports:9.2f}{total:11.2f}{total / ours:8.2f}", flush=True)
+    peer = "torchrun --max-restarts"
+    return [record.row(f"kill to a step, {way}", totals[way], to=totals[peer], peer=peer) for way in WAYS]
 
 
 def main() -> None:
     """Run each way some times and print the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
+    record.add_option(parser)
     args = parser.parse_args()
     try:
         with Box() as box:
-            report(lambda way: [one_round(box, box.shared / f"{way.split()[0]}-{n}", way) for n in range(args.rounds)])
+            rows = report(
+                lambda way: [one_round(box, box.shared / f"{way.split()[0]}-{n}", way) for n in range(args.rounds)]
+            )
+            record.write(args.json, rows)
     except BoxUnavailable as reason:
         print(f"no Slurm to be had: {reason}")
 

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.bench import record
 from tests.box import Box, BoxUnavailable
 from toolkit.agent.node import PR_SET_CHILD_SUBREAPER
 
@@ -111,19 +112,28 @@ def main() -> None:
     """Run each way some times, in turn, and print the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
+    record.add_option(parser)
     args = parser.parse_args()
+    rows = []
     print(f"CPU seconds of {LOCAL_RANKS} ranks on this machine")
-    for way, seconds_of in measure_cpu(args.rounds).items():
+    of_cpu = measure_cpu(args.rounds)
+    for way, seconds_of in of_cpu.items():
+        to, peer = of_cpu["one rank alone"], "one rank alone"
+        rows.append(record.row(f"CPU of {LOCAL_RANKS} ranks, {way}", seconds_of, to=to, peer=peer))
         print(f"{way:24}{statistics.median(seconds_of):12.2f}")
     try:
         with Box() as box:
             found = measure(box, args.rounds)
     except BoxUnavailable as reason:
         print(f"no Slurm to be had: {reason}")
+        record.write(args.json, rows)
         return
     print(f"{'seconds to':24}{'first line':>12}{'collective':>12}{'step':>12}")
     for way, times in found.items():
         print(f"{way:24}" + "".join(f"{statistics.median(column):12.2f}" for column in zip(*times, strict=True)))
+        steps, plain = [each[2] for each in times], [each[2] for each in found["srun"]]
+        rows.append(record.row(f"start to a step on 2 nodes, {way}", steps, to=plain, peer="srun"))
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.bench import record
 from toolkit.config import OptimConfig, PruningConfig, TrainConfig
 from toolkit.strategies.update.apply import Update
 from toolkit.train.optim import build_optimizer
@@ -54,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=15)
+    record.add_option(parser)
     options = parser.parse_args()
+    rows = []
     torch.set_num_threads(1)
     inputs = torch.randn(64, 784)
     for name in PLAIN:
@@ -65,7 +68,10 @@ def main() -> None:
         ]
         for number, (way, _, _) in enumerate(racers):
             ratio = statistics.median(each[number] / each[0] for each in times)
+            ours, plain = [each[number] for each in times], [each[0] for each in times]
+            rows.append(record.row(f"step of {name}, {way}", ours, "us", to=plain, peer="torch's, not fused"))
             print(f"{name:<7}{way:<30}{statistics.median(each[number] for each in times):>7.0f} us{ratio:>7.2f}")
+    record.write(options.json, rows)
 
 
 if __name__ == "__main__":

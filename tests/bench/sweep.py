@@ -15,9 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tests.bench import record
 from toolkit.cli import show
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
@@ -28,11 +30,12 @@ ROOT = Path(__file__).parents[2]
 Value = TypeVar("Value")
 
 
-def timed(what: str, call: Callable[[], Value]) -> Value:
-    """Print the wall and CPU seconds of a call."""
+def timed(what: str, call: Callable[[], Value], times: dict[str, float]) -> Value:
+    """Print the wall and CPU seconds of a call; note the wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     value = call()
-    print(f"{what:52} {time.perf_counter() - wall:6.2f} s wall {time.process_time() - cpu:6.2f} s CPU", flush=True)
+    times[what] = time.perf_counter() - wall
+    print(f"{what:52} {times[what]:6.2f} s wall {time.process_time() - cpu:6.2f} s CPU", flush=True)
     return value
 
 
@@ -48,23 +51,26 @@ def with_submitit(count: int, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--points", type=int, default=10_000)
-    count = parser.parse_args(argv).points
-    slurm = FakeSlurm()
+    record.add_option(parser)
+    args = parser.parse_args(argv)
+    count = args.points
+    slurm, times = FakeSlurm(), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TOOLKIT_RUNS"] = f"{folder}/runs"
         axes = [f"optim.lr=log(1e-4,1e-1,{math.ceil(count / 100)})", "train.seed=0..99"]
         asked = request.read(ROOT / "configs/digits_ddp.yaml", axes, Options(max_running=100))
-        sent = timed(f"submit {count} points", lambda: submission.submit(asked, ROOT, "slurm", slurm))
-        timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm))
+        sent = timed(f"submit {count} points", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
+        timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
         queue = SharedQueue(slurm, None)
-        found = timed(
-            "status of all, in the queue", lambda: states.standings(sent.sweep, queue.show_jobs, show.status_rows, [])
-        )
+        look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows, [])
+        found = timed("status of all, in the queue", look, times)
         (Path(folder) / "submitit").mkdir()
-        timed("submitit: the files of as many tasks", lambda: with_submitit(count, Path(folder) / "submitit"))
+        timed("submitit: the files of as many tasks", lambda: with_submitit(count, Path(folder) / "submitit"), times)
         calls, most = len(slurm.submitted), math.ceil(sent.new / slurm.max_array_size)
         print(f"calls of sbatch: {calls} (at least {most} arrays); questions of status: {len(slurm.asked_for_jobs)}")
         print(f"points in the table: {len(found)}, {sum(each.state == 'queued' for each in found)} of them queued")
+    peer = "submitit: the files of as many tasks"
+    record.write(args.json, [record.row(what, [took], to=[times[peer]], peer=peer) for what, took in times.items()])
     return 0 if (calls, len(slurm.asked_for_jobs)) == (most, 1) else 1
 
 

@@ -11,6 +11,7 @@ import argparse
 import time
 
 from tests import gold
+from tests.bench import record
 from toolkit.why.rules import all_rules
 
 
@@ -24,7 +25,10 @@ def main() -> None:
     """Print accuracy, coverage and every confusion of both parts of the gold set."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true")
-    if parser.parse_args().table:
+    record.add_option(parser)
+    args = parser.parse_args()
+    rows = []
+    if args.table:
         print(table())
         return
     print(f"{len(all_rules())} rules")
@@ -35,10 +39,13 @@ def main() -> None:
         each_ms = 1000 * (time.perf_counter() - start) / len(cases)
         threads = len({case.source for case in cases} - {"ours"})
         print(f"{part}: {score.cases} log tails of {threads} public threads, {each_ms:.1f} ms each")
+        rows.append(record.row(f"{part}: right where it names a cause", [score.accuracy], "share", more=True))
+        rows.append(record.row(f"{part}: names one where there is one", [score.coverage], "share", more=True))
         print(f"  right where it names a cause: {score.right} of {score.spoken} ({score.accuracy:.1%})")
         print(f"  names one where there is one: {score.coverage:.1%} of {score.with_cause}")
         for (label, said), count in score.confusion.most_common():
             print(f"  {count} x {label}: {'not known' if said == gold.SILENT else said}")
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

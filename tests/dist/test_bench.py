@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.record import KEPT
 from tests.scale import curves
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
+pytestmark = pytest.mark.dist
 
 
 def output_of(*words: str) -> str:
@@ -42,6 +44,7 @@ def test_what_may_happen_to_a_step_is_compared() -> None:
 BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "checkpoint": (["--mib", "16", "--rounds", "1"], ["plain copy in memory", "ours ", "torch.load", "ours, verified"]),
     "collectives": (["--rounds", "1"], ["all-reduce 64 MB", "DDP step"]),
+    "failures": (["--faults", "rank", "--ways", "ours"], ["rank        ours"]),
     "goodput": (["--minutes", "0.5", "--every", "20"], ["failure 1", "1 failures in", "goodput", "kill to first step"]),
     "images": (
         ["--images", "50", "--rounds", "1", "--workers", "1", "--names", "1000"],
@@ -67,6 +70,10 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+#: Even the smallest size of these takes a minute or more, most of them on a cluster of their own.
+SLOW = {"failures", "goodput", "images", "kills", "links", "live_recovery", "restart", "shards", "startup"}
+
+
 def prints_its_table(name: str) -> None:
     arguments, expected = BENCHES[name]
     lines = output_of(f"tests.bench.{name}", *arguments).splitlines()
@@ -78,16 +85,28 @@ def test_the_saves_are_compared() -> None:
     prints_its_table("checkpoint")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", sorted(BENCHES.keys() - SLOW - {"checkpoint"}))
 def test_every_other_bench_still_prints_its_table(name: str) -> None:
+    prints_its_table(name)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_every_slow_bench_still_prints_its_table(name: str) -> None:
     prints_its_table(name)
 
 
 def test_no_bench_is_left_out() -> None:
     folder = Path(__file__).parents[1] / "bench"
-    tested = {*BENCHES, "data", "loop", "steps"}
-    assert {path.stem for path in folder.glob("*.py") if path.stem != "__init__"} == tested
+    tested, tools = {*BENCHES, "data", "loop", "steps"}, {"__init__", "record", "compare", "draw"}
+    assert {path.stem for path in folder.glob("*.py")} - tools == tested
+
+
+def test_every_kept_result_is_of_a_bench_that_writes_one() -> None:
+    for file in sorted(KEPT.glob("*.json")):
+        module, *arguments = json.loads(file.read_text())["command"].removeprefix("python -m ").split()
+        assert module.removeprefix("tests.bench.") in {*BENCHES, "data", "loop", "steps"}
+        assert "--json FILE" in output_of(module, "--help"), (file, arguments)
 
 
 def test_every_mechanism_that_grows_with_the_size_of_a_run_has_its_curve() -> None:

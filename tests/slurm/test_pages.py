@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
 #: What needs an index of packages, a run at work, a tracker or many minutes, names no run, or is what runs this test.
 ELSEWHERE = re.compile(
-    r"pip install|make (check|coverage|test|box|bench|soak)|tests\.scale|\bRUN\b"
+    r"pip install|make (check|coverage|test|box|bench|bench-compare|soak)|tests\.scale|\bRUN\b"
     r"|toolkit (stacks|profile|set|watch|sync) "
 )
 #: A box has four nodes of two CPUs, no GPU, no partition of that name, and no network to fetch MNIST over.

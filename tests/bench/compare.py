@@ -1,0 +1,84 @@
+"""Measure again what docs/benchmarks/*.json hold, and say what has changed by more than 5 % beyond the spread.
+
+Only ratios to a peer that was measured in the same run are compared: seconds are another machine's. The spread are the
+extremes of the kept rounds. Ends with 1 if anything has become worse.
+
+    python -m tests.bench.compare [NAME ...] [--fresh FOLDER]
+
+``NAME`` is that of a kept file. ``--fresh`` compares files that were measured before, and keeps those that are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.bench.record import KEPT
+
+#: A change below this is noise.
+TOLERANCE = 0.05
+
+
+def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yield (is worse, words) for each ratio more than TOLERANCE beyond the kept spread, and for what is missing."""
+    now = {row["name"]: row for row in fresh["rows"]}
+    for row in kept["rows"]:
+        if (old := row.get("ratio")) is None:
+            continue
+        new = now.get(row["name"], {}).get("ratio")
+        if new is None:
+            yield True, f"{row['name']}: not measured any more"
+            continue
+        median = new["median"]
+        if median > old["most"]:
+            beyond = median / old["most"] - 1
+        else:
+            beyond = min(0.0, median / old["least"] - 1)
+        if abs(beyond) <= TOLERANCE:
+            continue
+        is_worse = (beyond < 0) == old["more_is_better"]
+        spread = f"{old['median']:g} ({old['least']:g} to {old['most']:g})"
+        word = "worse" if is_worse else "better"
+        yield is_worse, f"{row['name']}: {median:g} times {old['to']}, was {spread}: {abs(beyond):.0%} {word} than that"
+
+
+def measured(kept: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """Return the results of the same command, from ``file`` or from a new run of it."""
+    if not file.exists():
+        module = kept["command"].removeprefix("python -m ").split()
+        print(f"{kept['command']} ...", flush=True)
+        subprocess.run(
+            [sys.executable, "-m", *module, "--json", str(file)], check=True, stdout=subprocess.DEVNULL, timeout=7200
+        )
+    return json.loads(file.read_text())
+
+
+def main() -> int:
+    """Compare, and print the changes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: every kept file that has ratios")
+    parser.add_argument("--fresh", type=Path, help="a folder with results, which gets those that are missing")
+    args = parser.parse_args()
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
+    names = args.names or [name for name, kept in found.items() if any("ratio" in row for row in kept["rows"])]
+    is_worse = False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if name not in found:
+                parser.error(f"there is no {KEPT / name}.json; there are: {', '.join(found)}")
+            seen = list(changes(found[name], measured(found[name], (args.fresh or Path(folder)) / f"{name}.json")))
+            print(f"{name}: {'as on ' + found[name]['date'] if not seen else ''}".rstrip(": "))
+            for worse, text in seen:
+                is_worse |= worse
+                print(f"  {text}", flush=True)
+    return int(is_worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
