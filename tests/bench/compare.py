@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple
 def measured(kept: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     """Return the results of the same command, from ``file`` or from a new run of it."""
     if not file.exists():
-        module = kept["command"].removeprefix("python -m ").split()
+        module = shlex.split(kept["command"])[2:]
         print(f"{kept['command']} ...", flush=True)
         subprocess.run(
             [sys.executable, "-m", *module, "--json", str(file)], check=True, stdout=subprocess.DEVNULL, timeout=7200

@@ -3,7 +3,8 @@
 Two of the box's four nodes with one rank each, DDP on gloo, a checkpoint every 20 steps, no spare node. Ours keeps
 its state in memory as well, each step (`checkpoint.memory_every_steps: 1`). All jobs may be
 requeued by Slurm. Others are run as their pages say: ``torchrun --max-restarts`` under srun, Lightning with the
-requeue of its SLURMEnvironment, and NVIDIA's ``ft_launcher`` where ``--nvrx`` names a Python that has it.
+requeue of its SLURMEnvironment; and where ``--peers`` names a Python that has them, NVIDIA's ``ft_launcher`` (NVRx) and
+torchft, with a lighthouse on the batch host and a group of replicas on each node. Under torchft the other rank goes on.
 
 *Seconds* are from the fault to the first step of the restarted rank 1; at the time limit from the last step before it.
 Where nothing was restarted they are the longest pause between two steps. *Lost* are steps made again. The box lets a
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,38 @@ trainer = L.Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", m
 trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(4096, 64)), batch_size=8), ckpt_path="last")
 """
 )
+TORCHFT = (
+    HEAD.replace("os.environ['RANK']", "os.environ['SLURM_PROCID']")
+    + """
+from datetime import timedelta
+import torch
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+model, saved, rank = torch.nn.Linear(64, 10), sys.argv[-1] + "/saved.pt", os.environ["SLURM_PROCID"]
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+def state():
+    return {"model": model.state_dict(), "optimizer": sgd.state_dict()}
+def load(found):
+    model.load_state_dict(found["model"])
+    sgd.load_state_dict(found["optimizer"])
+manager = Manager(pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=load, state_dict=state,
+                  min_replica_size=1, replica_id=f"replica_{rank}", timeout=timedelta(seconds=30))
+if os.path.exists(saved):
+    found = torch.load(saved)
+    load(found["state"])
+    manager.load_state_dict(found["manager"])
+ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, sgd)
+while not os.path.exists(folder + "/stop"):
+    optimizer.zero_grad()
+    ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    step = manager.current_step()
+    note("step")
+    if step % 20 == 0 and rank == "0":
+        torch.save({"state": state(), "manager": manager.state_dict()}, saved + ".new")
+        os.replace(saved + ".new", saved)
+"""
+)
 ELASTIC = (
     "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 {python} -m {module} --nnodes=2 --nproc-per-node=1 "
     "--max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 {script} {folder} {disk}"
@@ -98,8 +131,18 @@ WAYS: Mapping[str, tuple[str, str]] = {
     "ours": (OURS, ""),
     "torchrun": (SCRIPT, ELASTIC.replace("{module}", "torch.distributed.run")),
     "Lightning": (LIGHTNING, "srun --ntasks-per-node=1 {python} {script} {folder} {disk}"),
+    "torchft": (
+        TORCHFT,
+        "export TORCHFT_LIGHTHOUSE=http://$(hostname):29510\n"
+        "$(dirname {python})/torchft_lighthouse --bind 0.0.0.0:29510 --min_replicas 1 --join_timeout_ms 5000 &\n"
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 bash -c 'exec {python} -m torch.distributed.run "
+        "--nnodes=1 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 "
+        "--local-addr=$(hostname) {script} {folder} {disk}'",
+    ),
     "NVRx": (SCRIPT, ELASTIC.replace("{module}", "nvidia_resiliency_ext.fault_tolerance.launcher")),
 }
+#: Those that need ``--peers``.
+OTHERS = ("NVRx", "torchft")
 #: Undoes a fault.
 Undo = Callable[[], object]
 
@@ -273,12 +316,21 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['seconds']:.1f} s, {row['lost']} lost" if row["restarted"] else f"goes on ({row['seconds']:.1f} s)"
 
 
+def table(rows: Mapping[str, Mapping[str, Any]], faults: Sequence[str], ways: Sequence[str]) -> str:
+    """Return the rows as a table of Markdown, a column for each way."""
+    lines = [["fault", *ways], ["---"] * (len(ways) + 1)]
+    for fault in faults:
+        found = [rows.get(f"{fault}, {way}") for way in ways]
+        lines.append([fault, *("not measured" if row is None else words(row) for row in found)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def main() -> None:
     """Play the faults, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=[*FAULTS], default=[*FAULTS])
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["ours", "torchrun", "Lightning"])
-    parser.add_argument("--nvrx", help="a Python with nvidia-resiliency-ext")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[way for way in WAYS if way not in OTHERS])
+    parser.add_argument("--peers", metavar="PYTHON", help="one that has nvidia-resiliency-ext and torchft")
     record.add_option(parser)
     args = parser.parse_args()
     kept = record.rows_of(args.json)
@@ -287,12 +339,12 @@ def main() -> None:
         disk.chmod(0o777)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m,mode=1777", "tmpfs", folder], check=True)
         try:
-            more = [Path(args.nvrx).parents[1]] if args.nvrx else []
+            more = [Path(args.peers).parents[1]] if args.peers else []
             with Box(nodes=4, grace_s=10, shared=[disk, *more]) as box:
                 for fault, way in itertools.product(args.faults, args.ways):
                     name = f"{fault}, {way}"
                     if name not in kept:
-                        python = args.nvrx if way == "NVRx" else sys.executable
+                        python = args.peers if way in OTHERS else sys.executable
                         try:
                             kept[name] = {"name": name, **one_row(box, disk, fault, way, python)}
                         except AssertionError as error:  # it did not start within the limit: nothing was measured
@@ -300,6 +352,7 @@ def main() -> None:
                             continue
                         record.write(args.json, [*kept.values()])
                     print(f"{fault:12}{way:12}{words(kept[name])}", flush=True)
+                print(table(kept, args.faults, args.ways))
         except BoxUnavailable as reason:
             print(f"no Slurm to be had: {reason}")
         finally:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,7 @@ PACKAGES = ("torch", "lightning", "accelerate", "submitit", "pyarrow", "nvidia-r
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--json FILE``."""
-    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
 
 
 def row(
@@ -64,7 +65,7 @@ def write(file: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
     module = Path(sys.argv[0])
     words = _without_file(sys.argv[1:])
     data = {
-        "command": " ".join(["python", "-m", f"tests.{module.parent.name}.{module.stem}", *words]),
+        "command": shlex.join(["python", "-m", f"tests.{module.parent.name}.{module.stem}", *words]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": machine(),

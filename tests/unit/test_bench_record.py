@@ -57,7 +57,7 @@ def test_what_is_not_measured_any_more_is_worse_and_seconds_alone_are_not_compar
     assert list(changes(alone, {"rows": []})) == []
 
 
-def test_a_file_says_by_which_command_on_which_machine_and_what_it_holds_is_read_again(
+def test_a_file_says_by_which_command_on_which_machine_and_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "kept" / "steps.json"
