@@ -162,7 +162,8 @@ class Job:
             text = f"#!/bin/bash\nexport OMP_NUM_THREADS=1\ncd {self.folder}\n{command.format(**place)}\n"
             (self.folder / "job.sh").write_text(text)
             size = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
-            size += ["--signal=USR1@20", "--time=3" if is_short else "--time=600"]
+            size += ["--time=3" if is_short else "--time=600"]
+            size += ["--signal=USR1@20"] if way == "Lightning" else []  # others would die of it
             self.id = site.sbatch(*size, str(self.folder / "job.sh"))
 
     def _submit(self, is_short: bool) -> None:
