@@ -266,14 +266,16 @@ def outcome(job: Job, fault: str) -> dict[str, Any]:
         began = job.steps(1)[-1]["time"] - 1e-3
     mended = time.time() if fault in PASSING else began
     deadline = time.monotonic() + 3 * BACK_S
-    result = None
+    result, over_since = None, float("inf")
     while result is None and time.monotonic() < deadline:
         time.sleep(0.2)
         starts = notes(job.folder, 1, began)["start"]
         since = starts[-1]["time"] if starts else mended + 2 if fault in PASSING else float("inf")
         if len(job.steps(1, since)) > 20:
             result = came_back(job, began, bool(starts))
-        elif job.is_over():
+        # A job that Slurm is about to requeue may be called PREEMPTED for a moment.
+        over_since = min(over_since, time.monotonic()) if job.is_over() else float("inf")
+        if result is None and time.monotonic() - over_since > 10:
             result = {"back": False, "end": "the job has ended"}
     undo()
     return result or {"back": False, "end": f"nothing after {3 * BACK_S:.0f} s"}

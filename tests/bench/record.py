@@ -26,7 +26,7 @@ from toolkit import fsio
 ROOT = Path(__file__).parents[2]
 #: The results that the pages show.
 KEPT = ROOT / "docs" / "benchmarks"
-PACKAGES = ("torch", "lightning", "accelerate", "submitit", "pyarrow", "nvidia-resiliency-ext")
+PACKAGES = ("torch", "lightning", "accelerate", "submitit", "pyarrow")
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
