@@ -72,7 +72,7 @@ def a_layout(name: str) -> object:
 def a_strategy(name: str) -> object:
     """Return the strategy, not built; dp is for one process, and custom is made by a job."""
     if name == "custom":
-        with pytest.raises(ConfigError, match="custom is for a job with a step of its own"):
+        with pytest.raises(ConfigError, match="custom is for a job with a `train_step`"):
             build_strategy(StrategyConfig(name), SESSION)
         return Custom
     return build_strategy(StrategyConfig(name), replace(SESSION, world_size=1) if name == "dp" else SESSION)
