@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -32,7 +34,13 @@ def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Ite
             del sys.modules[name]
 
 
+@pytest.fixture(scope="session")
+def cache_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of their own: ``mktemp`` reads the names of all folders beside a new one."""
+    return tmp_path_factory.mktemp("caches")
+
+
 @pytest.fixture(autouse=True)
-def cache_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_folder_of_its_own(cache_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Slurm has answered in one test must not answer in another, and tests leave the user's cache alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", mkdtemp(dir=cache_folders))
