@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,13 @@ def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Ite
     for name in sys.modules.keys() - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder of the test, as pytest's own, which reads the names of all tests' folders for a number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return Path(mkdtemp(prefix=name, dir=tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")
