@@ -76,14 +76,21 @@ def seconds(notes: Path) -> tuple[float, ...]:
 
 
 LOCAL_RANKS = 8
+#: What a rank may say when its process group is closed, in torch's own threads: then the round is made again.
+ABORTED, TRIES = "terminate called without an active exception", 8
 ALONE = ("RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29512")
 
 
 def cpu_s(command: Sequence[str], environ: Mapping[str, str]) -> float:
     """Return the user and system time of a command and all that it has started."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it leaves behind is ours to wait for
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, env={**os.environ, **environ}, check=True, capture_output=True)
+    for left in reversed(range(TRIES)):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
+        if done.returncode == 0:
+            break
+        if not left or ABORTED not in done.stderr:
+            raise RuntimeError(done.stderr)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
