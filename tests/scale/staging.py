@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit.agent import relay
-from toolkit.agent.relay import PIECE_BYTES, NodeAddress, Peer, Relay, RelayRequest, Spool
+from toolkit.agent.relay import PIECE_BYTES, NodeAddress, Relay, RelayPeer, RelayRequest, Spool
 from toolkit.launch.start.agent_launcher import FAN_OUT, CopyOrder
 from toolkit.staging import copying, package
 from toolkit.staging.copying import CopyRequest
@@ -100,7 +100,7 @@ def _passed_on(made: Package, node: Path) -> tuple[float, float]:
 
     def give() -> None:
         with listening, listening.accept()[0] as connection:
-            peer = Peer(connection, secret, "giver")
+            peer = RelayPeer(connection, secret, "giver")
             peer.receive()
             peer.send(b"")
             began = time.thread_time()

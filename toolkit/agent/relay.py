@@ -65,7 +65,7 @@ class RelayRequest(JsonRecord):
     channel: int  #: a socket, from which connections of other nodes come as file descriptors
 
 
-class Peer:
+class RelayPeer:
     """A connection to another node. What arrives was sent by a process that knows the secret."""
 
     def __init__(self, connection: socket.socket, secret: bytes, role: str) -> None:
@@ -97,7 +97,7 @@ def received(package: Package, above: Sequence[NodeAddress], secret: bytes) -> I
         try:
             with socket.create_connection((node.address, node.port), CONNECT_S) as connection:
                 connection.settimeout(STALL_S * len(above))
-                peer = Peer(connection, secret, "taker")
+                peer = RelayPeer(connection, secret, "taker")
                 peer.send(json.dumps({"key": package.key, "position": position}).encode())
                 peer.receive()  # it has the package
                 while position < package.size_bytes:
@@ -212,11 +212,11 @@ class Relay:
         try:
             with connection, contextlib.suppress(OSError, StrangerError):
                 connection.settimeout(STALL_S)
-                self._give(Peer(connection, self._secret, "giver"))
+                self._give(RelayPeer(connection, self._secret, "giver"))
         finally:
             self._connections.discard(connection)
 
-    def _give(self, peer: Peer) -> None:
+    def _give(self, peer: RelayPeer) -> None:
         asked = records.fit(json.loads(peer.receive()), _ASKED)
         key = asked["key"]
         with self._is_known:

@@ -228,7 +228,7 @@ def _remove(own: Path, key: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- unpacking
 
 
-class _Blocks:
+class _BlockFile:
     """A file of blocks. A read returns one."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
@@ -242,7 +242,7 @@ def _unpack(package: Package, own: Path, source: Source) -> None:
     partial, copied = own / f"{package.key}.partial", own / package.key
     try:
         fsio.make_new_dir(partial)
-        summed = SummedFile(_Blocks(source(package, own)))  # type: ignore[arg-type]
+        summed = SummedFile(_BlockFile(source(package, own)))  # type: ignore[arg-type]
         try:
             _extract(summed, partial, package)
         except (tarfile.TarError, ValueError) as error:

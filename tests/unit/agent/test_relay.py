@@ -24,7 +24,7 @@ from toolkit.agent.copies import CopyKeeper
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import Message, StrangerError
 from toolkit.agent.node_copies import NodeCopies
-from toolkit.agent.relay import NodeAddress, Peer, Relay, RelayRequest
+from toolkit.agent.relay import NodeAddress, Relay, RelayPeer, RelayRequest
 from toolkit.launch.start.agent_launcher import CopyOrder
 from toolkit.staging import copying, whole
 from toolkit.staging.copying import CopyRequest
@@ -133,7 +133,7 @@ class PlayedNode:
 
     all: ClassVar[list[socket.socket]] = []
 
-    def __init__(self, give: Callable[[Peer, int], None], secret: bytes = SECRET) -> None:
+    def __init__(self, give: Callable[[RelayPeer, int], None], secret: bytes = SECRET) -> None:
         self._listening, self._give, self._secret = socket.create_server(("127.0.0.1", 0)), give, secret
         self.all.append(self._listening)
         self.asked: list[int] = []
@@ -156,13 +156,13 @@ class PlayedNode:
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, StrangerError):
-            peer = Peer(connection, self._secret, "giver")
+            peer = RelayPeer(connection, self._secret, "giver")
             self.asked.append(int(json.loads(peer.receive())["position"]))
             self._give(peer, self.asked[-1])
 
 
 def giving(data: bytes, end: int | None = None, then: Callable[[], object] = lambda: None) -> Callable[..., None]:
-    def give(peer: Peer, position: int) -> None:
+    def give(peer: RelayPeer, position: int) -> None:
         peer.send(b"")
         for start in range(position, len(data) if end is None else end, 1 << 18):
             peer.send(data[start : start + (1 << 18)][: None if end is None else end - start])
@@ -204,7 +204,7 @@ def test_only_the_first_of_seven_nodes_reads_the_shared_disk(
 def test_a_node_whose_source_is_killed_goes_on_where_it_was(has_source: bool, made: Package, cluster: Cluster) -> None:
     data, may_end = Path(made.file).read_bytes(), Event()
 
-    def give(peer: Peer, position: int) -> None:
+    def give(peer: RelayPeer, position: int) -> None:
         first = len(first_node.asked) == 1
         if first:
             giving(data, 5 * MB, lambda: may_end.wait(60))(peer, position)
@@ -232,7 +232,7 @@ def test_a_node_whose_source_is_killed_goes_on_where_it_was(has_source: bool, ma
 def test_a_node_that_is_killed_takes_no_other_with_it(made: Package, cluster: Cluster) -> None:
     data, goes_on = Path(made.file).read_bytes(), Event()
 
-    def give(peer: Peer, position: int) -> None:
+    def give(peer: RelayPeer, position: int) -> None:
         giving(data, 5 * MB, lambda: goes_on.wait(60))(peer, position)
         for start in range(5 * MB, len(data), MB):
             peer.send(data[start : start + MB])
@@ -249,28 +249,28 @@ def test_a_node_that_is_killed_takes_no_other_with_it(made: Package, cluster: Cl
     assert first.asked == [0]
 
 
-def wrong(peer: Peer, position: int) -> None:
+def wrong(peer: RelayPeer, position: int) -> None:
     peer.send(b"")
     for _ in range(8):
         peer.send(bytes(MB))
 
 
-def silent(peer: Peer, position: int) -> None:
+def silent(peer: RelayPeer, position: int) -> None:
     time.sleep(60)
 
 
-def hanging(peer: Peer, position: int) -> None:
+def hanging(peer: RelayPeer, position: int) -> None:
     peer.send(b"")
     peer.send(bytes(10))  # wrong as well
     time.sleep(60)
 
 
-def refusing(peer: Peer, position: int) -> None: ...
+def refusing(peer: RelayPeer, position: int) -> None: ...
 
 
 @pytest.mark.parametrize("give", [wrong, hanging, silent, refusing])
 def test_a_source_that_sends_wrong_data_or_nothing_is_given_up(
-    give: Callable[[Peer, int], None], made: Package, cluster: Cluster
+    give: Callable[[RelayPeer, int], None], made: Package, cluster: Cluster
 ) -> None:
     data = Path(made.file).read_bytes()
     source = PlayedNode(give)
@@ -299,7 +299,7 @@ def test_nobody_gets_data_without_the_secret(made: Package, cluster: Cluster) ->
 
     def ask() -> None:
         with socket.create_connection(("127.0.0.1", node.address["port"])) as connection:
-            peer = Peer(connection, b"t" * 32, "taker")
+            peer = RelayPeer(connection, b"t" * 32, "taker")
             peer._link.receive(greeting := connection.recv(32))
             connection.sendall(peer._link.send({"key": made.key, "position": 0}))
             got.append(greeting)
