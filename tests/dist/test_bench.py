@@ -50,7 +50,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
         ["--images", "50", "--rounds", "1", "--workers", "1", "--names", "1000"],
         ["largest difference", "crop          1  ours", "recipe        1  ours", "names of 1,000 files, ours"],
     ),
-    "kills": (["--kills", "2"], ["job with ddp: 2 kills"]),
+    "kills": (["--kills", "2"], ["job with ddp, 2 times a rank"]),
     "links": (["--rates", "1000", "--kinds", "ddp", "--steps", "1", "--samples", "0"], ["1000 Mbit/s", "ddp"]),
     "live_recovery": (["--runs", "2"], ["4 ranks, cut: 2 of 2 runs right"]),
     "listing": (["--runs", "300"], ["300 runs"]),
