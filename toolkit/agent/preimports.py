@@ -132,9 +132,10 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
         before, threads = set(sys.modules), _threads()
         with _watched(varying) as reads:
             imported = [import_quietly(name) for name in modules if _package(name) == package]
-        if reads or not all(imported) or _threads() != threads or has_gpu():
+        has_opened_gpu = has_gpu()  # asked once: it takes a fork of all that is imported
+        if reads or not all(imported) or _threads() != threads or has_opened_gpu:
             found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
-        if has_gpu():  # the packages after it can no longer be judged
+        if has_opened_gpu:  # the packages after it can no longer be judged
             return list(packages)
     return found
 

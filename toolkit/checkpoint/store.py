@@ -76,9 +76,9 @@ def newest_step(folder: Path) -> int | None:
     return next(map(step_of, committed(folder)), None)
 
 
-def resume_words(run_id: str, folder: Path) -> str:
-    """Return what ``toolkit resume`` does with the run whose checkpoints are in ``folder``."""
-    what = "begins anew: there is no checkpoint" if newest_step(folder) is None else "goes on from the last checkpoint"
+def resume_words(run_id: str, newest: int | None) -> str:
+    """Return what ``toolkit resume`` does with a run, by the step of its newest checkpoint."""
+    what = "begins anew: there is no checkpoint" if newest is None else "goes on from the last checkpoint"
     return f"`toolkit resume {run_id}` {what}"
 
 

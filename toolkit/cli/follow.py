@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from toolkit.checkpoint.store import resume_words
+from toolkit.checkpoint.store import newest_step, resume_words
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
@@ -151,7 +151,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         return EXIT_DONE
     console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
     if result.step:
-        resume = resume_words(run.id, run.dir.checkpoints)
+        resume = resume_words(run.id, newest_step(run.dir.checkpoints))
         console.print(f"  reached step {result.step}; {resume}", soft_wrap=True)
     if told := goodput.sentence(result.goodput):
         console.print(f"  {told}", highlight=False, soft_wrap=True)

@@ -75,7 +75,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": advice.format(run=run.id, resume=resume_words(run.id, run.checkpoints)),
+        "next": advice.format(run=run.id, resume=resume_words(run.id, saved)),
     }
 
 

@@ -54,10 +54,9 @@ class SlurmJob:
 
         While it does not answer it is asked again in the background.
         """
-        row = self.show()
+        self.row = self.show()
         self._ask_about_site()
-        self.row = row
-        if row is None and self.slurm is not None and self._allocation.job_id is not None:
+        if self.row is None and self.slurm is not None and self._allocation.job_id is not None:
             threading.Thread(target=self._look_until_known, daemon=True).start()
 
     def _look_until_known(self) -> None:

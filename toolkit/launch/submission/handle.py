@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.checkpoint.store import resume_words
+from toolkit.checkpoint.store import newest_step, resume_words
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
@@ -200,7 +200,7 @@ class Run:
             owner += f", with its follow-up jobs {', '.join(jobs[1:])},"
         raise JobFailedError(
             f"run {self.id}: {owner} is over and wrote no result; see {self.dir.submitit} "
-            f"and {self.dir.logs}; {resume_words(self.id, self.dir.checkpoints)}"
+            f"and {self.dir.logs}; {resume_words(self.id, newest_step(self.dir.checkpoints))}"
         )
 
     def is_over(self, show_jobs: ShowJobs | None = None) -> bool:
