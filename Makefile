@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage box bench bench-compare gpu fuzz soak soak-local lock clean
+.PHONY: help train test check coverage box bench bench-record bench-compare gpu fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -48,33 +48,17 @@ MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
+NAMES ?=
 bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, images, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
-	$(BIN)/python -m tests.bench.loop
-	$(BIN)/python -m tests.bench.steps
-	$(BIN)/python -m tests.bench.checkpoint
-	$(BIN)/python -m tests.bench.memory
-	$(BIN)/python -m tests.bench.data
-	$(BIN)/python -m tests.bench.images
-	$(BIN)/python -m tests.bench.shards
-	$(BIN)/python -m tests.bench.resume_data
-	$(BIN)/python -m tests.bench.restart
-	$(BIN)/python -m tests.bench.kills
-	$(BIN)/python -m tests.bench.failures
-	$(BIN)/python -m tests.bench.monitor
-	$(BIN)/python -m tests.bench.startup
-	$(BIN)/python -m tests.bench.sweep
-	$(BIN)/python -m tests.bench.collectives
-	$(BIN)/python -m tests.bench.links
-	$(BIN)/python -m tests.bench.pipeline
-	$(BIN)/python -m tests.bench.why
-	$(BIN)/python -m tests.bench.listing
-	$(BIN)/python -m tests.scale
+	$(BIN)/python -m tests.bench.everything $(NAMES)
+
+bench-record: .venv/ready-dev  ## the same on a quiet machine, kept: docs/benchmarks/*.json, the pages' tables and pictures. Some: NAMES="loop steps"
+	$(BIN)/python -m tests.bench.everything --keep $(NAMES)
 
 gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
 	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) tests/gpu
 
-NAMES ?=
-bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ratios more than 5 % beyond the spread. Some: NAMES="loop steps"
+bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ratios and counts more than 5 % beyond the spread. Some: NAMES="loop steps"
 	$(BIN)/python -m tests.bench.compare $(NAMES)
 
 fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz

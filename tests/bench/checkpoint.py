@@ -174,14 +174,17 @@ def main() -> None:
                 continue
             blocked, written = (statistics.median(column) for column in zip(*later, strict=True))
             copy_s = copy_s or blocked
-            copies = copies or [each[0] for each in later]
-            name_of_peer = "a plain copy in memory"
-            rows.append(record.row(f"blocked, {way}", [each[0] for each in later], to=copies, peer=name_of_peer))
+            column = [each[0] for each in later]
+            copies = copies or column
+            rows.append(record.row(f"{way}: blocked", column, to=copies, peer="a plain copy in memory"))
+            rows.append(record.row(f"{way}: written", [each[1] for each in later]))
             told = f"{written:9.2f}" if written > 1.05 * blocked else ""
             print(f"{way:26}{blocked:9.3f}{f'({first[0]:.3f})':>10}{blocked / copy_s:7.1f}{told}", flush=True)
         print()
-        for way, seconds in loading(weights, Path(name)).items():
+        plain, own = (loads := loading(weights, Path(name))).values()
+        for way, seconds in loads.items():
             print(f"{way:26}{seconds:9.3f}")
+        rows.append(record.row("load, ours, verified", [own], to=[plain], peer="torch.load, which verifies nothing"))
     record.write(args.json, rows)
     dist.destroy_process_group()
 

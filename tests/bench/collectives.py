@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.bench import record
+
 KIB = (4, 64, 256, 1024, 4096, 16384, 65536)
 Contenders = dict[str, Callable[[], object]]
 
@@ -33,34 +35,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kib", type=int, nargs="+", default=KIB, help="sizes of the all-reduces")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    record.add_option(parser)
     given = parser.parse_args()
     if given.folder is not None:
-        be_rank(given.folder, given.rounds)
+        be_rank(given)
         return
     with tempfile.TemporaryDirectory() as folder:
         mpirun = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe"]
-        rank = [sys.executable, "-m", "tests.bench.collectives", "--rounds", str(given.rounds), "--folder", folder]
+        rank = [sys.executable, "-m", "tests.bench.collectives", *sys.argv[1:], "--folder", folder]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([*mpirun, "-n", str(given.ranks), *rank], check=True, env=environ)
 
 
-def be_rank(folder: Path, rounds: int) -> None:
+def be_rank(given: argparse.Namespace) -> None:
     from toolkit.ranks import mpi
 
     torch.set_num_threads(1)
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.FileStore(str(given.folder / "store"), size)
     dist.init_process_group(mpi.register(), store=store, rank=rank, world_size=size)
     groups: dict[str, Any] = {"mpi": dist.group.WORLD}
     groups |= {name: dist.new_group(backend="gloo") for name in ("gloo", "again")}
     if rank == 0:
-        print(f"{size} ranks, medians of {rounds}")
+        print(f"{size} ranks, medians of {given.rounds}")
         print(f"{'':24}{'mpi':>12}{'gloo':>12}{'gloo/mpi':>10}{'again':>8}", flush=True)
-    for kib in KIB:
+    rows = []
+    for kib in given.kib:
         name = f"all-reduce {kib} KB" if kib < 1024 else f"all-reduce {kib // 1024} MB"
-        compare(name, {backend: all_reduce(group, kib * 256) for backend, group in groups.items()}, rounds)
-    compare("DDP step, 25 M", {backend: ddp_step(group) for backend, group in groups.items()}, max(rounds // 4, 3))
+        rows += compare(
+            name, {backend: all_reduce(group, kib * 256) for backend, group in groups.items()}, given.rounds
+        )
+    steps = {backend: ddp_step(group) for backend, group in groups.items()}
+    rows += compare("DDP step, 25 M", steps, max(given.rounds // 4, min(given.rounds, 3)))
+    if rank == 0:
+        record.write(given.json, rows)
     dist.destroy_process_group()
     mpi.finalize(None, None, None)
 
@@ -83,18 +93,21 @@ def ddp_step(group: dist.ProcessGroup | None) -> Callable[[], object]:
     return step
 
 
-def compare(name: str, contenders: Contenders, rounds: int) -> None:
-    """In turn, so that a disturbance hits all; the first two rounds warm up."""
+def compare(name: str, contenders: Contenders, rounds: int) -> list[dict[str, Any]]:
+    """Return the rows. All take turns, so that a disturbance hits all; the first two rounds warm up."""
     times: dict[str, list[float]] = {backend: [] for backend in contenders}
     for _ in range(rounds + 2):
         for backend, call in contenders.items():
             dist.barrier()
             start = time.perf_counter()
             call()
-            times[backend].append(slowest(time.perf_counter() - start))
-    mpi, gloo, again = (statistics.median(times[backend][2:]) for backend in ("mpi", "gloo", "again"))
+            times[backend].append(1e3 * slowest(time.perf_counter() - start))
+    columns = {backend: times[backend][2:] for backend in ("gloo", "mpi", "again")}
+    gloo, mpi, again = map(statistics.median, columns.values())
     if dist.get_rank() == 0:
-        print(f"{name:24}{mpi * 1e3:9.3f} ms{gloo * 1e3:9.3f} ms{gloo / mpi:10.2f}{gloo / again:8.2f}", flush=True)
+        print(f"{name:24}{mpi:9.3f} ms{gloo:9.3f} ms{gloo / mpi:10.2f}{gloo / again:8.2f}", flush=True)
+    to = columns["gloo"]
+    return [record.row(f"{name}: {way}", column, "ms", to=to, peer="gloo") for way, column in columns.items()]
 
 
 def slowest(seconds: float) -> float:

@@ -1,7 +1,7 @@
 """Measure again what docs/benchmarks/*.json hold, and say what has changed by more than 5 % beyond the spread.
 
-Only ratios to a peer that was measured in the same run are compared: seconds are another machine's. The spread are the
-extremes of the kept rounds. Ends with 1 if anything has become worse.
+Ratios to a peer that was measured in the same run are compared, and what was counted: seconds are another machine's.
+The spread are the extremes of the kept rounds. Ends with 1 if anything has become worse.
 
     python -m tests.bench.compare [NAME ...] [--fresh FOLDER]
 
@@ -27,26 +27,25 @@ TOLERANCE = 0.05
 
 
 def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is worse, words) for each ratio more than TOLERANCE beyond the kept spread, and for what is missing."""
+    """Yield (is worse, words) for each figure more than TOLERANCE beyond the kept spread, and for what is missing."""
     now = {row["name"]: row for row in fresh["rows"]}
     for row in kept["rows"]:
-        if (old := row.get("ratio")) is None:
+        if "better" not in row:
             continue
-        new = now.get(row["name"], {}).get("ratio")
-        if new is None:
+        old, new = (each.get("ratio", each) for each in (row, now.get(row["name"], {})))
+        if "median" not in new:
             yield True, f"{row['name']}: not measured any more"
             continue
         median = new["median"]
-        if median > old["most"]:
-            beyond = median / old["most"] - 1
-        else:
-            beyond = min(0.0, median / old["least"] - 1)
-        if abs(beyond) <= TOLERANCE:
+        beyond = median - min(max(median, old["least"]), old["most"])
+        share = abs(beyond) / (abs(median - beyond) or abs(beyond) or 1.0)
+        if share <= TOLERANCE:
             continue
-        is_worse = (beyond < 0) == old["more_is_better"]
+        is_worse = row["better"] == "same" or (beyond < 0) == (row["better"] == "more")
         spread = f"{old['median']:g} ({old['least']:g} to {old['most']:g})"
+        unit = f"times {old['to']}" if "to" in old else old["unit"]
         word = "worse" if is_worse else "better"
-        yield is_worse, f"{row['name']}: {median:g} times {old['to']}, was {spread}: {abs(beyond):.0%} {word} than that"
+        yield is_worse, f"{row['name']}: {median:g} {unit}, was {spread}: {share:.0%} {word} than that"
 
 
 def measured(kept: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -63,11 +62,11 @@ def measured(kept: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 def main() -> int:
     """Compare, and print the changes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: every kept file that has ratios")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: every kept file that has such figures")
     parser.add_argument("--fresh", type=Path, help="a folder with results, which gets those that are missing")
     args = parser.parse_args()
     found = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
-    names = args.names or [name for name, kept in found.items() if any("ratio" in row for row in kept["rows"])]
+    names = args.names or [name for name, kept in found.items() if any("better" in row for row in kept["rows"])]
     is_worse = False
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

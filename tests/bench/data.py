@@ -25,6 +25,7 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.bench import record
 from toolkit.data.sampler import TrainSampler
 from toolkit.ranks.batch import Share
 
@@ -35,6 +36,8 @@ LIST_BYTES = 8 + 32 + 8
 #: One round is enough of what takes so long.
 LONG_S = 3.0
 MIB = 2**20
+PEER = "torch DistributedSampler"
+FIGURES = (("start", "ms"), ("resume", "ms"), ("peak", "MiB"), ("index", "ns"))
 
 #: Gives the next batch of indices.
 Next = Callable[[], Any]
@@ -73,7 +76,7 @@ class Way:
 
 WAYS: Mapping[str, Way] = {
     "ours": Way(ours, 0),
-    "torch DistributedSampler": Way(torch_sampler),
+    PEER: Way(torch_sampler),
     "torchdata StatefulDistributed": Way(torchdata_sampler),
 }
 
@@ -122,45 +125,46 @@ def _status(field: str, path: str = "/proc/self/status") -> int:
     return int(line.split()[1]) * 1024
 
 
-def several(way: str, size: int, batches: int, rounds: int) -> Cost | None:
-    """The medians of ``rounds``."""
+def several(way: str, size: int, batches: int, rounds: int) -> list[Cost]:
+    """Those of ``rounds``; none when a package is missing."""
     found: list[Cost] = []
-    while len(found) < rounds:
-        cost = measure(way, size, batches)
-        if cost is None:
-            return None
+    while len(found) < rounds and (cost := measure(way, size, batches)) is not None:
         found.append(cost)
         if cost.first_s > LONG_S:
             break
-    return Cost(
-        statistics.median(cost.first_s for cost in found),
-        max(cost.peak_bytes for cost in found),
-        statistics.median(cost.index_ns for cost in found),
-    )
+    return found
 
 
-def compare(size: int, rounds: int) -> None:
-    """The rows of one size."""
-    base: list[float] = []
+def compare(size: int, rounds: int) -> list[dict[str, Any]]:
+    """Print the lines of one size, and return its rows."""
+    columns: dict[str, list[list[float]]] = {}
     for name, way in WAYS.items():
-        row = f"{size:>13,}  {name:30}"
+        line = f"{size:>13,}  {name:30}"
         need, free = size * way.bytes_each, _status("MemAvailable", "/proc/meminfo")
         if need > free / 2:
-            print(f"{row} not run: it needs {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
+            print(f"{line} not run: it needs {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
             continue
         start, resume = (several(name, size, batches, rounds) for batches in (0, size // (RANKS * BATCH) // 2))
-        if start is None or resume is None:
-            print(f"{row} not run: it is not installed")
+        if not start:
+            print(f"{line} not run: it is not installed")
             continue
-        figures = [start.first_s * 1e3, resume.first_s * 1e3, max(start.peak_bytes, resume.peak_bytes) / MIB]
-        figures.append(statistics.mean([start.index_ns, resume.index_ns]))
-        base = base or [max(figure, 0.01) for figure in figures]
+        columns[name] = [[cost.first_s * 1e3 for cost in costs] for costs in (start, resume)]
+        columns[name].append([cost.peak_bytes / MIB for cost in (*start, *resume)])
+        columns[name].append([cost.index_ns for cost in (*start, *resume)])
+        figures = [statistics.median(column) for column in columns[name]]
+        base = [max(statistics.median(column), 0.01) for column in columns["ours"]]
         ratios = [figure / ours for figure, ours in zip(figures, base, strict=True)]
         cells = [
             f"{figure:9.1f} {f'({ratio:.{0 if ratio >= 10 else 1}f})':>9}"
             for figure, ratio in zip(figures, ratios, strict=True)
         ]
-        print(row, *cells, flush=True)
+        print(line, *cells, flush=True)
+    plain = columns.get(PEER, [[]] * len(FIGURES))
+    return [
+        record.row(f"{size:,} samples, {name}: {what}", column, unit, to=to, peer=PEER)
+        for name, found in columns.items()
+        for (what, unit), column, to in zip(FIGURES, found, plain, strict=True)
+    ]
 
 
 def main() -> None:
@@ -168,11 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**8, 10**9])
     parser.add_argument("--rounds", type=int, default=3)
+    record.add_option(parser)
     args = parser.parse_args()
-    heads = [f"{head:>9}{'':10}" for head in ("start ms", "resume ms", "peak MiB", "index ns")]
+    heads = [f"{f'{head} {unit}':>9}{'':10}" for head, unit in FIGURES]
     print(f"{'samples':>13}  {'':30}", *heads)
-    for size in args.sizes:
-        compare(size, args.rounds)
+    record.write(args.json, [row for size in args.sizes for row in compare(size, args.rounds)])
 
 
 if __name__ == "__main__":

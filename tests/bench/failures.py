@@ -10,9 +10,9 @@ torchft, with a lighthouse on the batch host and a group of replicas on each nod
 Where nothing was restarted they are the longest pause between two steps. *Lost* are steps made again. The box lets a
 requeued job start after 6 s (Slurm's default is 121), and calls a node down after 30 s. It gives 10 s of grace.
 
-    python -m tests.bench.failures [--faults rank node ...] [--ways ours torchrun ...] [--json FILE]
+    python -m tests.bench.failures [--faults rank node ...] [--ways ours torchrun ...] [--rounds N] [--json FILE]
 
-With ``--json`` rows that the file has are not measured again.
+With ``--json`` rounds that the file has are not played again, except with ``--again``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.bench import record
+from tests.bench import page, record
 from tests.bench.restart import SCRIPT, inner_pid, notes
 from tests.box import Box, BoxUnavailable
 from tests.box.cluster import FINISHED
@@ -41,6 +41,8 @@ from tests.waiting import wait_for
 START_S, BACK_S = 100.0, 80.0
 #: How long a fault lasts that passes.
 PASSING_S = 10.0
+#: From the signal of a preemption to SIGKILL.
+GRACE_S = 10
 #: What notes each step: the beginning of the script of restart.py.
 HEAD = SCRIPT[: SCRIPT.index("import torch")]
 OURS = (
@@ -143,6 +145,7 @@ WAYS: Mapping[str, tuple[str, str]] = {
 }
 #: Those that need ``--peers``.
 OTHERS = ("NVRx", "torchft")
+PACKAGES = ("nvidia-resiliency-ext", "torchft")
 #: Undoes a fault.
 Undo = Callable[[], object]
 
@@ -238,6 +241,16 @@ def preempt(job: Job) -> Undo:
     return lambda: None
 
 
+def preempt_at_once(job: Job) -> Undo:
+    set_grace(job.box, 0)
+    job.site.preempt()
+    return lambda: set_grace(job.box, GRACE_S)
+
+
+def set_grace(box: Box, seconds: int) -> None:
+    box.run(["scontrol", "update", "PartitionName=main", f"GraceTime={seconds}"])
+
+
 def wait_for_the_limit(job: Job) -> Undo:
     wait_for(lambda: job.steps(1)[-1]["time"] < time.time() - 5, 200, "the time limit")
     return lambda: None
@@ -251,6 +264,7 @@ FAULTS: Mapping[str, Callable[[Job], Undo]] = {
     "disk": fill_disk,
     "controller": stop_controller,
     "preemption": preempt,
+    "preemption without grace": preempt_at_once,
     "time limit": wait_for_the_limit,
 }
 #: After these the ranks need not be started again.
@@ -294,9 +308,9 @@ def came_back(job: Job, began: float, is_restarted: bool) -> dict[str, Any]:
     return {"back": True, "restarted": True, "seconds": round(took, 2), "lost": max(0, reached - first["step"] + 1)}
 
 
-def one_row(box: Box, disk: Path, fault: str, way: str, python: str) -> dict[str, Any]:
+def one_row(box: Box, disk: Path, number: int, fault: str, way: str, python: str) -> dict[str, Any]:
     """Run one job to its fault and back, and clean up."""
-    folder = box.shared / f"{fault}-{way}".replace(" ", "-")
+    folder = box.shared / f"{fault}-{way}-{number}".replace(" ", "-")
     folder.mkdir()
     own_disk = disk / folder.name
     own_disk.mkdir()
@@ -312,20 +326,17 @@ def one_row(box: Box, disk: Path, fault: str, way: str, python: str) -> dict[str
         box.revive()
 
 
-def words(row: Mapping[str, Any]) -> str:
-    """Return a cell of the table."""
-    if not row["back"]:
-        return f"no: {row['end']}"
-    return f"{row['seconds']:.1f} s, {row['lost']} lost" if row["restarted"] else f"goes on ({row['seconds']:.1f} s)"
+def row(name: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of a cell: how many of its rounds came back, and each of them."""
+    came_back = [100.0 * outcome["back"] for outcome in outcomes]
+    return record.row(f"{name}", came_back, "% came back", better="more") | {"outcomes": [*outcomes]}
 
 
-def table(rows: Mapping[str, Mapping[str, Any]], faults: Sequence[str], ways: Sequence[str]) -> str:
-    """Return the rows as a table of Markdown, a column for each way."""
-    lines = [["fault", *ways], ["---"] * (len(ways) + 1)]
-    for fault in faults:
-        found = [rows.get(f"{fault}, {way}") for way in ways]
-        lines.append([fault, *("not measured" if row is None else words(row) for row in found)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def versions(python: str) -> dict[str, str]:
+    """Return the versions of PACKAGES that a Python has."""
+    code = f"from importlib.metadata import version\nfor name in {PACKAGES}: print(name, version(name))"
+    lines = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    return dict(line.split() for line in lines)
 
 
 def main() -> None:
@@ -334,28 +345,36 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=[*FAULTS], default=[*FAULTS])
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[way for way in WAYS if way not in OTHERS])
     parser.add_argument("--peers", metavar="PYTHON", help="one that has nvidia-resiliency-ext and torchft")
+    parser.add_argument("--rounds", type=int, default=1, help="of each cell")
+    parser.add_argument("--again", action="store_true", help="play cells that the file has, too")
     record.add_option(parser)
     args = parser.parse_args()
     kept = record.rows_of(args.json)
+    cells = [*itertools.product(args.faults, args.ways)]
+    if args.again:
+        kept = {name: each for name, each in kept.items() if name not in {", ".join(each) for each in cells}}
+    more = versions(args.peers) if args.peers else record.versions_of(args.json, PACKAGES)
     with tempfile.TemporaryDirectory() as folder:
         disk = Path(folder)
         disk.chmod(0o777)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m,mode=1777", "tmpfs", folder], check=True)
         try:
-            more = [Path(args.peers).parents[1]] if args.peers else []
-            with Box(nodes=4, grace_s=10, shared=[disk, *more]) as box:
-                for fault, way in itertools.product(args.faults, args.ways):
+            homes = [Path(args.peers).parents[1]] if args.peers else []
+            with Box(nodes=4, grace_s=GRACE_S, shared=[disk, *homes]) as box:
+                for number, (fault, way) in itertools.product(range(args.rounds), cells):
                     name = f"{fault}, {way}"
-                    if name not in kept:
+                    outcomes = kept.get(name, {}).get("outcomes", [])
+                    if len(outcomes) <= number:
                         python = args.peers if way in OTHERS else sys.executable
                         try:
-                            kept[name] = {"name": name, **one_row(box, disk, fault, way, python)}
+                            outcomes = [*outcomes, one_row(box, disk, number, fault, way, python)]
                         except AssertionError as error:  # it did not start within the limit: nothing was measured
-                            print(f"{fault:12}{way:12}not measured: {error}", flush=True)
+                            print(f"{fault:27}{way:12}not measured: {error}", flush=True)
                             continue
-                        record.write(args.json, [*kept.values()])
-                    print(f"{fault:12}{way:12}{words(kept[name])}", flush=True)
-                print(table(kept, args.faults, args.ways))
+                        kept[name] = row(name, outcomes)
+                        record.write(args.json, [*kept.values()], more)
+                    print(f"{fault:27}{way:12}{page.outcome(outcomes[number : number + 1])}", flush=True)
+                print(page.failures([*kept.values()]))
         except BoxUnavailable as reason:
             print(f"no Slurm to be had: {reason}")
         finally:

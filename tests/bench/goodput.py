@@ -25,7 +25,9 @@ import signal
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
+from tests.bench import record
 from tests.box import Box
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import ranks_on
@@ -44,6 +46,7 @@ checkpoint: {every_steps: 50, memory_every_steps: MEMORY}
 JOB = """
 import os, time
 from pathlib import Path
+from typing import Any
 from jobs import classify
 from toolkit.data.loader import Loader
 
@@ -99,7 +102,8 @@ def imports_s(run: RunDir, attempt: int) -> float:
     return max(float(taken) for log in logs for taken in re.findall(r"imported after ([\d.]+) s", log))
 
 
-def measure(site: Site, minutes: float, every_s: float, memory: str) -> None:
+def measure(site: Site, minutes: float, every_s: float, memory: str) -> list[dict[str, Any]]:
+    """Kill ranks for so long, print the figures, and return the rows."""
     run = start(site, memory)
     began, first, recoveries = time.monotonic(), run.step(), list[float]()
     undisturbed_s = 0.0
@@ -116,8 +120,15 @@ def measure(site: Site, minutes: float, every_s: float, memory: str) -> None:
     imported_s = statistics.mean(imports_s(run, a.attempt + 1) for a in attempts)
     back_s = statistics.mean(recoveries)
     print(f"{len(recoveries)} failures in {wall_s:.0f} s, undisturbed {undisturbed_s * 1000:.0f} ms a step")
-    print(f"goodput {steps * undisturbed_s / wall_s:.1%}: {steps} steps that count, {again} made again")
+    goodput = steps * undisturbed_s / wall_s
+    print(f"goodput {goodput:.1%}: {steps} steps that count, {again} made again")
     print(f"kill to first step {back_s:.1f} s (mean), of which imports {imported_s:.1f} s ({imported_s / back_s:.0%})")
+    kills = f"{len(recoveries)} kills in {wall_s / 60:.0f} minutes"
+    return [
+        record.row(f"goodput, {kills}", [100 * goodput], "%", better="more"),
+        record.row("steps made again after each", [again / len(recoveries)], "", better="less"),
+        record.row("kill to a step, seen in status.json", recoveries),
+    ]
 
 
 def main() -> None:
@@ -125,11 +136,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two failures")
     parser.add_argument("--memory", default="auto", help="checkpoint.memory_every_steps")
+    record.add_option(parser)
     options = parser.parse_args()
     with Box() as box:
         folder = box.shared / "goodput"
         folder.mkdir()
-        measure(Site(box, folder), options.minutes, options.every, options.memory)
+        rows = measure(Site(box, folder), options.minutes, options.every, options.memory)
+    record.write(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from tests.bench import record
 from toolkit.agent import state_memory
 from toolkit.config import DataConfig, ImageConfig
 from toolkit.data.datasets import build_datasets
@@ -173,19 +174,21 @@ def _used() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def compare(root: Path, count: int, rounds: int, workers: int) -> None:
-    """Print the rows of one number of workers."""
+def compare(root: Path, count: int, rounds: int, workers: int) -> Iterator[dict[str, Any]]:
+    """Print the lines of one number of workers, and yield its rows."""
     for kind, ways in WAYS.items():
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, epoch in ways.items():
                 found[name].append(cpu_s(epoch, root, workers))
-        first = next(iter(found.values()))
-        for name, seconds in found.items():
-            ratios = np.array(first) / np.array(seconds)
-            rate = count / statistics.median(seconds)
+        rates = {name: [count / each for each in seconds] for name, seconds in found.items()}
+        for name, values in rates.items():
+            ratios = np.array(values) / np.array(rates["plain"])
             spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+            rate = statistics.median(values)
             print(f"{kind:7} {workers:>7}  {name:29} {rate:8.0f} {np.median(ratios):7.2f}  {spread}", flush=True)
+            title, to = f"{kind}, {workers} workers, {name}", rates["plain"]
+            yield record.row(title, values, "images/CPU s", to=to, peer="plain", better="more")
 
 
 def copied_mib(data: Any) -> float:
@@ -217,8 +220,8 @@ def _private_mib() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
-def compare_names(root: Path, count: int) -> None:
-    """Print what the names of ``count`` files cost each worker."""
+def compare_names(root: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Print what the names of ``count`` files cost each worker, and yield the rows."""
     files = [*root.glob("train/*/*")]  # a file may have 65,000 links
     folder = root / "names" / "class-0"
     folder.mkdir(parents=True)
@@ -228,7 +231,9 @@ def compare_names(root: Path, count: int) -> None:
     plain_data = import_module("torchvision.datasets").ImageFolder(root / "names", loader=lambda _: pixels)
     our_data = Photographs(root / "names", lambda _: pixels, lambda pixels: pixels, Standardise(MEAN, STD))
     for name, data in {"plain": plain_data, "ours": our_data}.items():
-        print(f"names of {count:,} files, {name}: {copied_mib(data):.1f} MiB copied into each worker in an epoch")
+        title, mib = f"names of {count:,} files, {name}", copied_mib(data)
+        print(f"{title}: {mib:.1f} MiB copied into each worker in an epoch")
+        yield record.row(title, [mib], "MiB")
 
 
 def main() -> None:
@@ -238,6 +243,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--names", type=int, default=100_000)
+    record.add_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     count = max(args.images // BATCH, 1) * BATCH
@@ -254,9 +260,10 @@ def main() -> None:
         for _ in ours(CACHED)(root, 0):
             pass
         print(f"{'changes':7} {'workers':>7}  {'':29} {'images/s':>8} {'x plain':>7}  in each round")
-        for workers in args.workers:
-            compare(root, count, args.rounds, workers)
-        compare_names(root, args.names)
+        rows = [row for workers in args.workers for row in compare(root, count, args.rounds, workers)]
+        rows += compare_names(root, args.names)
+    rows.append(record.row("largest difference of an input from plain", [largest], "levels of 255", better="same"))
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.bench import record
 from tests.box.namespaces import wait_for
 from toolkit import config as configs
 from toolkit.config import DataConfig, StrategyConfig
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1280, help="after which the loss is compared; 0: it is not")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    record.add_option(parser)
     given = parser.parse_args()
     if given.rank is not None:
         be_rank(given)
@@ -145,25 +148,40 @@ def be_rank(given: argparse.Namespace) -> None:
     gate = Gate(rank, RANKS, connector(store))
     session = Session(rank, RANKS, 0, torch.device("cpu"), given.folder, 1, store, NullReporter(), gate)
     say = print if rank == 0 else lambda *_, **__: None
-    loader = digits(session)
+    loader, rows, peer = digits(session), list[dict[str, Any]](), given.kinds[0]
     with closing(loader):
         for mbit in given.rates:
             limit(mbit)
             say(f"\n{mbit:g} Mbit/s: an all-reduce of 8 MB took {bare() * 1e3:.0f} ms")
             say(f"{'':12}{'MB sent':>9}{'step':>11}{'cpu':>8}{'ddp/it':>8}", flush=True)
-            plain = 0.0
+            found = {}
             for kind in kinds:
-                megabytes, seconds, cpu = time_steps(built(kind, session, loader), loader, given.steps)
-                plain = plain or seconds
+                found[kind] = time_steps(built(kind, session, loader), loader, given.steps)
+                (megabytes, seconds, cpu), plain = found[kind], found[peer][1]
                 say(f"{kind:12}{megabytes:9.2f}{seconds:9.2f} s{cpu:6.2f} s{plain / seconds:7.1f}x", flush=True)
+            rows += in_rows(f"{mbit:g} Mbit/s, ", found, peer)
         limit(10000)
         if given.samples:
             say(f"\nloss after {given.samples} samples, mean of the last 10 steps", flush=True)
         for kind in kinds if given.samples else ():
-            say(f"{kind:12}{final_loss(built(kind, session, loader), loader, given.samples):9.4f}", flush=True)
+            loss = final_loss(built(kind, session, loader), loader, given.samples)
+            say(f"{kind:12}{loss:9.4f}", flush=True)
+            rows.append(record.row(f"loss after {given.samples} samples, {kind}", [loss], "", better="less"))
+    if rank == 0:
+        record.write(given.json, rows)
     dist.barrier()
     gate.close()
     dist.destroy_process_group()
+
+
+def in_rows(title: str, found: Mapping[str, tuple[float, ...]], peer: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each figure of ``time_steps`` of each kind."""
+    for what, unit, *of_kinds in zip(
+        ("sent", "a step", "CPU of a step"), ("MB", "s", "s"), *found.values(), strict=True
+    ):
+        column = {kind: [value] for kind, value in zip(found, of_kinds, strict=True)}
+        for kind, values in column.items():
+            yield record.row(f"{title}{kind}: {what}", values, unit, to=column[peer], peer=peer)
 
 
 def digits(session: Session) -> Loader:

@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.bench import record
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import WATCH_S, SharedQueue
 
@@ -112,6 +113,7 @@ def _json(path: Path, value: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000)
+    record.add_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -121,12 +123,26 @@ def main() -> None:
         (root / "cache").mkdir()
         status = [sys.executable, "-m", "toolkit", "status", "--all"]
         without = environ | {"XDG_CACHE_HOME": "/proc/none"}
+        rows, plain = list[dict[str, Any]](), _results_s(root / "runs")
         for what, how, times in (("cold", environ, 1), ("warm", environ, 5), ("without a cache", without, 1)):
-            print(f"  {what}: {_median_s(status, how, times)}")
-        _print_ways_of_others(root / "runs", args.runs)
+            for clock, values in zip(("wall", "CPU"), _seconds(status, how, times), strict=True):
+                print(f"  {what}, {clock}: {statistics.median(values):.2f} s")
+                peer = "json.loads of each result.json in a loop"
+                rows.append(record.row(f"{args.runs:,} runs, {what}: {clock}", values, to=[plain], peer=peer))
+    print(f"  only result.json of each, by json.loads in a loop: {plain:.2f} s")
+    calls = _calls_of_watch()
+    print(
+        "Calls to the controller in an hour of watching 100 runs in 10 terminals:\n"
+        f"  toolkit watch: {calls} (counted in the fake Slurm, while half of them wait)\n"
+        f"  watch -n 2 squeue --me, in each: {10 * 3600 // 2}\n"
+        f"  a job.wait() loop of submitit, whose watcher of a process asks sacct every 2 to 60 s: {10 * 60} or more"
+    )
+    rows.append(record.row("calls in an hour of 10 terminals that watch 100 runs", [calls], "", better="less"))
+    record.write(args.json, rows)
 
 
-def _median_s(argv: list[str], environ: dict[str, str], times: int) -> str:
+def _seconds(argv: list[str], environ: dict[str, str], times: int) -> tuple[list[float], list[float]]:
+    """Return wall and CPU seconds of each call of a command."""
     wall, cpu = list[float](), list[float]()
     for _ in range(times):
         begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -134,20 +150,15 @@ def _median_s(argv: list[str], environ: dict[str, str], times: int) -> str:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall.append(time.perf_counter() - begun)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return f"{statistics.median(wall):.2f} s ({statistics.median(cpu):.2f} s of CPU)"
+    return wall, cpu
 
 
-def _print_ways_of_others(root: Path, count: int) -> None:
+def _results_s(root: Path) -> float:
+    """Return the seconds in which a loop reads the state of each run's ``result.json``."""
     begun, states = time.perf_counter(), Counter[str]()
     for path in root.glob("*/*/result.json"):
         states[json.loads(path.read_text())["state"]] += 1
-    print(f"  only result.json of each, by json.loads in a loop: {time.perf_counter() - begun:.2f} s, {dict(states)}")
-    print(
-        "Calls to the controller in an hour of watching 100 runs in 10 terminals:\n"
-        f"  toolkit watch: {_calls_of_watch()} (counted in the fake Slurm, while half of them wait)\n"
-        f"  watch -n 2 squeue --me, in each: {10 * 3600 // 2}\n"
-        f"  a job.wait() loop of submitit, whose watcher of a process asks sacct every 2 to 60 s: {10 * 60} or more"
-    )
+    return time.perf_counter() - begun
 
 
 def _calls_of_watch() -> int:

@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.bench import record
+
 STEPS, TIMEOUT, PATIENCE = 60, timedelta(seconds=10), timedelta(seconds=60)
 
 
@@ -209,6 +211,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--width", type=int, default=256, help="of the model's middle layer, which has most weights")
     parser.add_argument("--how", choices=["cut", "wait"], default="cut")
+    record.add_option(parser)
     args = parser.parse_args()
     took, right = [], 0
     undisturbed, _ = train(args, None)
@@ -227,6 +230,10 @@ def main() -> None:
     print(
         f"seconds to the next step of all: median {statistics.median(took):.3f}, p99 {p99:.3f}, longest {took[-1]:.3f}"
     )
+    rows = [record.row("runs that end right", [100 * right / args.runs], "%", better="more")]
+    rows.append(record.row("runs that waited for gloo's time-out", [waited], "", better="less"))
+    rows.append(record.row(f"kill to the next step of all {args.ranks} ranks", took))
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""What the monitor of a node costs, beside a job of many processes: ``python -m tests.bench.monitor [SECONDS]``."""
+"""What the monitor of a node costs, beside a job of many processes.
+
+python -m tests.bench.monitor [SECONDS]
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.bench import record
 from toolkit.health.monitor import MONITOR_COMMAND
 
 #: Like eight ranks with eight data workers each, and a node's other processes.
@@ -31,7 +36,12 @@ def cpu_s(pid: int) -> float:
 
 
 def main() -> None:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
+    """Count the CPU time of a monitor for some seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", type=float, nargs="?", default=300.0)
+    record.add_option(parser)
+    args = parser.parse_args()
+    seconds: float = args.seconds
     with (
         subprocess.Popen([sys.executable, "-I", "-S", "-c", JOB], start_new_session=True) as job,
         subprocess.Popen(MONITOR_COMMAND, stdout=subprocess.PIPE) as monitor,
@@ -49,7 +59,13 @@ def main() -> None:
         samples = monitor.stdout.read().count(b'"usage"')
     peak = next(line.split(":")[1].strip() for line in status.splitlines() if line.startswith("VmHWM"))
     cost = f"{share:.3%} of a core over {seconds:.0f} s, {samples} samples, at most {peak}"
-    print(f"monitor of {1 + RANKS * (1 + WORKERS)} processes: {cost}")
+    job_of = f"monitor of {1 + RANKS * (1 + WORKERS)} processes"
+    print(f"{job_of}: {cost}")
+    rows = [
+        record.row(f"{job_of}, of a core", [100 * share], "%"),
+        record.row(f"{job_of}, at its peak", [int(peak.split()[0]) / 1024], "MiB"),
+    ]
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ The last column is the greatest difference of a step's loss from that of the sam
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from jobs.language_model import next_token
 from jobs.llama import Llama, LlamaSizes
+from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.config import PipelineConfig, StrategyConfig
 from toolkit.ranks.batch import Batch
@@ -115,24 +116,38 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
     return (ranks - 1) / (laps * micro_batches + ranks - 1)
 
 
-def main(ranks: int) -> None:
+def main() -> None:
+    """Print a line for each schedule and number of micro-batches."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="?", default=2)
+    record.add_option(parser)
+    args = parser.parse_args()
+    ranks: int = args.ranks
+    rows = []
     measured = run_ranks(ranks, measure, limit_s=600)
     print(f"{ranks} ranks: idle measured (of each rank), and as the formula has it; a step; off one process by")
     for count in MICRO_BATCHES:
-        expected = alone(count)
+        expected, laps = alone(count), dict[str, list[float]]()
         for schedule in SCHEDULES:
             steps = list(zip(*(zip(*of[schedule, count], strict=True) for of in measured), strict=True))
             fastest = min(steps, key=lambda step: max(took for took, *_ in step))
             took = max(took for took, *_ in fastest)
             idle = [1 - computed / took for _, computed, _ in fastest]
             off = max(abs(sum(part for *_, part in step) - loss) for step, loss in zip(steps, expected, strict=True))
+            laps[schedule] = [1000 * max(took for took, *_ in step) for step in steps]
+            title, formula = f"{count} micro-batches, {schedule}", 100 * bubble(schedule, ranks, count)
+            shares = [100 * share for share in idle]
+            rows.append(record.row(f"{title}: idle", shares, "%", to=[formula] * ranks, peer="the formula's"))
+            rows.append(record.row(f"{title}: a step", laps[schedule], "ms", to=laps["gpipe"], peer="gpipe's"))
+            rows.append(record.row(f"{title}: off one process", [off], "of the loss"))
             each = "  ".join(f"{share:4.0%}" for share in idle)
             print(
                 f"{count:3} micro-batches, {schedule:12} {statistics.mean(idle):4.0%} ({each}), "
                 f"{bubble(schedule, ranks, count):4.0%}; {1000 * took:6.0f} ms; {off:.1e}",
                 flush=True,
             )
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    main()

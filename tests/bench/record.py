@@ -1,7 +1,7 @@
 """What a bench has measured, as a JSON file: the command, the machine, the versions and the rows.
 
-Seconds hold on one machine only, and ratios to a peer of the same run hold elsewhere: only these are compared, see
-compare.py.
+Seconds hold on one machine only. Ratios to a peer of the same run and counts hold elsewhere: only these are compared,
+see compare.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from toolkit import fsio
@@ -26,6 +27,8 @@ from toolkit import fsio
 ROOT = Path(__file__).parents[2]
 #: The results that the pages show.
 KEPT = ROOT / "docs" / "benchmarks"
+#: Options that do not belong to the command: its result, and those of processes that it starts.
+OWN = {"--json", "--rank", "--folder"}
 PACKAGES = ("torch", "lightning", "accelerate", "submitit", "pyarrow")
 
 
@@ -35,15 +38,18 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def row(
-    name: str, values: Sequence[float], unit: str = "s", *, to: Sequence[float] = (), peer: str = "", more: bool = False
+    name: str, values: Sequence[float], unit: str = "s", *, to: Sequence[float] = (), peer: str = "", better: str = ""
 ) -> dict[str, Any]:
     """Return the row of a measure: the median and the extremes of the rounds' ``values``.
 
-    ``to`` are the values of the ``peer`` in the same rounds. ``more``: a greater value is better.
+    ``to`` are the values of the ``peer`` in the same rounds; the peer's own row has no ratio. ``better`` is ``less``,
+    ``more`` or ``same`` where the ratio, or a value without a peer, holds on other machines: by default of ratios.
     """
     result = {"name": name, "unit": unit, **_spread(values)}
-    if to:
-        result["ratio"] = {"to": peer, "more_is_better": more, **_spread(_ratios(values, to))}
+    if to and to is not values:
+        result |= {"better": better or "less", "ratio": {"to": peer, **_spread(_ratios(values, to))}}
+    elif better and not to:
+        result["better"] = better
     return result
 
 
@@ -55,21 +61,23 @@ def _ratios(values: Sequence[float], to: Sequence[float]) -> list[float]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     found = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    return {name: float(f"{value:.4g}") for name, value in found.items()} | {"rounds": len(values)}
+    short = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in found.items()}
+    return short | {"rounds": len(values)}
 
 
-def write(file: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows with what they depend on; nothing without a file."""
+def write(file: Path | None, rows: Sequence[Mapping[str, Any]], more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write the rows with what they depend on, with ``more`` versions; nothing without a file."""
     if file is None:
         return
-    module = Path(sys.argv[0])
-    words = _without_file(sys.argv[1:])
+    file_of_bench = Path(sys.argv[0])
+    module = f"tests.{file_of_bench.parent.name}.{file_of_bench.stem}".removesuffix(".__main__")
+    words = _of_user(sys.argv[1:])
     data = {
-        "command": shlex.join(["python", "-m", f"tests.{module.parent.name}.{module.stem}", *words]),
+        "command": shlex.join(["python", "-m", module, *words]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": machine(),
-        "versions": versions(),
+        "versions": {**versions(), **more},
         "rows": list(rows),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +91,20 @@ def rows_of(file: Path | None) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in json.loads(file.read_text())["rows"]}
 
 
-def _without_file(words: Sequence[str]) -> list[str]:
-    """Leave out ``--json FILE``, and the folders of a path: they are this machine's."""
-    kept, is_file = [], False
+def versions_of(file: Path | None, names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of packages that a file has; none without a file."""
+    if file is None or not file.exists():
+        return {}
+    return {name: version for name, version in json.loads(file.read_text())["versions"].items() if name in names}
+
+
+def _of_user(words: Sequence[str]) -> list[str]:
+    """Leave out the options of OWN, and the folders of a path: they are this machine's."""
+    kept, is_value = [], False
     for word in words:
-        if not is_file and word != "--json":
+        if not is_value and word not in OWN:
             kept.append(word if "/" not in word else Path(word).name)
-        is_file = word == "--json"
+        is_value = word in OWN
     return kept
 
 

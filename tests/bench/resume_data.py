@@ -27,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tests.bench import record
 from toolkit.data.loader import Loader
 from toolkit.data.shards.dataset import ShardedData
 from toolkit.ranks.batch import Share
@@ -226,25 +227,27 @@ def global_batches(read: list[tuple[Batches, Any]]) -> Batches:
     return [list(itertools.chain.from_iterable(row)) for row in rows]
 
 
-def resumed(read: Read, folder: Path, stopped: tuple[int, int], goes_on: tuple[int, int]) -> str:
-    """Return the cells of one case."""
+def resumed(read: Read, folder: Path, stopped: tuple[int, int], goes_on: tuple[int, int]) -> tuple[str, list[int]]:
+    """Return the cells of one case, and its numbers: samples lost, samples twice, unequal batches."""
     whole = global_batches(together(read, folder, stopped))[STOPPED:]
     before = together(read, folder, stopped, steps=STOPPED)
     try:
         states = [state for _, state in before][: goes_on[0]]
         after = global_batches(together(read, folder, goes_on, states))
     except RuntimeError as error:
-        return f"| refused: {str(error)[:60]} | | |"
+        return f"| refused: {str(error)[:60]} | | |", []
     times = Counter(itertools.chain.from_iterable(global_batches(before) + after))
     pairs = list(zip(whole, after, strict=False))
     equal, in_order = sum(sorted(a) == sorted(b) for a, b in pairs), sum(a == b for a, b in pairs)
-    return f"| {SAMPLES - len(times)} | {times.total() - len(times)} | {equal} | {in_order} of {len(whole)} |"
+    lost, twice = SAMPLES - len(times), times.total() - len(times)
+    return f"| {lost} | {twice} | {equal} | {in_order} of {len(whole)} |", [lost, twice, len(whole) - equal]
 
 
 def main() -> None:
     """Run all and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", type=Path)
+    record.add_option(parser)
     args = parser.parse_args()
     if args.peers is not None:
         sys.path.append(str(args.peers))
@@ -262,9 +265,17 @@ def main() -> None:
             except ImportError as error:
                 print(f"{package}: not run, {error.name} is not installed")
         print("\n| readers x workers | | lost | twice | equal batches | of them in order |")
+        rows = []
         for (stopped, goes_on), (title, read) in itertools.product(CASES, ways.items()):
             label = f"{stopped[0]} x {stopped[1]} to {goes_on[0]} x {goes_on[1]}"
-            print(f"| {label} | {title} {resumed(read, folder, stopped, goes_on)}", flush=True)
+            cells, counts = resumed(read, folder, stopped, goes_on)
+            print(f"| {label} | {title} {cells}", flush=True)
+            what = ("samples lost", "samples twice", "unequal batches")
+            rows += [
+                record.row(f"{label}, {title}: {name}", [count], "", better="less")
+                for name, count in zip(what, counts, strict=False)
+            ]
+        record.write(args.json, rows)
 
 
 if __name__ == "__main__":

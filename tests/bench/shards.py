@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.bench import record
 from toolkit.data.loader import Loader
 from toolkit.data.shards.dataset import ShardedData
 from toolkit.data.shards.raw_tokens import RawTokens
@@ -35,6 +36,14 @@ SAMPLE_BYTES, BATCH, FILES = 64 << 10, 64, 8
 MIB = 1 << 20
 #: Rows of each file, and of each of its row groups, for the index.
 FILE_ROWS, GROUP_ROWS = 1_000_000, 100_000
+#: What is measured of a way. Shares of a plain read hold elsewhere.
+FIGURES = (
+    ("cold", "MiB/s", ""),
+    ("of a plain read", "%", "more"),
+    ("warm", "MiB/s", ""),
+    ("of a plain read, warm", "%", "more"),
+    ("warm, a second of CPU", "MiB", ""),
+)
 
 #: Yields the number of bytes of each batch of an epoch.
 Epoch = Callable[[Path], Iterator[int]]
@@ -167,7 +176,8 @@ def rates(epoch: Epoch, folder: Path) -> tuple[float, float]:
     return size / (time.perf_counter() - started), size / (time.process_time() - used)
 
 
-def compare(mib: int, rounds: int, scratch: Path) -> None:
+def compare(mib: int, rounds: int, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Print a line for each way, and yield its rows."""
     print(
         f"{'':30} {'cold':>14} {'of a read':>11} {'warm':>12} {'of a read':>10} {'MiB/CPU s':>10} {'samples/CPU s':>14}"
     )
@@ -194,7 +204,10 @@ def compare(mib: int, rounds: int, scratch: Path) -> None:
             except ImportError as error:
                 print(f"{kind:9} {name:20} not run: {error.name} is not installed")
                 continue
-            cold, of_disk, warm, of_plain, per_cpu = (statistics.median(column) for column in zip(*found, strict=True))
+            columns = [*zip(*found, strict=True)]
+            for (what, unit, better), column in zip(FIGURES, columns, strict=True):
+                yield record.row(f"{kind}, {name}: {what}", column, unit, better=better)
+            cold, of_disk, warm, of_plain, per_cpu = map(statistics.median, columns)
             print(
                 f"{kind:9} {name:20} {cold:8.0f} MiB/s {of_disk:9.0f} % {warm:6.0f} MiB/s {of_plain:8.0f} % "
                 f"{per_cpu:10.0f} {per_cpu * MIB / SAMPLE_BYTES:14.0f}",
@@ -202,7 +215,7 @@ def compare(mib: int, rounds: int, scratch: Path) -> None:
             )
 
 
-def index(rows: int, scratch: Path) -> None:
+def index(rows: int, scratch: Path) -> Iterator[dict[str, Any]]:
     """Time the index of Parquet files of ``rows`` rows; each file is a link to one, whose footer is read anew."""
     pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     folder = scratch / "rows"
@@ -214,10 +227,14 @@ def index(rows: int, scratch: Path) -> None:
     for what in ("index, cache empty", "index, cache full"):
         started = time.perf_counter()
         data = ShardedData(folder)
-        print(f"{what:20} {len(data):,} rows in {rows // size} files: {time.perf_counter() - started:.2f} s")
+        took = time.perf_counter() - started
+        print(f"{what:20} {len(data):,} rows in {rows // size} files: {took:.2f} s")
+        yield record.row(f"{what}, {len(data):,} rows in {rows // size} files", [took])
     started = time.perf_counter()
     Loader(data, global_batch_size=1024, seed=0, share=Share(0, 8)).at(0)
-    print(f"{'first batch':20} of 1,024 samples on 8 ranks: {time.perf_counter() - started:.2f} s", flush=True)
+    took = time.perf_counter() - started
+    print(f"{'first batch':20} of 1,024 samples on 8 ranks: {took:.2f} s", flush=True)
+    yield record.row("first batch after it, of 1,024 samples on 8 ranks", [took])
 
 
 def main() -> None:
@@ -227,14 +244,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=10**8)
     parser.add_argument("--peers", type=Path)
+    record.add_option(parser)
     args = parser.parse_args()
     if args.peers is not None:
         sys.path.append(str(args.peers))
     with tempfile.TemporaryDirectory(dir=".") as scratch:
         os.environ["XDG_CACHE_HOME"] = scratch  # no index of an earlier run
         os.environ["HF_HOME"] = scratch
-        index(args.rows, Path(scratch).resolve())
-        compare(args.mib, args.rounds, Path(scratch).resolve())
+        folder = Path(scratch).resolve()
+        record.write(args.json, [*index(args.rows, folder), *compare(args.mib, args.rounds, folder)])
 
 
 if __name__ == "__main__":

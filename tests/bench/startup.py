@@ -136,10 +136,10 @@ def main() -> None:
         record.write(args.json, rows)
         return
     print(f"{'seconds to':24}{'first line':>12}{'collective':>12}{'step':>12}")
+    steps = {way: [each[2] for each in times] for way, times in found.items()}
     for way, times in found.items():
         print(f"{way:24}" + "".join(f"{statistics.median(column):12.2f}" for column in zip(*times, strict=True)))
-        steps, plain = [each[2] for each in times], [each[2] for each in found["srun"]]
-        rows.append(record.row(f"start to a step on 2 nodes, {way}", steps, to=plain, peer="srun"))
+        rows.append(record.row(f"start to a step on 2 nodes, {way}", steps[way], to=steps["srun"], peer="srun"))
     record.write(args.json, rows)
 
 

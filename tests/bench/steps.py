@@ -66,11 +66,11 @@ def main() -> None:
             [step_us(model, update, inputs, options.steps) for _, model, update in racers]
             for _ in range(options.rounds)
         ]
-        for number, (way, _, _) in enumerate(racers):
-            ratio = statistics.median(each[number] / each[0] for each in times)
-            ours, plain = [each[number] for each in times], [each[0] for each in times]
-            rows.append(record.row(f"step of {name}, {way}", ours, "us", to=plain, peer="torch's, not fused"))
-            print(f"{name:<7}{way:<30}{statistics.median(each[number] for each in times):>7.0f} us{ratio:>7.2f}")
+        plain, *_ = columns = [*zip(*times, strict=True)]
+        for (way, _, _), column in zip(racers, columns, strict=True):
+            ratio = statistics.median(ours / other for ours, other in zip(column, plain, strict=True))
+            rows.append(record.row(f"{way}: {name}", column, "us", to=plain, peer="torch's, not fused"))
+            print(f"{name:<7}{way:<30}{statistics.median(column):>7.0f} us{ratio:>7.2f}")
     record.write(options.json, rows)
 
 

@@ -9,10 +9,11 @@ Times are of steps that take turns, so that whatever else the machine does falls
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from jobs.language_model import next_token
 from jobs.llama import Llama, LlamaSizes
+from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.ranks.batch import Batch, Share
@@ -78,26 +80,44 @@ def _status(key: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(key)))
 
 
-def times(session: Session) -> dict[str, float]:
-    """The median step of each, in seconds."""
-    strategies = {kind: built(session, kind) for kind in kinds(session.world_size)}
+def times(session: Session, chosen: Sequence[str]) -> dict[str, list[float]]:
+    """Return the steps of each, in seconds."""
+    strategies = {kind: built(session, kind) for kind in chosen}
     found: dict[str, list[float]] = {kind: [] for kind in strategies}
     for _ in range(TURNS):
         for kind, strategy in strategies.items():
             began = time.perf_counter()
             strategy.step(batch(session, strategy.share), 1e-3)
             found[kind].append(time.perf_counter() - began)
-    return {kind: statistics.median(laps) for kind, laps in found.items()}
+    return found
 
 
-def main(ranks: int) -> None:
+def main() -> None:
+    """Print a line for each strategy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="?", default=2)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[*KINDS, *GRIDS], help="beside ddp; default: all of so many ranks"
+    )
+    record.add_option(parser)
+    args = parser.parse_args()
+    ranks: int = args.ranks
+    chosen = ["ddp", *args.kinds] if args.kinds else [*kinds(ranks)]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system, so that peaks are real
-    took: dict[str, float] = run_ranks(ranks, times, limit_s=900)[0]
-    for kind in kinds(ranks):
-        kept: Any = run_ranks(ranks, memory, kind, limit_s=300)[0]
-        ratio = took[kind] / took["ddp"]
-        print(f"{kind:18} keeps {kept[0]:6.1f} MiB  a step adds {kept[1]:6.1f} MiB  takes {ratio:.2f} of ddp's time")
+    took: dict[str, list[float]] = run_ranks(ranks, times, chosen, limit_s=900)[0]
+    rows, of_kinds = list[dict[str, Any]](), dict[str, tuple[list[float], list[float]]]()
+    for kind in chosen:
+        kept, added = run_ranks(ranks, memory, kind, limit_s=300)[0]
+        of_kinds[kind] = [kept], [added]
+        ratio = statistics.median(took[kind]) / statistics.median(took["ddp"])
+        print(f"{kind:18} keeps {kept:6.1f} MiB  a step adds {added:6.1f} MiB  takes {ratio:.2f} of ddp's time")
+        for what, mib, plain in zip(
+            ("a rank keeps", "a step adds at its peak"), of_kinds[kind], of_kinds["ddp"], strict=True
+        ):
+            rows.append(record.row(f"{kind}: {what}", mib, "MiB", to=plain, peer="ddp's"))
+        rows.append(record.row(f"{kind}: a step", took[kind], to=took["ddp"], peer="ddp's"))
+    record.write(args.json, rows)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    main()

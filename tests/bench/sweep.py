@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[2]
 Value = TypeVar("Value")
 
 
-def timed(what: str, call: Callable[[], Value], times: dict[str, float]) -> Value:
+def timed(what: str, call: Callable[[], Value], times: dict[str, list[float]]) -> Value:
     """Print the wall and CPU seconds of a call; note the wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     value = call()
-    times[what] = time.perf_counter() - wall
-    print(f"{what:52} {times[what]:6.2f} s wall {time.process_time() - cpu:6.2f} s CPU", flush=True)
+    times[what] = [time.perf_counter() - wall]
+    print(f"{what:52} {times[what][0]:6.2f} s wall {time.process_time() - cpu:6.2f} s CPU", flush=True)
     return value
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add_option(parser)
     args = parser.parse_args(argv)
     count = args.points
-    slurm, times = FakeSlurm(), dict[str, float]()
+    slurm, times = FakeSlurm(), dict[str, list[float]]()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TOOLKIT_RUNS"] = f"{folder}/runs"
         axes = [f"optim.lr=log(1e-4,1e-1,{math.ceil(count / 100)})", "train.seed=0..99"]
@@ -65,12 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows, [])
         found = timed("status of all, in the queue", look, times)
         (Path(folder) / "submitit").mkdir()
-        timed("submitit: the files of as many tasks", lambda: with_submitit(count, Path(folder) / "submitit"), times)
+        timed("the files of as many tasks, by submitit", lambda: with_submitit(count, Path(folder) / "submitit"), times)
         calls, most = len(slurm.submitted), math.ceil(sent.new / slurm.max_array_size)
         print(f"calls of sbatch: {calls} (at least {most} arrays); questions of status: {len(slurm.asked_for_jobs)}")
         print(f"points in the table: {len(found)}, {sum(each.state == 'queued' for each in found)} of them queued")
-    peer = "submitit: the files of as many tasks"
-    record.write(args.json, [record.row(what, [took], to=[times[peer]], peer=peer) for what, took in times.items()])
+    peer = "the files of as many tasks, by submitit"
+    rows = [record.row(what, took, to=times[peer], peer=peer) for what, took in times.items()]
+    rows.append(record.row("calls of sbatch", [calls], "", better="less"))
+    rows.append(record.row("questions to Slurm by the status", [len(slurm.asked_for_jobs)], "", better="less"))
+    record.write(args.json, rows)
     return 0 if (calls, len(slurm.asked_for_jobs)) == (most, 1) else 1
 
 

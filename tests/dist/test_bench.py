@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.record import KEPT
+from tests.bench import record
 from tests.scale import curves
 
 pytestmark = pytest.mark.dist
@@ -21,9 +20,18 @@ def output_of(*words: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
-def test_the_orders_are_compared_and_one_that_memory_cannot_hold_is_not_run() -> None:
+def rows_of(tmp_path: Path, *words: str) -> tuple[str, set[str]]:
+    """Return what a bench prints, and the names of the rows that it writes."""
+    out = output_of(*words, "--json", str(tmp_path / "rows.json"))
+    return out, set(record.rows_of(tmp_path / "rows.json"))
+
+
+def test_the_orders_are_compared_and_one_that_memory_cannot_hold_is_not_run(tmp_path: Path) -> None:
     size = 10**12
-    lines = output_of("tests.bench.data", "--rounds", "1", "--sizes", "100000", str(size)).splitlines()
+    out, names = rows_of(tmp_path, "tests.bench.data", "--rounds", "1", "--sizes", "100000", str(size))
+    lines = out.splitlines()
+    assert "100,000 samples, torch DistributedSampler: resume" in names
+    assert "1,000,000,000,000 samples, ours: peak" in names
     ours, theirs = ([line for line in lines if name in line] for name in ("  ours", "  torch DistributedSampler"))
     assert [len(re.findall(r"[\d.]+ +\([\d.]+\)", line)) for line in (*ours, *theirs)] == [4, 4, 4, 0]
     assert "not run: it needs 48000 GB" in theirs[1]
@@ -43,7 +51,7 @@ def test_what_may_happen_to_a_step_is_compared() -> None:
 #: Of every other bench: its smallest size, and what begins a line of its table.
 BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "checkpoint": (["--mib", "16", "--rounds", "1"], ["plain copy in memory", "ours ", "torch.load", "ours, verified"]),
-    "collectives": (["--rounds", "1"], ["all-reduce 64 MB", "DDP step"]),
+    "collectives": (["--rounds", "1", "--kib", "4"], ["all-reduce 4 KB", "DDP step"]),
     "failures": (["--faults", "rank", "--ways", "ours"], ["rank        ours"]),
     "goodput": (["--minutes", "0.5", "--every", "20"], ["failure 1", "1 failures in", "goodput", "kill to first step"]),
     "images": (
@@ -65,7 +73,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "startup": (["--rounds", "1"], ["seconds to", "ours, no preflight", "ours"]),
     "sweep": (["--points", "300"], ["submit 300 points", "status of all", "calls of sbatch: 1 "]),
-    "strategies": ([], ["ddp", "fsdp"]),
+    "strategies": (["--kinds", "fsdp"], ["ddp", "fsdp"]),
     "why": ([], ["  right where it names a cause"]),
 }
 
@@ -75,43 +83,39 @@ SLOW = {"failures", "goodput", "images", "kills", "links", "live_recovery", "res
 SLOW |= {"collectives", "listing"}
 
 
-def prints_its_table(name: str) -> None:
+def prints_its_table(name: str, tmp_path: Path) -> None:
     arguments, expected = BENCHES[name]
-    lines = output_of(f"tests.bench.{name}", *arguments).splitlines()
+    out, names = rows_of(tmp_path, f"tests.bench.{name}", *arguments)
     for start in expected:
-        assert any(line.startswith(start) for line in lines), (start, lines)
+        assert any(line.startswith(start) for line in out.splitlines()), (start, out)
+    assert names
 
 
-def test_the_saves_are_compared() -> None:
-    prints_its_table("checkpoint")
+def test_the_saves_are_compared(tmp_path: Path) -> None:
+    prints_its_table("checkpoint", tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(BENCHES.keys() - SLOW - {"checkpoint"}))
-def test_every_other_bench_still_prints_its_table(name: str) -> None:
-    prints_its_table(name)
+def test_every_other_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
+    prints_its_table(name, tmp_path)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_every_slow_bench_still_prints_its_table(name: str) -> None:
-    prints_its_table(name)
+def test_every_slow_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
+    prints_its_table(name, tmp_path)
 
 
 def test_no_bench_is_left_out() -> None:
     folder = Path(__file__).parents[1] / "bench"
-    tested, tools = {*BENCHES, "data", "loop", "steps"}, {"__init__", "record", "compare", "draw"}
+    tested, tools = {*BENCHES, "data", "loop", "steps"}, {"__init__", "record", "compare", "draw", "page", "everything"}
     assert {path.stem for path in folder.glob("*.py")} - tools == tested
 
 
-def test_every_kept_result_is_of_a_bench_that_writes_one() -> None:
-    for file in sorted(KEPT.glob("*.json")):
-        module = json.loads(file.read_text())["command"].split()[2]
-        assert module.removeprefix("tests.bench.") in {*BENCHES, "data", "loop", "steps"}
-        assert "--json FILE" in output_of(module, "--help"), file
-
-
-def test_every_mechanism_that_grows_with_the_size_of_a_run_has_its_curve() -> None:
-    lines = output_of("tests.scale", "--small").splitlines()
+def test_every_mechanism_that_grows_with_the_size_of_a_run_has_its_curve(tmp_path: Path) -> None:
+    out, rows = rows_of(tmp_path, "tests.scale", "--small")
+    lines = out.splitlines()
     names = [line for line in lines if not line.startswith(" ")]
     assert names == [curve.name for curve in curves()]
     assert len(lines) == 3 * len(names)  # name, columns, one size
+    assert {row.rpartition(", ")[0] for row in rows} == set(names)

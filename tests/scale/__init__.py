@@ -1,7 +1,8 @@
 """How each mechanism grows with the size of a run: one curve each, simulated on this machine.
 
 A module here that has ``CURVES`` is found by itself. A curve measures one size after the other and returns what it
-counted (calls, keys, bytes, files), which is the same on every machine; the seconds beside it are of this machine.
+counted (calls, keys, bytes, files), which is the same on every machine, as whole numbers. Other numbers, and the
+seconds beside them, are of this machine.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import importlib
 import pkgutil
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from tests.bench import record
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Curve:
     name: str
     unit: str  #: of the sizes, such as ``ranks``
     sizes: Sequence[int]
-    measure: Callable[[int], Mapping[str, object]]
+    measure: Callable[[int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,12 @@ class Point:
     size: int
     wall_s: float
     cpu_s: float
-    counts: Mapping[str, object]
+    counts: Mapping[str, float]
+
+    @property
+    def columns(self) -> Mapping[str, float]:
+        """Return all that is known of the size, by the heads of the table."""
+        return {"wall s": round(self.wall_s, 2), "CPU s": round(self.cpu_s, 2), **self.counts}
 
 
 def curves() -> list[Curve]:
@@ -54,12 +63,18 @@ def _cpu_s() -> float:
 
 def table(curve: Curve, points: Sequence[Point]) -> str:
     """The curve for a reader: a line for each size."""
-    names = [curve.unit, "wall s", "CPU s", *points[0].counts]
-    rows = [[f"{p.size:,}", f"{p.wall_s:.2f}", f"{p.cpu_s:.2f}", *map(_text, p.counts.values())] for p in points]
+    names = [curve.unit, *points[0].columns]
+    rows = [[f"{value:,}" for value in (p.size, *p.columns.values())] for p in points]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (names, *rows)]
     return "\n".join([curve.name, *(f"  {line}" for line in lines)])
 
 
-def _text(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def rows(curve: Curve, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """The curve as rows of a file of results, a row for each cell of its table."""
+    for point in points:
+        size = f"{point.size:,} {curve.unit}"
+        for column, value in point.columns.items():
+            better = "same" if isinstance(value, int) else ""
+            row = record.row(f"{curve.name}, {size}: {column}", [value], "", better=better)
+            yield row | {"curve": curve.name, "sizes": curve.unit, "size": point.size, "column": column}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from typing import Any
 
-from tests.scale import curves, measured, table
+from tests.bench import record
+from tests.scale import curves, measured, rows, table
 
 
 def main() -> None:
@@ -19,14 +21,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--small", action="store_true")
+    record.add_option(parser)
     args = parser.parse_args()
     chosen = [c for c in curves() if not args.names or c.name.startswith(tuple(args.names))]
     if not chosen:
         sys.exit(f"no such curve; there are: {', '.join(curve.name for curve in curves())}")
     logging.disable()  # what nodes that do not exist are warned of
+    found = list[dict[str, Any]]()
     for curve in chosen:
-        sizes = curve.sizes[:1] if args.small else curve.sizes
-        print(table(curve, [measured(curve, size) for size in sizes]), flush=True)
+        points = [measured(curve, size) for size in (curve.sizes[:1] if args.small else curve.sizes)]
+        print(table(curve, points), flush=True)
+        found += rows(curve, points)
+    record.write(args.json, found)
 
 
 if __name__ == "__main__":

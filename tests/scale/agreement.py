@@ -45,7 +45,7 @@ class Counting:
         return values
 
 
-def stop(ranks: int) -> Mapping[str, object]:
+def stop(ranks: int) -> Mapping[str, float]:
     """From the supervisor's proposal to the decision; all ranks but the last acknowledge at once."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store: Any = Counting(server.clone())
@@ -62,11 +62,11 @@ def stop(ranks: int) -> Mapping[str, object]:
     gate._decided.wait()
     decided = time.monotonic()
     gate.close()
-    seconds = {"propose s": f"{proposed - began:.2f}", "decide s": f"{decided - acknowledged:.2f}"}
+    seconds = {"propose s": round(proposed - began, 2), "decide s": round(decided - acknowledged, 2)}
     return {"messages": store.messages, "longest bytes": store.longest_bytes, **seconds}
 
 
-def digests(ranks: int) -> Mapping[str, object]:
+def digests(ranks: int) -> Mapping[str, float]:
     """A second of all ranks' progress: what one agent does for its ranks, and the supervisor for all nodes."""
     node = NodeProgress()
     reports = [RankReport(1, rank, "in a step", 123_456, 2).as_bytes() for rank in range(A_NODE)]
@@ -93,7 +93,7 @@ def digests(ranks: int) -> Mapping[str, object]:
         "bytes a node": len(frames[0]),
         "bytes of all, merged": len(json.dumps(asdict(merge(dog.nodes.values())))),
     }
-    return {**lengths, "agent ms": f"{1000 * told_s:.2f}", "supervisor s": f"{heard_s:.2f}"}
+    return {**lengths, "agent ms": round(1000 * told_s, 2), "supervisor s": round(heard_s, 2)}
 
 
 CURVES = [

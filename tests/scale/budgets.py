@@ -14,9 +14,9 @@ from tests.unit.launch.test_ending import until_given_up
 RUNS = 20
 
 
-def month(nodes: int) -> Mapping[str, object]:
+def month(nodes: int) -> Mapping[str, float]:
     """Count the runs that are given up, by the time between two checkpoints."""
-    counts: dict[str, object] = {"failures": round(nodes * 0.28 / 100 * 30)}
+    counts: dict[str, float] = {"failures": round(nodes * 0.28 / 100 * 30)}
     for minutes in (1, 10, 30):
         ends = [until_given_up(nodes, random.Random(seed), minutes) for seed in range(RUNS)]
         counts[f"of {RUNS}, {minutes} min"] = sum(end is not None for end in ends)

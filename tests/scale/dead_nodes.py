@@ -36,7 +36,7 @@ def silent_nodes(count: int) -> list[str]:
     return [f"127.{1 + number // 62_500}.{number // 250 % 250}.{1 + number % 250}" for number in range(count)]
 
 
-def search(nodes: int) -> Mapping[str, object]:
+def search(nodes: int) -> Mapping[str, float]:
     with silent_network() as port:
         missing = unreachable(silent_nodes(nodes), port, here=HERE)
     return {"found dead": len(missing)}

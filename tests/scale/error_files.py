@@ -16,7 +16,7 @@ from toolkit.launch.supervise.judging import add_error_files
 from toolkit.rundir import RunDir
 
 
-def read(ranks: int) -> Mapping[str, object]:
+def read(ranks: int) -> Mapping[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         logs = fsio.make_dir(run.attempt_logs(1))

@@ -101,7 +101,7 @@ class User:
         self.lost.put(time.monotonic())
 
 
-def serve(nodes: int) -> Mapping[str, object]:
+def serve(nodes: int) -> Mapping[str, float]:
     hosts = [f"node{number}" for number in range(nodes)]
     allocation = Allocation(tuple(hosts), (RANKS_A_NODE,) * nodes, 1)
     events: SimpleQueue[Any] = SimpleQueue()
@@ -132,13 +132,13 @@ def serve(nodes: int) -> Mapping[str, object]:
         used_kb = _resident_kb() - before_kb
         agents.close()
     return {
-        "all there s": f"{there_s:.1f}",
-        "CPU s a second": f"{cpu_s:.2f}",
-        "oldest progress s": f"{oldest_s:.2f}",
-        "all answered s": f"{asked_s:.2f}",
+        "all there s": round(there_s, 1),
+        "CPU s a second": round(cpu_s, 2),
+        "oldest progress s": round(oldest_s, 2),
+        "all answered s": round(asked_s, 2),
         "answers": len(answers),
-        "lost node s": f"{lost_s:.2f}",
-        "MB": used_kb // 1000,
+        "lost node s": round(lost_s, 2),
+        "MB": round(used_kb / 1000, 1),
     }
 
 

@@ -11,7 +11,7 @@ from toolkit.strategies.protocol import StepOutput
 from toolkit.train.loss_window import LossWindow
 
 
-def log(ranks: int) -> Mapping[str, object]:
+def log(ranks: int) -> Mapping[str, float]:
     """One step's losses of two names, and the rank's own time."""
     given: list[int] = []
 

@@ -24,7 +24,7 @@ from toolkit.slurm.fake import FakeSlurm
 RANKS_A_NODE = 8
 
 
-def end(nodes: int) -> Mapping[str, object]:
+def end(nodes: int) -> Mapping[str, float]:
     def dies(ranks: Ranks) -> None:
         ranks.answers_kill = False
         ranks.events.put(NodeFailed("node1"))
@@ -53,7 +53,7 @@ def end(nodes: int) -> Mapping[str, object]:
         for number, handler in before.items():
             signal.signal(number, handler)
         (line,) = run.attempts()
-    return {"exit code": code, "cause": line.cause}
+    return {"exit code": code, "lost to a node": int(line.cause == "node_failure")}
 
 
 CURVES = [Curve("lost node", "nodes", (1000, 4096, 10_000), end)]

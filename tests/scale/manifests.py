@@ -13,7 +13,7 @@ from toolkit.checkpoint.manifest import TensorPart, TensorRecord
 TENSORS, COLUMNS = 20, 4
 
 
-def put_together(ranks: int) -> Mapping[str, object]:
+def put_together(ranks: int) -> Mapping[str, float]:
     """Tensors that are cut by half of the ranks along each dimension: most parts begin in the same row or column."""
     written = [_written(rank, ranks // COLUMNS) for rank in range(ranks)]
     manifest = writer._merge(1, ranks, {}, written)

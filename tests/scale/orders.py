@@ -20,7 +20,7 @@ from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
 RANKS_A_NODE = 8
 
 
-def start(nodes: int) -> Mapping[str, object]:
+def start(nodes: int) -> Mapping[str, float]:
     hosts = tuple(f"node{node}" for node in range(nodes))
     allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
     sizes: list[int] = []

@@ -47,7 +47,7 @@ class Agents:
     def withdraw(self, number: int) -> None: ...
 
 
-def check(nodes: int) -> Mapping[str, object]:
+def check(nodes: int) -> Mapping[str, float]:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents(events)
     hosts = [f"node{number}" for number in range(nodes)]

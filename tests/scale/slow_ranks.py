@@ -8,6 +8,7 @@ is slow for longer, or by more, is no false alarm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -61,7 +62,7 @@ def planted(ranks: int, seed: int, slower: float = 1.1) -> float | None:
     return named(times).get(slow)
 
 
-def detection(ranks: int) -> Mapping[str, object]:
+def detection(ranks: int) -> Mapping[str, float]:
     """Count the plantings that were named, and false alarms in a month of a job that is well."""
     hours = [planted(ranks, seed) for seed in range(100)]
     found = sorted(hour for hour in hours if hour is not None)
@@ -69,8 +70,8 @@ def detection(ranks: int) -> Mapping[str, object]:
     alarms = sum(len(named(own_times(np.random.default_rng(seed), ranks, DAY))) for seed in range(round(days)))
     return {
         "10 % slow, named of 100": len(found),
-        "hours, median": round(found[len(found) // 2], 2) if found else None,
-        "hours, worst": round(found[-1], 2) if found else None,
+        "hours, median": round(found[len(found) // 2], 2) if found else math.inf,
+        "hours, worst": round(found[-1], 2) if found else math.inf,
         "false alarms in 100 node-days": alarms,
     }
 

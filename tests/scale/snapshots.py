@@ -43,7 +43,7 @@ def counted(project: Path, code: Path, files: int) -> Counter[str]:
     return count
 
 
-def copy(files: int) -> Mapping[str, object]:
+def copy(files: int) -> Mapping[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "project").mkdir()
         count = counted(Path(folder) / "project", Path(folder) / "run/code", files)

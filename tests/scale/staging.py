@@ -222,7 +222,7 @@ def _served_one(reads: int) -> float:
     return served(1, [READ_BYTES] * reads)
 
 
-def start(nodes: int) -> Mapping[str, object]:
+def start(nodes: int) -> Mapping[str, float]:
     shared, own, made, work = real_imports()
     tree = real_tree(nodes)
     there_s, copied_s = spread(tree, made, work)
@@ -231,14 +231,14 @@ def start(nodes: int) -> Mapping[str, object]:
     reads_s = served(nodes, [READ_BYTES] * (made.size_bytes // READ_BYTES + 1))
     return {
         "calls a node": len(shared.calls),
-        "import s": f"{served(nodes, shared.calls) + shared.cpu_s:.2f}",
+        "import s": round(served(nodes, shared.calls) + shared.cpu_s, 2),
         "calls with a copy": len(own.calls),
-        "import s with a copy": f"{import_s:.2f}",
+        "import s with a copy": round(import_s, 2),
         "nodes that read the disk": tree.disk_reads,
-        "package there s": f"{there_s:.2f}",
-        "copied and imported s": f"{copied_s + import_s:.2f}",
-        "of one node's": f"{(copied_s + import_s) / one_s:.2f}",
-        "if each reads the disk": f"{(max(reads_s, work.unpack_s) + import_s) / one_s:.2f}",
+        "package there s": round(there_s, 2),
+        "copied and imported s": round(copied_s + import_s, 2),
+        "of one node's": round((copied_s + import_s) / one_s, 2),
+        "if each reads the disk": round((max(reads_s, work.unpack_s) + import_s) / one_s, 2),
     }
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.bench import compare, draw, record
+from tests.bench import compare, draw, everything, failures, page, record
 from tests.bench.compare import changes
+from tests.bench.record import KEPT
+from tests.pages import PAGES
+from tests.scale import Curve, Point
+from tests.scale import rows as rows_of_curve
 
 
-def rows(*ratios: float, more: bool = False) -> dict[str, object]:
+def rows(*ratios: float, better: str = "less") -> dict[str, object]:
     """Return a file's content with one row, whose peer took 1 s in each round."""
-    return {"rows": [record.row("a step", ratios, to=[1.0] * len(ratios), peer="torch", more=more)], "date": "today"}
+    to = [1.0] * len(ratios)
+    return {"rows": [record.row("a step", ratios, to=to, peer="torch", better=better)], "date": "today"}
 
 
 def test_a_row_has_the_median_and_extremes_of_the_ratios_of_each_round() -> None:
@@ -24,7 +31,6 @@ def test_a_row_has_the_median_and_extremes_of_the_ratios_of_each_round() -> None
     assert (row["median"], row["least"], row["most"], row["rounds"]) == (3.0, 2.0, 6.0, 3)
     assert row["ratio"] == {
         "to": "torch",
-        "more_is_better": False,
         "median": 2.0,
         "least": 1.0,
         "most": 3.0,
@@ -33,28 +39,39 @@ def test_a_row_has_the_median_and_extremes_of_the_ratios_of_each_round() -> None
 
 
 @pytest.mark.parametrize(
-    ("now", "more", "expected"),
+    ("now", "better", "expected"),
     [
-        ((1.2,), False, []),
-        ((1.31,), False, []),  # 5 % beyond the greatest, which is 1.25
-        ((1.32,), False, [(True, "a step: 1.32 times torch, was 1.2 (1 to 1.25): 6% worse than that")]),
-        ((1.0, 9.0, 1.1), False, []),  # medians are compared
-        ((0.96,), False, []),
-        ((0.9,), False, [(False, "a step: 0.9 times torch, was 1.2 (1 to 1.25): 10% better than that")]),
-        ((0.9,), True, [(True, "a step: 0.9 times torch, was 1.2 (1 to 1.25): 10% worse than that")]),
-        ((1.5,), True, [(False, "a step: 1.5 times torch, was 1.2 (1 to 1.25): 20% better than that")]),
+        ((1.2,), "less", []),
+        ((1.31,), "less", []),  # 5 % beyond the greatest, which is 1.25
+        ((1.32,), "less", [(True, "a step: 1.32 times torch, was 1.2 (1 to 1.25): 6% worse than that")]),
+        ((1.0, 9.0, 1.1), "less", []),  # medians are compared
+        ((0.96,), "less", []),
+        ((0.9,), "less", [(False, "a step: 0.9 times torch, was 1.2 (1 to 1.25): 10% better than that")]),
+        ((0.9,), "more", [(True, "a step: 0.9 times torch, was 1.2 (1 to 1.25): 10% worse than that")]),
+        ((1.5,), "more", [(False, "a step: 1.5 times torch, was 1.2 (1 to 1.25): 20% better than that")]),
     ],
 )
 def test_what_is_5_percent_beyond_the_kept_spread_is_a_change(
-    now: tuple[float, ...], more: bool, expected: list[tuple[bool, str]]
+    now: tuple[float, ...], better: str, expected: list[tuple[bool, str]]
 ) -> None:
-    assert list(changes(rows(1.0, 1.2, 1.25, more=more), rows(*now, more=more))) == expected
+    assert list(changes(rows(1.0, 1.2, 1.25, better=better), rows(*now, better=better))) == expected
 
 
 def test_what_is_not_measured_any_more_is_worse_and_seconds_alone_are_not_compared() -> None:
     assert list(changes(rows(1.0), {"rows": []})) == [(True, "a step: not measured any more")]
     alone = {"rows": [record.row("a kill", [1.0])]}
     assert list(changes(alone, {"rows": []})) == []
+
+
+def test_a_peer_has_no_ratio_to_itself_and_its_seconds_are_not_compared() -> None:
+    values = [1.0, 2.0]
+    assert record.row("a step", values, to=values, peer="torch", better="more") == record.row("a step", values)
+
+
+@pytest.mark.parametrize(("kept", "now", "is_worse"), [(0, 0, []), (100, 103, []), (0, 1, [True]), (100, 90, [True])])
+def test_counts_are_compared_without_a_peer(kept: int, now: int, is_worse: list[bool]) -> None:
+    old, new = ({"rows": [record.row("messages", [count], "", better="same")]} for count in (kept, now))
+    assert [worse for worse, _ in changes(old, new)] == is_worse
 
 
 def test_a_file_says_by_which_command_on_which_machine_and_is_read_again(
@@ -91,15 +108,81 @@ def test_a_comparison_ends_with_1_where_something_is_worse(
     ]
 
 
+def kept_file(folder: Path, *made: Mapping[str, Any]) -> Path:
+    """Write rows as a bench does."""
+    record.write(folder / "kept.json", made)
+    return folder / "kept.json"
+
+
+def words_of(picture: str) -> list[str | None]:
+    return [part.text for part in ElementTree.fromstring(picture).iterfind(".//{*}text")][1:]
+
+
 def test_a_picture_has_a_bar_as_long_as_its_row_and_says_what_does_not_come_back(tmp_path: Path) -> None:
-    file = tmp_path / "kept.json"
-    back = {"name": "rank, ours", "back": True, "restarted": True, "seconds": 5.0, "lost": 1}
-    gone = {"name": "rank, <others>", "back": False, "end": "the job has ended"}
-    record.write(file, [record.row("a step", [10.0], "ms"), back, gone])
-    draw.draw(file)
-    root = ElementTree.parse(file.with_suffix(".svg")).getroot()
-    bars = [float(part.get("width", "")) for part in root.iterfind("{*}rect")]
-    assert bars[1] == bars[0] / 2
-    words = [part.text for part in root.iterfind("{*}text")][1:]
-    assert words == ["a step", "10 ms", "rank, ours", "5 s, 1 steps again", "rank, <others>", words[-1]]
-    assert words[-1] == "does not come back: the job has ended"
+    back = {"back": True, "restarted": True, "seconds": 5.0, "lost": 1}
+    gone = {"back": False, "end": "the job has ended"}
+    slow = {**back, "seconds": 10.0}
+    rows = [failures.row("rank, ours", [slow]), failures.row("rank, others", [back]), failures.row("rank, <x>", [gone])]
+    picture = draw.drawn(kept_file(tmp_path, record.row("a step", [30.0], "ms"), *rows))
+    bars = [float(part.get("width", "")) for part in ElementTree.fromstring(picture).iterfind("{*}rect")]
+    assert bars == [draw.BAR, draw.BAR, draw.BAR / 2]  # those of one unit have one axis
+    words = words_of(picture)
+    assert words[:2] == ["a step", "30 ms"]
+    assert words[2:6] == ["rank, ours", "10.0 s, 1 lost", "rank, others", "5.0 s, 1 lost"]
+    assert words[6:] == ["rank, <x>", "no: the job has ended"]
+
+
+def test_a_curve_is_drawn_over_the_logarithm_of_its_sizes(tmp_path: Path) -> None:
+    curve = Curve("a mechanism", "ranks", (10, 100, 1000), lambda size: {"messages": size})
+    points = [Point(size, 1.0, size / 100, {"messages": size}) for size in curve.sizes]
+    picture = draw.drawn(kept_file(tmp_path, *rows_of_curve(curve, points)))
+    dots = [part for part in ElementTree.fromstring(picture).iterfind(".//{*}circle") if part.get("class") == "cpu"]
+    xs, ys = ([float(dot.get(axis, "")) for dot in dots] for axis in ("cx", "cy"))
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+    assert ys[0] > ys[2]
+    assert "a mechanism, by ranks" in words_of(picture)
+
+
+def test_the_table_of_a_page_has_the_rows_and_a_goal_that_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "KEPT", tmp_path)
+    monkeypatch.setattr(page, "GOALS", {"kept": {"a step": "ratio <= 1.5, most <= 9", "fsdp: kept": "median >= 3"}})
+    cells = [record.row("ddp: kept", [4.0], "MiB"), record.row("fsdp: kept", [2.0], "MiB", to=[4.0], peer="ddp's")]
+    kept_file(tmp_path, record.row("a step", [2.0, 6.0, 4.0], "ms", to=[1.0, 3.0, 2.0], peer="torch's"), *cells)
+    text = page.fresh("before\n<!-- results: kept -->\nold\n<!-- end -->\nafter\n")
+    assert text == page.fresh(text)
+    assert text.startswith("before\n<!-- results: kept -->\n```console\n$ python -m tests.")
+    assert text.endswith(
+        "|  | kept, MiB (x: times ddp's) |\n| --- | --- |\n| ddp | 4 |\n| fsdp | 2; 0.5 x; ≥ 3: **missed** |\n\n"
+        "| measure | median (least to most) | beside | goal |\n| --- | --- | --- | --- |\n"
+        "| a step | 4 (2 to 6) ms | 2 times torch's | times ≤ 1.5; longest ≤ 9: **missed** |\n<!-- end -->\nafter\n"
+    )
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_a_page_has_the_tables_that_its_results_give(file: Path) -> None:
+    assert file.read_text() == page.fresh(file.read_text()), "run `python -m tests.bench.page`"
+
+
+@pytest.mark.parametrize("name", draw.DRAWN)
+def test_a_kept_picture_is_of_its_results(name: str) -> None:
+    kept = KEPT / f"{name}.svg"
+    assert kept.read_text() == draw.drawn(kept.with_suffix(".json")), "run `python -m tests.bench.draw`"
+
+
+def test_every_kept_result_is_written_by_one_command() -> None:
+    kept = {file.stem for file in KEPT.glob("*.json")}
+    assert kept <= everything.COMMANDS.keys()
+
+
+def test_a_round_that_does_not_come_back_is_counted() -> None:
+    back = {"back": True, "restarted": True, "seconds": 5.0, "lost": 1}
+    gone = {"back": False, "end": "the job has ended"}
+    assert page.outcome([back, {**back, "seconds": 7.0, "lost": 3}]) == "6.0 s (5.0 to 7.0), 2 lost"
+    assert page.outcome([back, gone]) == "1 of 2: 5.0 s, 1 lost"
+    assert page.outcome([{**back, "restarted": False}]) == "goes on (5.0 s)"
+    assert page.outcome([gone]) == "no: the job has ended"
+    row = failures.row("rank, ours", [back, gone])
+    assert page.failures([row]) == "| fault | ours |\n| --- | --- |\n| rank | 1 of 2: 5.0 s, 1 lost |"

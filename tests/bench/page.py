@@ -1,0 +1,205 @@
+"""Write the tables of the pages from docs/benchmarks/*.json, between the marks that say which one.
+
+    python -m tests.bench.page
+
+``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on and its rows, of scale.json
+those that have a goal; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``. A row whose
+name has a colon is a cell: the line, and the column. Goals stand here.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.bench.record import KEPT
+from tests.pages import PAGES
+
+Row = Mapping[str, Any]
+#: Of rows by file and name: which figures are wanted, in the unit of the row, or of the ratio.
+GOALS: Mapping[str, Mapping[str, str]] = {
+    "checkpoint": {"ours: blocked": "ratio <= 1.5"},
+    "goodput": {"goodput": "median >= 95"},
+    "images": {"crop, 0 workers, ours": "ratio >= 1.5", "crop, 2 workers, ours": "ratio >= 1.5"},
+    "kills": {"job with ddp": "median <= 1, most <= 3", "steps made again": "most <= 1"},
+    "kills-fsdp": {"job with fsdp": "median <= 1, most <= 3", "steps made again": "most <= 1"},
+    "kills-node": {"job with ddp": "most <= 8"},
+    "listing": {
+        "10,000 runs, cold: wall": "median <= 2",
+        "10,000 runs, warm: wall": "median <= 0.4",
+        "calls in an hour": "median <= 120",
+    },
+    "loop": {"steps by ours, of bare DDP": "ratio >= 0.98", "agreement and reports": "median <= 0.5"},
+    "monitor": {"monitor of 73 processes, of a core": "median <= 0.1"},
+    "scale": {
+        "connections of agents, 10,000 nodes: oldest progress s": "median <= 2",
+        "connections of agents, 10,000 nodes: CPU s a second": "median <= 1",
+        "connections of agents, 10,000 nodes: MB": "median <= 500",
+        "lost node, 10,000 nodes: wall s": "median <= 1",
+        "slow ranks, 64 ranks: 10 % slower, named of 100": "median >= 99",
+        "slow ranks, 64 ranks: false alarms": "median <= 1",
+        "stop together, 80,000 ranks: decide s": "median <= 2",
+    },
+    "shards": {
+        "index, cache empty": "median <= 60",
+        "parquet, ours: of a plain read": "median >= 90",
+        "tar, ours: of a plain read": "median >= 90",
+        "mds, ours: of a plain read": "median >= 90",
+        "bin, ours: of a plain read": "median >= 90",
+    },
+    "startup": {"CPU of 8 ranks, ours": "ratio <= 1.3"},
+    "sweep": {"submit 10000 points": "median <= 10", "calls of sbatch": "median <= 10", "questions": "median <= 1"},
+    "why": {"public: right where it names a cause": "median >= 0.95"},
+}
+COMPARE = {"<=": operator.le, ">=": operator.ge}
+MARK = re.compile(r"<!-- (results|curve): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def number(value: float) -> str:
+    """Return a number for a reader: three digits, or all of a large or whole one."""
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def figure(found: Row) -> str:
+    """Return the median, and in brackets the extremes of several rounds."""
+    if found["least"] == found["most"]:
+        return number(found["median"])
+    return f"{number(found['median'])} ({number(found['least'])} to {number(found['most'])})"
+
+
+def goal(file: str, row: Row) -> str:
+    """Return what was wanted of a row, and whether it was missed; nothing without a goal."""
+    wanted = next((text for name, text in GOALS.get(file, {}).items() if row["name"].startswith(name)), "")
+    words, missed = [], False
+    for part in filter(None, wanted.split(", ")):
+        which, sign, limit = part.split()
+        found = row["ratio"]["median"] if which == "ratio" else row[which]
+        missed |= not COMPARE[sign](found, float(limit))
+        name = {"median": "", "most": "longest ", "ratio": "times "}[which]
+        words.append(f"{name}{'≤' if sign == '<=' else '≥'} {limit}")
+    return "; ".join(words) + ": **missed**" * missed
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown without the columns in which no line has anything."""
+    kept = [index for index in range(len(head)) if any(line[index] for line in lines)]
+    rows = [[line[index] for index in kept] for line in (head, ["---"] * len(head), *lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def times(row: Row) -> str:
+    """Return the ratio of a row, if it has one."""
+    return f"{figure(row['ratio'])} times {row['ratio']['to']}" if "ratio" in row else ""
+
+
+def listed(file: str, rows: Sequence[Row]) -> str:
+    """Return a line for each row."""
+    lines = [[row["name"], f"{figure(row)} {row['unit']}".strip(), times(row), goal(file, row)] for row in rows]
+    return table(["measure", "median (least to most)", "beside", "goal"], lines)
+
+
+def crossed(file: str, rows: Sequence[Row], first: str = "") -> str:
+    """Return a line for each name before the colon, and a column for each after it."""
+    cells = {tuple(row["name"].rsplit(": ", 1)): row for row in rows}
+    columns = dict.fromkeys(column for _, column in cells)
+    heads = []
+    for column in columns:
+        of_column = [row for (_, name), row in cells.items() if name == column]
+        peers = dict.fromkeys(row["ratio"]["to"] for row in of_column if "ratio" in row)
+        units = [f", {unit}" for unit in dict.fromkeys(row["unit"] for row in of_column) if unit]
+        heads.append("".join([column, *units, *(f" (x: times {peer})" for peer in peers)]))
+    lines = []
+    for name in dict.fromkeys(line for line, _ in cells):
+        of_line = [cells.get((name, column)) for column in columns]
+        lines.append([name, *(cell(file, row) for row in of_line)])
+    return table([first, *heads], lines)
+
+
+def cell(file: str, row: Row | None) -> str:
+    """Return the value of a row, its ratio and its goal."""
+    if row is None:
+        return ""
+    parts = [figure(row), f"{figure(row['ratio'])} x" if "ratio" in row else "", goal(file, row)]
+    return "; ".join(filter(None, parts))
+
+
+def results(file: str) -> str:
+    """Return the command of a file, what its values depend on, and its rows."""
+    kept = json.loads((KEPT / f"{file}.json").read_text())
+    machine, torch = kept["machine"], kept["versions"]["torch"]
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, load {machine['load']:g}"
+    head = f"```console\n$ {kept['command']}\n```\n\n{kept['date']}, commit {kept['commit']}, {where}, torch {torch}.\n"
+    return "\n".join([head, *_tables(file, kept["rows"])])
+
+
+def _tables(file: str, rows: Sequence[Row]) -> Iterator[str]:
+    if "outcomes" in rows[0]:
+        yield failures(rows)
+        return
+    cells = [row for row in rows if ": " in row["name"]]
+    lines = [row for row in rows if ": " not in row["name"]]
+    if file == "scale":
+        yield listed(file, [row for row in rows if goal(file, row)])
+        return
+    if cells:
+        yield crossed(file, cells)
+    if cells and lines:
+        yield ""
+    if lines:
+        yield listed(file, lines)
+
+
+def failures(rows: Sequence[Row]) -> str:
+    """Return a line for each fault and a column for each way, of rows that are called ``FAULT, WAY``."""
+    cells = {tuple(row["name"].split(", ")): row["outcomes"] for row in rows}
+    ways = dict.fromkeys(way for _, way in cells)
+    lines = [
+        [fault, *(outcome(cells.get((fault, way), [])) for way in ways)] for fault in dict.fromkeys(f for f, _ in cells)
+    ]
+    return table(["fault", *ways], lines)
+
+
+def outcome(rounds: Sequence[Row]) -> str:
+    """Return what came of a fault: the median of the rounds that came back, and their extremes."""
+    back = [each for each in rounds if each["back"]]
+    if not back:
+        return f"no: {rounds[0]['end']}" if rounds else "not measured"
+    seconds, lost = (sorted(each[key] for each in back) for key in ("seconds", "lost"))
+    spread = f" ({seconds[0]:.1f} to {seconds[-1]:.1f})" if len(back) > 1 else ""
+    took = f"{statistics.median(seconds):.1f} s{spread}"
+    words = f"{took}, {statistics.median(lost):g} lost" if back[0]["restarted"] else f"goes on ({took})"
+    return words if len(back) == len(rounds) else f"{len(back)} of {len(rounds)}: {words}"
+
+
+def curve(name: str) -> str:
+    """Return the table of one curve."""
+    rows = [row for row in json.loads((KEPT / "scale.json").read_text())["rows"] if row["curve"] == name]
+    short = [{**row, "name": f"{row['size']:,}: {row['column']}"} for row in rows]
+    return crossed("", short, rows[0]["sizes"])
+
+
+def fresh(text: str) -> str:
+    """Return a page with its tables written anew."""
+
+    def between(match: re.Match[str]) -> str:
+        kind, name = match.groups()
+        made = {"results": results, "curve": curve}[kind](name)
+        return f"<!-- {kind}: {name} -->\n{made}\n<!-- end -->"
+
+    return MARK.sub(between, text)
+
+
+def main() -> None:
+    """Write all pages."""
+    for page in PAGES:
+        page.write_text(fresh(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
