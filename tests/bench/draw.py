@@ -17,7 +17,7 @@ from tests.bench.record import KEPT
 from toolkit.cli.report.html import Html, element
 
 Row = Mapping[str, Any]
-DRAWN = ("failures", "loop", "restart", "startup")
+DRAWN = ("failures", "loop", "restart", "scale", "startup")
 ROW, TEXT, BAR, END = 22, 360, 300, 320
 #: Of a curve's picture: its size, and the room for words around its axes.
 WIDTH, HEIGHT, SIDE, TOP, BESIDE = 310, 200, 50, 40, 3
@@ -117,18 +117,23 @@ def picture(title: str, width: int, height: int, parts: Sequence[Html]) -> Html:
     return element("svg", style, *parts, xmlns="http://www.w3.org/2000/svg", viewBox=size, role="img", aria_label=title)
 
 
+def kept() -> list[Path]:
+    """Return the files of DRAWN that there are."""
+    return [file for name in DRAWN if (file := KEPT / f"{name}.json").exists()]
+
+
 def drawn(file: Path) -> str:
     """Return the picture of a file of results."""
-    kept = json.loads(file.read_text())
-    machine = kept["machine"]
-    title = f"{kept['command']}, {kept['date']}, {machine['cpu']}, {machine['cores']} cores"
-    return (curves if "curve" in kept["rows"][0] else bars)(title, kept["rows"]) + "\n"
+    told = json.loads(file.read_text())
+    machine = told["machine"]
+    title = f"{told['command']}, {told['date']}, {machine['cpu']}, {machine['cores']} cores"
+    return (curves if "curve" in told["rows"][0] else bars)(title, told["rows"]) + "\n"
 
 
 def main() -> None:
     """Draw all."""
-    for name in DRAWN:
-        (KEPT / f"{name}.svg").write_text(drawn(KEPT / f"{name}.json"))
+    for file in kept():
+        file.with_suffix(".svg").write_text(drawn(file))
 
 
 if __name__ == "__main__":

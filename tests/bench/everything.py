@@ -25,10 +25,10 @@ COMMANDS: Mapping[str, str] = {
     "startup": "bench.startup",
     "restart": "bench.restart",
     "kills": "bench.kills --kills 40",
-    "kills-fsdp": "bench.kills --kills 40 --strategy fsdp",
+    "kills-fsdp": "bench.kills --kills 20 --strategy fsdp",
     "kills-node": "bench.kills --kills 8 --what node",
-    "goodput": "bench.goodput",
-    "live_recovery": "bench.live_recovery",
+    "goodput": "bench.goodput --minutes 5",
+    "live_recovery": "bench.live_recovery --runs 20",
     "checkpoint": "bench.checkpoint",
     "memory": "bench.memory",
     "data": "bench.data",
@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "resume_data": "bench.resume_data",
     "sweep": "bench.sweep",
     "listing": "bench.listing",
-    "monitor": "bench.monitor",
+    "monitor": "bench.monitor 120",
     "why": "bench.why",
     "collectives": "bench.collectives",
     "links": "bench.links",
@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, str] = {
     "strategies": "bench.strategies",
     "strategies-4": "bench.strategies 4",
     "scale": "scale",
-    "failures": "bench.failures",
+    "failures": "bench.failures --ways ours torchrun Lightning NVRx torchft --again ours",
 }
 #: Those that import loaders of others.
 WITH_PEERS = {"shards", "resume_data"}

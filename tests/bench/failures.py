@@ -10,9 +10,9 @@ torchft, with a lighthouse on the batch host and a group of replicas on each nod
 Where nothing was restarted they are the longest pause between two steps. *Lost* are steps made again. The box lets a
 requeued job start after 6 s (Slurm's default is 121), and calls a node down after 30 s. It gives 10 s of grace.
 
-    python -m tests.bench.failures [--faults rank node ...] [--ways ours torchrun ...] [--rounds N] [--json FILE]
+    python -m tests.bench.failures [--faults rank node ...] [--ways ours torchrun ...] [--rounds N] [--again ours ...]
 
-With ``--json`` rounds that the file has are not played again, except with ``--again``.
+With ``--json`` rounds that the file has are not played again, but those of the ways after ``--again``.
 """
 
 from __future__ import annotations
@@ -332,11 +332,17 @@ def row(name: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return record.row(f"{name}", came_back, "% came back", better="more") | {"outcomes": [*outcomes]}
 
 
+def in_order(rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows in the order of FAULTS and WAYS."""
+    names = (f"{fault}, {way}" for fault, way in itertools.product(FAULTS, WAYS))
+    return [rows[name] for name in names if name in rows]
+
+
 def versions(python: str) -> dict[str, str]:
     """Return the versions of PACKAGES that a Python has."""
-    code = f"from importlib.metadata import version\nfor name in {PACKAGES}: print(name, version(name))"
+    code = "from importlib.metadata import distributions\nfor each in distributions(): print(each.name, each.version)"
     lines = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    return dict(line.split() for line in lines)
+    return {name: version for name, version in (line.split() for line in lines) if name in PACKAGES}
 
 
 def main() -> None:
@@ -346,13 +352,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[way for way in WAYS if way not in OTHERS])
     parser.add_argument("--peers", metavar="PYTHON", help="one that has nvidia-resiliency-ext and torchft")
     parser.add_argument("--rounds", type=int, default=1, help="of each cell")
-    parser.add_argument("--again", action="store_true", help="play cells that the file has, too")
+    parser.add_argument("--again", nargs="+", choices=[*WAYS], default=[], help="play these though the file has them")
     record.add_option(parser)
     args = parser.parse_args()
     kept = record.rows_of(args.json)
     cells = [*itertools.product(args.faults, args.ways)]
-    if args.again:
-        kept = {name: each for name, each in kept.items() if name not in {", ".join(each) for each in cells}}
+    for fault, way in itertools.product(args.faults, args.again):
+        kept.pop(f"{fault}, {way}", None)
     more = versions(args.peers) if args.peers else record.versions_of(args.json, PACKAGES)
     with tempfile.TemporaryDirectory() as folder:
         disk = Path(folder)
@@ -365,6 +371,8 @@ def main() -> None:
                     name = f"{fault}, {way}"
                     outcomes = kept.get(name, {}).get("outcomes", [])
                     if len(outcomes) <= number:
+                        if way in OTHERS and not args.peers:
+                            continue
                         python = args.peers if way in OTHERS else sys.executable
                         try:
                             outcomes = [*outcomes, one_row(box, disk, number, fault, way, python)]
@@ -372,9 +380,9 @@ def main() -> None:
                             print(f"{fault:27}{way:12}not measured: {error}", flush=True)
                             continue
                         kept[name] = row(name, outcomes)
-                        record.write(args.json, [*kept.values()], more)
+                        record.write(args.json, in_order(kept), more)
                     print(f"{fault:27}{way:12}{page.outcome(outcomes[number : number + 1])}", flush=True)
-                print(page.failures([*kept.values()]))
+                print(page.failures(in_order(kept)))
         except BoxUnavailable as reason:
             print(f"no Slurm to be had: {reason}")
         finally:

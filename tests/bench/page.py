@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.bench import record
 from tests.bench.record import KEPT
 from tests.pages import PAGES
 
@@ -53,7 +54,7 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     },
     "startup": {"CPU of 8 ranks, ours": "ratio <= 1.3"},
     "sweep": {"submit 10000 points": "median <= 10", "calls of sbatch": "median <= 10", "questions": "median <= 1"},
-    "why": {"public: right where it names a cause": "median >= 0.95"},
+    "why": {"held_out: right where it names a cause": "median >= 95"},
 }
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 MARK = re.compile(r"<!-- (results|curve): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
@@ -125,12 +126,15 @@ def cell(file: str, row: Row | None) -> str:
     """Return the value of a row, its ratio and its goal."""
     if row is None:
         return ""
-    parts = [figure(row), f"{figure(row['ratio'])} x" if "ratio" in row else "", goal(file, row)]
+    value = f"{number(row['median'])}; {figure(row['ratio'])} x" if "ratio" in row else figure(row)
+    parts = [value, goal(file, row)]
     return "; ".join(filter(None, parts))
 
 
 def results(file: str) -> str:
     """Return the command of a file, what its values depend on, and its rows."""
+    if not (KEPT / f"{file}.json").exists():
+        return "Not measured yet."
     kept = json.loads((KEPT / f"{file}.json").read_text())
     machine, torch = kept["machine"], kept["versions"]["torch"]
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, load {machine['load']:g}"
@@ -179,7 +183,9 @@ def outcome(rounds: Sequence[Row]) -> str:
 
 def curve(name: str) -> str:
     """Return the table of one curve."""
-    rows = [row for row in json.loads((KEPT / "scale.json").read_text())["rows"] if row["curve"] == name]
+    rows = [row for row in record.rows_of(KEPT / "scale.json").values() if row["curve"] == name]
+    if not rows:
+        return "Not measured yet."
     short = [{**row, "name": f"{row['size']:,}: {row['column']}"} for row in rows]
     return crossed("", short, rows[0]["sizes"])
 

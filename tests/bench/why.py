@@ -39,8 +39,8 @@ def main() -> None:
         each_ms = 1000 * (time.perf_counter() - start) / len(cases)
         threads = len({case.source for case in cases} - {"ours"})
         print(f"{part}: {score.cases} log tails of {threads} public threads, {each_ms:.1f} ms each")
-        rows.append(record.row(f"{part}: right where it names a cause", [score.accuracy], "share", better="more"))
-        rows.append(record.row(f"{part}: names one where there is one", [score.coverage], "share", better="more"))
+        rows.append(record.row(f"{part}: right where it names a cause", [100 * score.accuracy], "%", better="more"))
+        rows.append(record.row(f"{part}: names one where there is one", [100 * score.coverage], "%", better="more"))
         print(f"  right where it names a cause: {score.right} of {score.spoken} ({score.accuracy:.1%})")
         print(f"  names one where there is one: {score.coverage:.1%} of {score.with_cause}")
         for (label, said), count in score.confusion.most_common():

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -166,15 +167,15 @@ def test_a_page_has_the_tables_that_its_results_give(file: Path) -> None:
     assert file.read_text() == page.fresh(file.read_text()), "run `python -m tests.bench.page`"
 
 
-@pytest.mark.parametrize("name", draw.DRAWN)
-def test_a_kept_picture_is_of_its_results(name: str) -> None:
-    kept = KEPT / f"{name}.svg"
-    assert kept.read_text() == draw.drawn(kept.with_suffix(".json")), "run `python -m tests.bench.draw`"
+@pytest.mark.parametrize("file", draw.kept(), ids=lambda file: file.stem)
+def test_a_kept_picture_is_of_its_results(file: Path) -> None:
+    assert file.with_suffix(".svg").read_text() == draw.drawn(file), "run `python -m tests.bench.draw`"
 
 
-def test_every_kept_result_is_written_by_one_command() -> None:
-    kept = {file.stem for file in KEPT.glob("*.json")}
-    assert kept <= everything.COMMANDS.keys()
+def test_every_kept_result_is_written_by_one_command_and_shown_on_a_page() -> None:
+    assert {file.stem for file in KEPT.glob("*.json")} <= everything.COMMANDS.keys()
+    text = "".join(file.read_text() for file in PAGES)
+    assert [name for name in everything.COMMANDS if f"<!-- results: {name} -->" not in text] == []
 
 
 def test_a_round_that_does_not_come_back_is_counted() -> None:
@@ -185,4 +186,16 @@ def test_a_round_that_does_not_come_back_is_counted() -> None:
     assert page.outcome([{**back, "restarted": False}]) == "goes on (5.0 s)"
     assert page.outcome([gone]) == "no: the job has ended"
     row = failures.row("rank, ours", [back, gone])
+    assert failures.in_order({"rank, ours": row, "other": row}) == [row]
     assert page.failures([row]) == "| fault | ours |\n| --- | --- |\n| rank | 1 of 2: 5.0 s, 1 lost |"
+
+
+def test_the_versions_of_the_peers_are_those_of_their_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "PACKAGES", ("torch", "none"))
+    assert failures.versions(sys.executable) == {"torch": metadata.version("torch")}
+
+
+def test_every_goal_is_one_of_a_row_that_was_measured() -> None:
+    for file, goals in page.GOALS.items():
+        names = record.rows_of(KEPT / f"{file}.json")
+        assert [goal for goal in goals if names and not any(name.startswith(goal) for name in names)] == [], file
