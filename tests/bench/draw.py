@@ -55,7 +55,7 @@ def bars(title: str, rows: Sequence[Row]) -> Html:
             parts.append(element("text", outcome(row["outcomes"]), x=TEXT, y=y + 13, class_="no"))
             continue
         scale = BAR / (longest[row["unit"]] or 1.0)
-        width, begin, end = (round(scale * value, 1) for value in drawn[:3])
+        width, begin, end = (round(scale * max(value, 0.0), 1) for value in drawn[:3])
         parts.append(element("rect", x=TEXT, y=y + 3, width=width, height=ROW - 8, class_="bar"))
         middle = y + ROW / 2 - 1
         parts.append(element("line", x1=TEXT + begin, x2=TEXT + end, y1=middle, y2=middle, class_="spread"))

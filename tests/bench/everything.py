@@ -37,10 +37,10 @@ COMMANDS: Mapping[str, str] = {
     "resume_data": "bench.resume_data",
     "sweep": "bench.sweep",
     "listing": "bench.listing",
-    "monitor": "bench.monitor 120",
+    "monitor": "bench.monitor 60",
     "why": "bench.why",
     "collectives": "bench.collectives",
-    "links": "bench.links",
+    "links": "bench.links --samples 640",
     "pipeline": "bench.pipeline",
     "strategies": "bench.strategies",
     "strategies-4": "bench.strategies 4",
@@ -74,9 +74,9 @@ def main() -> int:
         more = ["--json", str(KEPT / f"{name}.json")] if args.keep else []
         more += ["--peers", args.peers] if args.peers and name in WITH_PEERS else []
         took[name] = run(name, more)
-    if args.keep:
-        draw.main()
-        page.main()
+        if args.keep:
+            draw.main()
+            page.main()
     print("\nseconds of each bench")
     for name, (seconds, is_right) in took.items():
         print(f"{name:16}{seconds:7.0f}{'' if is_right else '  failed'}")

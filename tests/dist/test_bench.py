@@ -60,7 +60,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "kills": (["--kills", "2"], ["job with ddp, 2 times a rank"]),
     "links": (["--rates", "1000", "--kinds", "ddp", "--steps", "1", "--samples", "0"], ["1000 Mbit/s", "ddp"]),
-    "live_recovery": (["--runs", "2"], ["4 ranks, cut: 2 of 2 runs right"]),
+    "live_recovery": (["--runs", "1"], ["4 ranks, cut: 1 of 1 runs right"]),
     "listing": (["--runs", "300"], ["300 runs"]),
     "memory": (["--mib", "4", "--step", "0.1", "--copies", "2"], ["4 MiB a rank on 1 node", "4 MiB a rank on 2 nodes"]),
     "monitor": (["2"], ["monitor of 73 processes"]),
@@ -78,9 +78,8 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-#: Even the smallest size of these takes a minute or more, most of them on a cluster of their own.
-SLOW = {"failures", "goodput", "images", "kills", "links", "live_recovery", "restart", "shards", "startup"}
-SLOW |= {"collectives", "listing"}
+#: Those on a cluster of their own: even the smallest size takes a minute or more.
+ON_A_CLUSTER = {"failures", "goodput", "kills", "restart", "startup"}
 
 
 def prints_its_table(name: str, tmp_path: Path) -> None:
@@ -95,14 +94,14 @@ def test_the_saves_are_compared(tmp_path: Path) -> None:
     prints_its_table("checkpoint", tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(BENCHES.keys() - SLOW - {"checkpoint"}))
+@pytest.mark.parametrize("name", sorted(BENCHES.keys() - ON_A_CLUSTER - {"checkpoint"}))
 def test_every_other_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
     prints_its_table(name, tmp_path)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", sorted(SLOW))
-def test_every_slow_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(ON_A_CLUSTER))
+def test_every_bench_on_a_cluster_still_prints_its_table(name: str, tmp_path: Path) -> None:
     prints_its_table(name, tmp_path)
 
 
@@ -110,6 +109,12 @@ def test_no_bench_is_left_out() -> None:
     folder = Path(__file__).parents[1] / "bench"
     tested, tools = {*BENCHES, "data", "loop", "steps"}, {"__init__", "record", "compare", "draw", "page", "everything"}
     assert {path.stem for path in folder.glob("*.py")} - tools == tested
+
+
+def test_benches_are_run_by_name() -> None:
+    lines = output_of("tests.bench.everything", "why").splitlines()
+    assert "== why: python -m tests.bench.why" in lines
+    assert [line.split()[0] for line in lines[lines.index("seconds of each bench") + 1 :]] == ["why", "all"]
 
 
 def test_every_mechanism_that_grows_with_the_size_of_a_run_has_its_curve(tmp_path: Path) -> None:
