@@ -15,42 +15,43 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue, describe
 from toolkit.errors import CheckpointError
 from toolkit.ranks.state import Entry, State, is_written_by
 
 
 class Staging:
-    """The staging buffers of one rank."""
+    """The staging buffers of one rank: one block for what is on its GPU, and one buffer for each other tensor."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._block = page_locked.Block()
 
     def copy(self, state: State, rank: int) -> tuple[State, Callable[[], None]]:
         """Copy what ``rank`` has to write of ``state`` as it is now.
 
         Returns the copy, and a callable that waits until it is complete. The next call overwrites the copy.
         """
+        own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
+        values = {name: entry.value for name, entry in own.items()}
+        on_gpu = {name: live for name, live in values.items() if isinstance(live, torch.Tensor) and live.is_cuda}
+        places = self._block.places(on_gpu)
         staged: dict[str, Entry] = {}
-        for name, entry in state.items():
-            if is_written_by(entry, rank):
-                staged[name] = dataclasses.replace(entry, value=self._copy(name, entry))
-        # Without CUDA the copies are complete already.
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return staged, lambda: None
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return staged, copied.synchronize
+        for name, entry in own.items():
+            staged[name] = dataclasses.replace(entry, value=self._copy(name, entry, places.get(name)))
+        # Other copies are complete already.
+        return staged, page_locked.enqueued() if on_gpu else lambda: None
 
-    def _copy(self, name: str, entry: Entry) -> Any:
+    def _copy(self, name: str, entry: Entry, place: torch.Tensor | None) -> Any:
         live = entry.value
         if not isinstance(live, torch.Tensor):
             return copy.deepcopy(live)
         live = live.detach()
-        kept = self._buffers.get(name)
+        kept = self._buffers.get(name) if place is None else place
         # Allocate only where the kept buffer does not fit: new memory is slow.
         if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
-            kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+            kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype)
         if live.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
             kept.view(-1).view(torch.uint8).copy_(live.view(-1).view(torch.uint8), non_blocking=True)
         else:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from toolkit import logs, node_memory
+from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.memory_file import MemoryFile
@@ -125,16 +126,14 @@ class Memory:
         for part in parts:
             part.copy()
         # Copies from a GPU are only enqueued here; the thread waits for them.
-        copied = torch.cuda.Event() if is_on_gpu else None  # type: ignore[no-untyped-call]
-        if copied is not None:
-            copied.record()
+        wait_for_copies = page_locked.enqueued() if is_on_gpu else None
         started = time.monotonic()
         self._is_sealed.clear()
 
         def complete() -> None:
             try:
-                if copied is not None:
-                    copied.synchronize()
+                if wait_for_copies is not None:
+                    wait_for_copies()
                 for part in parts:
                     part.seal()
             finally:

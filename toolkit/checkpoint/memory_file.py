@@ -20,18 +20,17 @@ from typing import Any
 
 import torch
 
-from toolkit import logs
+from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.manifest import TensorRecord
+from toolkit.checkpoint.page_locked import ALIGNMENT
 
 _HEAD = struct.Struct("<8sQQI")  #: magic number, start, size and crc32 of the description
 _MAGIC = b"tkstate2"
-ALIGNMENT = 64
 #: Byte at which the tensors begin.
 START = ALIGNMENT
 
 #: When a state was copied: the attempt and the step.
 Moment = tuple[int, int]
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ class MemoryFile:
         os.pwrite(self._fd, bytes(_HEAD.size), 0)
         if self._map is None or len(self._map) < end:
             if self._map is not None and self.is_pinned:
-                torch.cuda.cudart().cudaHostUnregister(_address(self._map))  # type: ignore[no-untyped-call]
+                page_locked.unlock(self._map)
             os.posix_fallocate(self._fd, 0, end)
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
             self._map = mmap.mmap(self._fd, end, flags=flags)
-            self.is_pinned = pinned and _pin(self._map)
+            self.is_pinned = pinned and page_locked.lock(self._map)
 
     def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
         """Return that part of the content, live."""
@@ -150,20 +149,3 @@ class Pair:
 def _moment(file: MemoryFile) -> Moment:
     label = file.label()
     return (0, 0) if label is None else label.moment
-
-
-#: Page-locked for all CUDA contexts of the process (driver_types.h).
-_CUDA_HOST_REGISTER_PORTABLE = 1
-
-
-def _pin(buffer: mmap.mmap) -> bool:
-    """Page-lock ``buffer``, as torch.distributed._state_dict_utils does with shared memory. Return True on success."""
-    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(cuda.cudaHostRegister(_address(buffer), len(buffer), _CUDA_HOST_REGISTER_PORTABLE))
-    if error:
-        log.warning("%.1f MB cannot be page-locked (CUDA error %d): copies are waited for", len(buffer) / 1e6, error)
-    return not error
-
-
-def _address(buffer: mmap.mmap) -> int:
-    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()

@@ -10,7 +10,8 @@ import torch
 
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.manifest import file_name
-from toolkit.checkpoint.memory_file import ALIGNMENT, START, MemoryFile, Pair
+from toolkit.checkpoint.memory_file import START, MemoryFile, Pair
+from toolkit.checkpoint.page_locked import ALIGNMENT
 from toolkit.checkpoint.writer import KINDS, parts_of, record_of
 from toolkit.ranks.state import Entry, Json, Replicated, State
 

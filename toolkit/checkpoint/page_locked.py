@@ -1,0 +1,105 @@
+"""Page-locked host memory for copies from a GPU, which are then only enqueued: the host does not wait for them.
+
+torch's own allocator of such memory rounds each tensor up to a power of two. A state of many tensors would take up to
+twice its size. Here memory that the process has mapped is registered with CUDA as it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit import logs
+
+#: Tensors begin at multiples of this.
+ALIGNMENT = 64
+#: Page-locked for all CUDA contexts of the process (driver_types.h).
+_PORTABLE = 1
+
+log = logs.get(__name__)
+
+
+def lock(buffer: mmap.mmap) -> bool:
+    """Page-lock ``buffer``, as torch.cuda._pin_memory_utils does. Return True on success."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cuda.cudaHostRegister(_address(buffer), len(buffer), _PORTABLE))
+    if error:
+        log.warning("%.1f MB cannot be page-locked (CUDA error %d): copies are waited for", len(buffer) / 1e6, error)
+        # CUDA keeps the error, and torch asks for it after each launch: the next kernel, whichever it is, would raise
+        # it. So launch one here. torch drops the error when it raises it.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return not error
+
+
+def unlock(buffer: mmap.mmap) -> None:
+    """Undo :func:`lock`."""
+    torch.cuda.cudart().cudaHostUnregister(_address(buffer))  # type: ignore[no-untyped-call]
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+
+
+def enqueued() -> Callable[[], None]:
+    """Return a call that waits for what is enqueued on the current stream now. Any thread may make it.
+
+    The current GPU of a new thread is the first one of the process. CUDA would make a context there for the wait, which
+    takes some hundred MB of another rank's memory.
+    """
+    device = torch.cuda.current_device()
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the waiting thread leaves its CPU
+    event.record()
+
+    def wait() -> None:
+        with torch.cuda.device(device):
+            event.synchronize()
+
+    return wait
+
+
+class Block:
+    """One page-locked block for many tensors. It is kept while they fit."""
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self._is_locked = False
+        self._places: dict[str, Tensor] = {}
+
+    def places(self, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a place in host memory for each tensor. The next call may give the same memory again."""
+        if [(name, t.shape, t.dtype) for name, t in like.items()] != [
+            (name, t.shape, t.dtype) for name, t in self._places.items()
+        ]:
+            starts, end = [], 0
+            for tensor in like.values():
+                starts.append(end)
+                end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            self._places = {}
+            self._make_room(end)
+            for (name, tensor), start in zip(like.items(), starts, strict=True):
+                self._places[name] = self._place(tensor, start)
+        return self._places
+
+    def _make_room(self, size_bytes: int) -> None:
+        if (self._map is not None and len(self._map) >= size_bytes) or not size_bytes:
+            return
+        if self._map is not None and self._is_locked:
+            unlock(self._map)
+        # Shared, so that a fork (a data worker) does not make the next write go to a copy of the page, which the GPU
+        # does not know. MAP_POPULATE: all pages now, in one call.
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self._map = mmap.mmap(-1, size_bytes, flags=flags)
+        self._is_locked = lock(self._map)
+
+    def _place(self, like: Tensor, start: int) -> Tensor:
+        if not like.nbytes:
+            return torch.empty(like.shape, dtype=like.dtype)
+        assert self._map is not None
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=like.nbytes)
+        return flat.view(like.dtype).view(like.shape)
