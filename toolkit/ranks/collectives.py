@@ -56,23 +56,28 @@ def start_sum(tensor: Tensor) -> dist.Work:
 def gather_rows(row: Tensor) -> Tensor:
     """Return the ``row`` (...) of every rank as (ranks, ...). Shape and dtype must be equal on all."""
     rows = row.new_empty((dist.get_world_size(), *row.shape))
-    # In small messages, see _MESSAGE_BYTES.
     for part, place in zip(_pieces(row.view(1, -1)), _pieces(rows.view(len(rows), -1)), strict=True):
-        received = torch.empty_like(place, memory_format=torch.contiguous_format)
+        received = _room_for(place)
         dist.all_gather_into_tensor(received.view(-1), part.view(-1))  # gloo takes no more dimensions
-        place.copy_(received)
+        if received is not place:
+            place.copy_(received)
     return rows
 
 
 def exchange_rows(rows: Tensor) -> Tensor:
     """Send row i of ``rows`` (ranks, ...) to rank i. Return what all ranks sent here, in their order: (ranks, ...)."""
     result = torch.empty_like(rows)
-    # In small messages, see _MESSAGE_BYTES.
     for part, place in zip(_pieces(rows.view(len(rows), -1)), _pieces(result.view(len(rows), -1)), strict=True):
-        received = torch.empty_like(place, memory_format=torch.contiguous_format)
+        received = _room_for(place)
         dist.all_to_all_single(received, part.contiguous())
-        place.copy_(received)
+        if received is not place:
+            place.copy_(received)
     return result
+
+
+def _room_for(place: Tensor) -> Tensor:
+    """Return memory for a message that belongs into ``place``: ``place`` itself if it lies in one piece."""
+    return place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
 def from_rank(source: int, value: Any) -> Any:
@@ -98,7 +103,9 @@ _MESSAGE_BYTES = 1 << 18
 
 
 def _pieces(rows: Tensor) -> Sequence[Tensor]:
-    """Split ``rows`` (n, m) into views of (n, some), so that one row of a piece is one message."""
+    """Split ``rows`` (n, m) into views of (n, some), so that one row of a piece is one message. NCCL gets one piece."""
+    if dist.get_backend().startswith("nccl"):
+        return (rows,)
     return torch.split(rows, max(1, _MESSAGE_BYTES // rows.element_size()), dim=1)
 
 
@@ -128,7 +135,7 @@ BUCKET_BYTES = 1 << 25
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite ``tensors`` in place by those of rank ``source``, in flat buckets of one dtype."""
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        flat = _packed(bucket)
         dist.broadcast(flat, source, group)
         _unpack(flat, bucket)
 
@@ -137,20 +144,42 @@ def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = Non
     """Replace ``tensors`` in place by the sums over ``group`` of ``part`` of each; return the bytes sent.
 
     If the ranks' parts add up to 1, it is a mean. The tensors travel in flat buckets, divided by their order and sizes
-    alone: the same bits in every run.
+    alone: the same bits in every run. A bucket is packed while the one before it travels.
     """
     sent = 0
+    before: tuple[dist.Work, Tensor, list[Tensor]] | None = None
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(part)
-        dist.all_reduce(flat, group=group)
-        _unpack(flat, bucket)
+        flat = _packed(bucket).mul_(part)
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        if before is not None:
+            _receive(*before)
+        before = work, flat, bucket
         sent += flat.nbytes
+    if before is not None:
+        _receive(*before)
     return sent
 
 
+def _receive(work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
+    work.wait()
+    _unpack(flat, tensors)
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """Return the tensors as one flat one; of a single tensor its own memory, if that lies in one piece."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].detach().view(-1)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
 def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
-    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.detach().copy_(values.view_as(tensor))
+    if flat.data_ptr() == tensors[0].data_ptr():
+        return
+    values = torch.split(flat, [tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        places = [tensor.detach() for tensor in tensors]
+        torch._foreach_copy_(places, [value.view_as(place) for value, place in zip(values, places, strict=True)])
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

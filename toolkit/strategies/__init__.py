@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
+import torch.distributed as dist
+
+from toolkit.config import STATELESS, STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
@@ -75,6 +77,13 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
         return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
+    # NCCL's collectives are only enqueued. What keeps nothing for the next step is sent during the backward pass then.
+    keeps_nothing = config.compression in STATELESS and not config.compression_layers
+    if keeps_nothing and dist.get_backend() == "nccl":
+        from toolkit.strategies.compression.overlapped import Overlapped
+
+        how |= {"channels_last": train.channels_last, "find_unused": config.find_unused}
+        return Overlapped(session, compression=config.compression, **how)
     from toolkit.strategies.compression.compressed import Compressed
 
     return Compressed(session, config=config, channels_last=train.channels_last, **how)

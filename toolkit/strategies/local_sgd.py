@@ -108,15 +108,18 @@ class DiLoCo:
     def begin(self) -> None:
         if not self._anchors:
             self._allocate()
-        for name, anchor in self._anchors.items():
-            anchor.copy_(self._weights[name])
+        torch._foreach_copy_(list(self._anchors.values()), [self._weights[name] for name in self._anchors])
 
     def end(self) -> None:
-        for name, weight in self._weights.items():
-            # The way back from the mean to the anchor is the outer gradient; the step is Nesterov's.
-            way = self._anchors[name] - weight
-            momentum = self._momenta[name].mul_(self._momentum).add_(way)
-            weight.copy_(self._anchors[name]).sub_(way.add_(momentum, alpha=self._momentum), alpha=self._lr)
+        weights = list(self._weights.values())
+        anchors, momenta = ([kept[name] for name in self._weights] for kept in (self._anchors, self._momenta))
+        # The way back from the mean to the anchor is the outer gradient; the step is Nesterov's.
+        ways = torch._foreach_sub(anchors, weights)
+        torch._foreach_mul_(momenta, self._momentum)
+        torch._foreach_add_(momenta, ways)
+        torch._foreach_add_(ways, momenta, alpha=self._momentum)
+        torch._foreach_copy_(weights, anchors)
+        torch._foreach_sub_(weights, ways, alpha=self._lr)
 
     def enter(self, names: Collection[str]) -> None:
         # Without outer momenta the checkpoint must be from a round's end: the next round begins with its weights.
@@ -187,8 +190,7 @@ class LocalSgd(Spmd):
         with torch.no_grad():
             # Each rank goes on with its own weights, where the model has shown their mean.
             if self._shows_mean:
-                for name, weight in self._weights.items():
-                    weight.copy_(self._own[name])
+                torch._foreach_copy_(list(self._weights.values()), [self._own[name] for name in self._weights])
                 self._shows_mean = False
             if self._is_local and not self._inside:
                 self._meeting.begin()
@@ -288,8 +290,7 @@ class LocalSgd(Spmd):
     def _average(self, part: Tensor) -> None:
         if not self._own:
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
-        for name, weight in self._weights.items():
-            self._own[name].copy_(weight)
+        torch._foreach_copy_([self._own[name] for name in self._weights], list(self._weights.values()))
         self._sent += sum_tensors(self._weights.values(), part=part)
         self._shows_mean = True
 

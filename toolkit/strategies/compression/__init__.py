@@ -153,7 +153,7 @@ class Fp16:
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Scale each block so that its largest value lies below 2**15; fp16 ends at 65,504."""
-        largest = blocks.abs().amax(1, keepdim=True)
+        largest = blocks.abs().amax(-1, keepdim=True)
         power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(min=-100) - 15)
         # A block that is not finite gets such a scale, and decodes to NaN.
         scales = torch.where(largest.isfinite(), power, largest)
@@ -170,38 +170,41 @@ class Int8:
     has_scales = True
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+        scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
         return (blocks / scales).round_().to(torch.int8), scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float().mul_(scales)
 
 
+#: The number of blocks worked on at a time, by kind of device. On the CPU they stay in a processor's cache from one
+#: operation to the next. On a GPU each operation costs microseconds, so there are few of them, on 64 MiB.
+AT_ONCE = {"cpu": 512, "cuda": 1 << 16}
+
+
 class Blocks:
     """See :class:`Scheme`: fewer bits for each value."""
 
-    #: The number of blocks worked on at a time. They stay in a processor's cache from one operation to the next.
-    AT_ONCE = 512
-
-    def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool) -> None:
+    def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool, kind: str = "cpu") -> None:
+        """``kind`` is the device's, by which the work is cut. The bits do not depend on it."""
         self.feeds_back = feeds_back
         self.multiple = BLOCK * wire.ranks
         self._codec = codec
         self._wire = wire
+        self._at_once = AT_ONCE[kind]
+        self._rank_by_rank = kind == "cpu"
 
     def exchange(self, values: Tensor) -> Tensor:
         parts = values.view(self._wire.ranks, -1, BLOCK)
         message = self._message(parts)
         # Phase 1: encode the part of each rank. What the codes do not hold stays in ``values``.
-        for part, row in zip(parts, message, strict=True):
-            for blocks, place in self._chunks(part, row):
-                blocks -= self._encode(blocks, place)
+        for blocks, place in self._chunks(parts, message):
+            blocks -= self._encode(blocks, place)
         again = self._again(self._wire.exchange(message), parts[self._wire.rank])
         # Phase 2: every rank gets the means of all parts, encoded, and decodes them alike.
         mean = torch.empty_like(parts)
-        for part, row in zip(mean, self._wire.gather(again), strict=True):
-            for blocks, (codes, scales) in self._chunks(part, row):
-                blocks.copy_(self._codec.decode(codes, scales))
+        for blocks, (codes, scales) in self._chunks(mean, self._wire.gather(again)):
+            blocks.copy_(self._codec.decode(codes, scales))
         return mean.view(-1)
 
     def _again(self, received: Tensor, own: Tensor) -> Tensor:
@@ -228,17 +231,23 @@ class Blocks:
         per_block = BLOCK * self._codec.dtype.itemsize + 4 * self._codec.has_scales
         return torch.empty(*ranks, count * per_block, dtype=torch.uint8, device=parts.device)
 
-    def _chunks(self, part: Tensor, row: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-        """Yield ``part`` (n, BLOCK) in pieces, each with its codes and scales in ``row``, live.
+    def _chunks(self, parts: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        """Yield ``parts`` (..., n, BLOCK) in pieces, each with its codes and scales in ``rows`` (..., m), live.
 
-        All codes come first.
+        In each row all codes come first.
         """
-        end = part.numel() * self._codec.dtype.itemsize
-        codes = row[:end].view(self._codec.dtype).view_as(part)
-        scales = row[end:].view(torch.float32).view(-1, 1)
-        for start in range(0, len(part), self.AT_ONCE):
-            here = slice(start, start + self.AT_ONCE)
-            yield part[here], (codes[here], scales[here])
+        if parts.ndim > 2 and self._rank_by_rank:
+            for part, row in zip(parts, rows, strict=True):
+                yield from self._chunks(part, row)
+            return
+        *ranks, count, _ = parts.shape
+        end = count * BLOCK * self._codec.dtype.itemsize
+        codes = rows[..., :end].view(self._codec.dtype).view_as(parts)
+        scales = rows[..., end:].view(torch.float32).unsqueeze(-1)
+        step = max(1, self._at_once // math.prod(ranks))
+        for start in range(0, count, step):
+            here = slice(start, start + step)
+            yield parts[..., here, :], (codes[..., here, :], scales[..., here, :])
 
     def _encode(self, blocks: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
         """Encode ``blocks`` into ``place``; return what will be decoded from it."""
@@ -304,7 +313,7 @@ class PowerSgd:
         # One power iteration: left = M right, orthogonalized; right = M^T left; the approximation is left right^T.
         matrices = [piece.of(values).view(piece.sides) for piece in self._pieces]
         left = self._sum([matrix @ right for matrix, right in zip(matrices, self._right, strict=True)])
-        left = [torch.linalg.qr(part).Q for part in left]  # of the sum: its scale does not matter
+        left = _orthogonal(left)  # of the sum: its scale does not matter
         own = [(side.t() @ matrix).t() for matrix, side in zip(matrices, left, strict=True)]
         # Subtract this rank's own approximation; what is left stays in ``values``.
         for matrix, side, right in zip(matrices, left, own, strict=True):
@@ -341,6 +350,18 @@ class PowerSgd:
         return {f"powersgd/{piece.name}": Replicated(right) for piece, right in named}
 
 
+def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return an orthonormal basis of the columns of each matrix. Equal shapes share a call, and have the same bits."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in by_shape.values():
+        bases = torch.linalg.qr(torch.stack([matrices[number] for number in numbers])).Q
+        found |= zip(numbers, bases, strict=True)
+    return [found[number] for number in range(len(matrices))]
+
+
 # --------------------------------------------------------------------------------------------------- which of them
 
 
@@ -348,11 +369,11 @@ def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.d
     """Return the scheme that ``strategy.compression`` names."""
     match kind:
         case "fp16":
-            return Blocks(Fp16(), wire, feeds_back=False)
+            return Blocks(Fp16(), wire, feeds_back=False, kind=device.type)
         case "bf16":
-            return Blocks(Bf16(), wire, feeds_back=False)
+            return Blocks(Bf16(), wire, feeds_back=False, kind=device.type)
         case "int8":
-            return Blocks(Int8(), wire, feeds_back=True)
+            return Blocks(Int8(), wire, feeds_back=True, kind=device.type)
         case "topk":
             return TopK(pieces, wire)
         case "powersgd":
