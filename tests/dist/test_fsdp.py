@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
+    OPTIMIZERS,
     SAMPLE,
     SUBJECTS,
     Residual,
@@ -129,6 +131,50 @@ def test_gradients_are_summed_in_bf16_where_that_is_asked_for(name: str) -> None
             assert torch.equal(other, other.bfloat16().float())
             torch.testing.assert_close(other, one, rtol=0.02, atol=1e-3)
         assert not all(torch.equal(one, one.bfloat16().float()) for one in exact)
+
+
+# ------------------------------------------------------------------------------------------ blocks gathered ahead
+
+
+def gathered_ahead(session: Session, name: str, ahead: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the state after two steps, and what was gathered ahead in the last one."""
+    asked: list[str] = []
+    prefetch = FSDPParamGroup._prefetch_unshard
+
+    def noted(target: Any, way: Any) -> None:
+        asked.append(f"{way} {target._module_fqn}")
+        prefetch(target, way)
+
+    FSDPParamGroup._prefetch_unshard = staticmethod(noted)  # type: ignore[assignment]
+    strategy = build_strategy(StrategyConfig(name, prefetch_blocks=ahead), session)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(FEATURES, 8), Even(), Even(), Even(), nn.Linear(8, CLASSES))
+
+    strategy.build(model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
+    for step in range(2):
+        asked.clear()
+        strategy.step(part(strategy.share, step), 0.1)
+    return snapshot(strategy), asked
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero"])
+def test_two_blocks_gathered_ahead_train_to_the_bits_of_one(name: str) -> None:
+    one, two = (run_ranks(2, gathered_ahead, name, ahead) for ahead in (1, 2))
+    for (expected, _), (found, asked) in zip(one, two, strict=True):
+        trainer.assert_same(found, expected)
+        assert [line for line in asked if line.startswith("forward")] == [
+            *("forward 1", "forward 2"),  # while the root's own layers compute
+            *("forward 2", "forward 3"),
+            "forward 3",
+        ]
+        assert [line for line in asked if line.startswith("backward")] == [
+            *("backward 3", "backward 2"),
+            *("backward 2", "backward 1"),
+            "backward 1",
+        ]
+    assert not [line for _, asked in one for line in asked if line.startswith("forward")]
 
 
 # -------------------------------------------------------------------------------------------------- first values

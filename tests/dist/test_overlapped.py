@@ -63,7 +63,8 @@ def both(
         sent.append(bucket.index())
         return send(sender, bucket)
 
-    _Sender.send, dist.get_backend = noted, as_over_nccl  # type: ignore[method-assign]
+    _Sender.send = noted  # type: ignore[assignment]
+    dist.get_backend = as_over_nccl
     early = trained(session, config, train, criterion, model)
     assert isinstance(early._layout, Overlapped)  # type: ignore[attr-defined]
     weights = [[value.clone() for value in strategy.live().values()] for strategy in (late, early)]
@@ -90,7 +91,7 @@ def test_other_blocks_and_later_weights_change_only_the_rounding(kind: str, crit
 
 
 def refused(session: Session) -> str:
-    dist.get_backend = as_over_nccl  # type: ignore[assignment]
+    dist.get_backend = as_over_nccl
     model = partial(nn.Linear, FEATURES, CLASSES, dtype=torch.float64)
     with pytest.raises(ConfigError) as caught:
         trained(session, StrategyConfig("ddp", compression="bf16"), TrainConfig(), cross_entropy, model)
@@ -103,8 +104,11 @@ def test_a_type_that_would_be_rounded_is_refused_by_name() -> None:
 
 
 def other_layouts(session: Session) -> list[str]:
-    dist.get_backend = as_over_nccl  # type: ignore[assignment]
-    configs = [{"compression": "topk"}, {"compression": "bf16", "compression_layers": {"0.*": "none"}}]
+    dist.get_backend = as_over_nccl
+    configs: list[dict[str, Any]] = [
+        {"compression": "topk"},
+        {"compression": "bf16", "compression_layers": {"0.*": "none"}},
+    ]
     made = [build_strategy(StrategyConfig("ddp", **config), session) for config in configs]
     return [type(strategy._layout).__name__ for strategy in made]  # type: ignore[attr-defined]
 

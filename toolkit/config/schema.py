@@ -170,6 +170,7 @@ class StrategyConfig:
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
     activation_checkpointing_every: int = 1  #: with it: of every so many blocks the last one
     cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
+    prefetch_blocks: int = 1  #: fsdp and zero: how many blocks' weights are gathered ahead; more takes more memory
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
     sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
     parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)

@@ -235,6 +235,11 @@ def _check_strategy(strategy: StrategyConfig) -> None:
             f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
             f"{strategy.name}; use fsdp, or set it to false"
         )
+    if strategy.prefetch_blocks != 1 and strategy.name not in ("fsdp", "zero"):
+        raise ConfigError(
+            f"strategy.prefetch_blocks: only fsdp and zero gather weights, and strategy.name is {strategy.name}; leave "
+            "it at 1"
+        )
     if strategy.name == "auto" and strategy.mesh != MeshConfig():
         raise ConfigError("strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy")
     for key in ("tensor_plan", "sequence_parallel"):
@@ -316,6 +321,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "dist.timeout_s": (1, 7 * 86_400),
     "strategy.compression_rank": (1, 65_536),
     "strategy.activation_checkpointing_every": (1, 10_000),
+    "strategy.prefetch_blocks": (1, 1000),
     "strategy.mesh.replicas": (1, _MANY),
     "strategy.mesh.shards": (1, _MANY),
     "strategy.mesh.tensor": (1, _MANY),

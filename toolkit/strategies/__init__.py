@@ -102,6 +102,7 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
         case "fsdp" | "zero":
             # These differ only in whether a block's gathered weights are freed after its forward pass.
             how |= {"reshard_after_forward": name == "fsdp", "cpu_offload": config.cpu_offload}
+            how["prefetch_blocks"] = config.prefetch_blocks
             return Shards(session, sizes, compression=config.compression, **how)
         case "tensor":
             return _tensor(config, session, sizes, how)

@@ -107,7 +107,6 @@ def test_the_block_is_kept_while_the_state_fits_and_given_back_when_it_grows(cud
     first, _ = staging.copy(STATE, 0)
     second, _ = staging.copy(STATE, 0)
     assert first["weight"].value.data_ptr() == second["weight"].value.data_ptr()  # type: ignore[union-attr]
-    (address,) = cuda.locked
     grown = {**STATE, "moment": Replicated(torch.ones(100_000))}
     third, _ = staging.copy(grown, 0)
     assert_is_copy(third, grown)

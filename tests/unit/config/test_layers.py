@@ -332,6 +332,7 @@ def test_what_a_mesh_leaves_open_is_what_is_left(
         (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
         (["strategy.name=auto"], "strategy.mesh: auto lays out the ranks itself"),
         (["strategy.cpu_offload=true"], "strategy.cpu_offload: only fsdp"),
+        (["strategy.prefetch_blocks=2"], "strategy.prefetch_blocks: only fsdp and zero gather weights"),
         (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
         (["train.compile=true", "train.accumulate=5"], "train.compile: with torch 2.15 compiled layers that are cut"),
         (["train.accumulate=9"], "train.accumulate: 9 parts of a share of 8 samples"),

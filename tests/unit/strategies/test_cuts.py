@@ -42,7 +42,9 @@ def test_two_names_of_one_weight_stay_one_weight() -> None:
     assert part.get_parameter("1.weight") is part.get_parameter("0.weight")
 
 
-def test_a_message_gives_back_tensors_of_any_type_and_shape() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"], ids=["in host memory", "over another device"])
+def test_a_message_gives_back_tensors_of_any_type_and_shape(device: str) -> None:
+    """torch takes cpu:0 for another device than cpu: it stands in for a GPU, where tensors are packed first."""
     tensors = [
         torch.arange(3, dtype=torch.uint8),
         torch.randn(5, 2, dtype=torch.float64),
@@ -52,6 +54,12 @@ def test_a_message_gives_back_tensors_of_any_type_and_shape() -> None:
         torch.randn(4, 3).T,
     ]
     place = Flat(tensors)
-    for before, after in zip(tensors, place.views(place.pack(tensors)), strict=True):
+    place._device = torch.device(device)
+    message = place.pack(tensors)
+    assert place.pack(tensors, message) is message, "the memory of the last message is used again"
+    filled = [torch.empty_like(tensor) for tensor in tensors]
+    place.unpack(message, filled)
+    for before, after, other in zip(tensors, place.views(message), filled, strict=True):
         assert torch.equal(before, after)
+        assert torch.equal(before, other)
         assert before.dtype == after.dtype

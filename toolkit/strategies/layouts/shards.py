@@ -14,7 +14,7 @@ tensor parallelism the layers are cut first, and a rank's part of them is what i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -61,6 +61,7 @@ class Shards(Layout):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         compression: str = "none",
+        prefetch_blocks: int = 1,
         plan: TensorPlan | None = None,
     ) -> None:
         self.share = share_of(session, sizes)
@@ -78,6 +79,7 @@ class Shards(Layout):
         self._compile = compile
         self._recompute = recompute
         self._reshards = reshard_after_forward
+        self._ahead = prefetch_blocks
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Shard the model. Raises ConfigError for a model that cannot be sharded."""
@@ -157,6 +159,8 @@ class Shards(Layout):
         for part in parts:
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshards)
         self._model = fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        if self._ahead > 1:  # torch gathers one block ahead by itself
+            _prefetch([self._model, *parts], self._ahead)  # type: ignore[list-item]
         log.info("sharded over a mesh of %s: %d blocks and the rest", describe(self._sizes), len(parts))
 
     def _refuse(self, model: nn.Module) -> None:
@@ -177,6 +181,17 @@ class Shards(Layout):
                 f"train.precision: {listing(norms, 3)} keeps statistics in fp32, which do not go with sharded weights "
                 "in bf16; use fp32, ddp, or a model without BatchNorm"
             )
+
+
+def _prefetch(modules: Sequence[FSDPModule], ahead: int) -> None:
+    """Gather the weights of ``ahead`` modules before they are needed. ``modules`` are in the order of a forward pass.
+
+    The root is the first one. Its own weights stay until the backward pass.
+    """
+    for number, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch([*modules[number + 1 : number + 1 + ahead]])
+        module.set_modules_to_backward_prefetch([*reversed(modules[max(1, number - ahead) : number])])
+    modules[0].set_modules_to_backward_prefetch([*reversed(modules[-ahead:])])
 
 
 def _across_blocks(model: nn.Module) -> list[str]:

@@ -94,7 +94,10 @@ def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | Non
 
 
 class Flat:
-    """The places of tensors like those of ``like`` in one message: (``nbytes``,) uint8."""
+    """The places of tensors like those of ``like`` in one message: (``nbytes``,) uint8, in host memory.
+
+    Tensors on a GPU are packed there. The message is page-locked then, and one copy takes it across.
+    """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._places: list[tuple[int, int, torch.dtype, torch.Size]] = []
@@ -103,11 +106,17 @@ class Flat:
             end = self.nbytes + tensor.nbytes
             self._places.append((self.nbytes, end, tensor.dtype, tensor.shape))
             self.nbytes = math.ceil(end / _ALIGN_BYTES) * _ALIGN_BYTES
+        self._device = like[0].device if like else torch.device("cpu")
 
     def views(self, message: Tensor | None) -> list[Tensor]:
-        """Return the tensors in ``message``, which is None if it has no bytes."""
-        if message is None:
-            message = torch.empty(0, dtype=torch.uint8)
+        """Return the tensors in ``message``, which is None if it has no bytes.
+
+        They are live, or on a GPU, where the message goes as a whole.
+        """
+        message = torch.empty(0, dtype=torch.uint8) if message is None else message
+        return self._cut(message.to(self._device))
+
+    def _cut(self, message: Tensor) -> list[Tensor]:
         views = []
         for start, stop, dtype, shape in self._places:
             values = message[start:stop].view(dtype)
@@ -117,13 +126,18 @@ class Flat:
     @torch.no_grad()
     def unpack(self, message: Tensor | None, tensors: Sequence[Tensor]) -> None:
         """Fill ``tensors`` from ``message``."""
-        for tensor, value in zip(tensors, self.views(message), strict=True):
-            tensor.copy_(value)
+        if message is not None and tensors:
+            torch._foreach_copy_(list(tensors), self.views(message))
 
+    @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor], message: Tensor | None = None) -> Tensor:
         """Return the tensors as a message, in the memory of an older one if it is given."""
         if message is None:
-            message = torch.zeros(self.nbytes, dtype=torch.uint8)
-        if tensors:
-            torch._foreach_copy_(self.views(message), list(tensors))
+            message = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if not tensors:
+            return message
+        there = message if message.device == self._device else torch.empty_like(message, device=self._device)
+        torch._foreach_copy_(self._cut(there), list(tensors))
+        if there is not message:
+            message.copy_(there)  # waits: the message is sent from the host
         return message

@@ -81,7 +81,7 @@ class Server(Side):
 
     def _apply(self, gradients: Sequence[Tensor], lr: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient.to(self._device)
+            parameter.grad = gradient
         for parameter in self._part.parameters():  # no rows here, but the optimizer counts their steps as well
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -130,14 +130,9 @@ class Worker(Side):
         messages = [self._inbox.wait_for(Kind.WEIGHTS) for _ in self._servers]
         with torch.no_grad():
             for message in messages:
-                self._fill(message)
+                placed = self._placed[message.sender]
+                self._places[message.sender].unpack(message.payload, [rows_of(p, rows) for p, rows in placed])
                 self._versions[message.sender] = int(message.numbers[0])
-
-    def _fill(self, message: PeerMessage) -> None:
-        placed = self._placed[message.sender]
-        if placed:
-            views = self._places[message.sender].views(message.payload)
-            torch._foreach_copy_([rows_of(p, rows) for p, rows in placed], views)
 
     # ------------------------------------------------------------------------------------------- for others and for all
 
