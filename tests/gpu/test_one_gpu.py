@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from torch.export.passes import move_to_device_pass
 
 from tests.dist.test_fork import Site
 from tests.gpu import NO_GPU, throughput, training
+from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.background import Staging
 from toolkit.data.loader import Loader
 from toolkit.data.to_device import _copy_stream
@@ -28,9 +30,7 @@ from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Replicated
 from toolkit.train.program import write_program
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip(NO_GPU, allow_module_level=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
 DEVICE = torch.device("cuda", 0)
 #: Clock cycles of a kernel that does nothing, for tenths of a second and for a second.
 SHORT, LONG = 200_000_000, 2_000_000_000
@@ -128,6 +128,26 @@ def test_a_save_has_the_values_of_its_step_though_the_next_one_changes_them() ->
     value.zero_()
     wait()
     assert staged["w"].value.min().item() == 1  # type: ignore[union-attr]
+
+
+def test_a_block_that_cannot_be_page_locked_leaves_no_error_for_the_next_kernel() -> None:
+    buffer = mmap.mmap(-1, 1 << 20)
+    assert page_locked.lock(buffer)
+    assert not page_locked.lock(buffer), "it is page-locked already"
+    assert torch.ones(4, device=DEVICE).sum().item() == 4
+    page_locked.unlock(buffer)
+    assert page_locked.lock(buffer)
+    page_locked.unlock(buffer)
+
+
+def test_a_state_of_many_sizes_takes_as_much_page_locked_memory_as_it_has() -> None:
+    state = {str(size): Replicated(torch.full((size,), float(size), device=DEVICE)) for size in (1, 1000, 70_000)}
+    block = page_locked.Block()
+    places = block.places({name: entry.value for name, entry in state.items()})  # type: ignore[misc]
+    assert all(place.is_pinned() for place in places.values())
+    staged, wait = Staging().copy(state, 0)
+    wait()
+    assert all(torch.equal(staged[name].value, entry.value.cpu()) for name, entry in state.items())  # type: ignore[arg-type, union-attr]
 
 
 @pytest.fixture

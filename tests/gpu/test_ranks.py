@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch.distributed import distributed_c10d
 
 from tests.dist.ranks import run_ranks
 from tests.gpu import NO_GPU, throughput, training
+from toolkit.checkpoint.background import Staging
 from toolkit.config import DistConfig
 from toolkit.ranks.session import Session
+from toolkit.ranks.state import Replicated
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip(NO_GPU, allow_module_level=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
 
 
 def world() -> int:
@@ -50,6 +51,21 @@ def test_a_training_has_the_losses_of_a_loop_by_hand(name: str) -> None:
         assert found["device"] == f"cuda:{rank}"
         assert found["losses"] == pytest.approx(expected, rel=case.tolerance)
         assert found["fused"] == case.is_fused
+
+
+def others_contexts(session: Session) -> list[int]:
+    """Return the GPUs of other ranks on which this process has a context, once a thread has waited for a copy."""
+    state = {"w": Replicated(torch.ones(1 << 20, device=session.device))}
+    _, wait = Staging().copy(state, session.rank)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    indices = [index for index in range(torch.cuda.device_count()) if index != session.device.index]
+    return [index for index in indices if torch._C._cuda_hasPrimaryContext(index)]
+
+
+def test_the_thread_that_writes_a_save_makes_no_context_on_another_ranks_gpu() -> None:
+    assert run_ranks(world(), others_contexts, job=DistConfig()) == [[]] * world()
 
 
 #: torch 2.15 has two: its default is new, and the one before has another name.

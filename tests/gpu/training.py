@@ -55,8 +55,15 @@ CASES: dict[str, Case] = {
     "ddp, fp16": Case(train=TrainConfig(precision="fp16"), tolerance=HALF),
     "ddp, compiled": Case(train=TrainConfig(compile=True)),
     "ddp, channels_last": Case(train=TrainConfig(channels_last=True), has_images=True, tolerance=1e-3),
+    **{
+        f"ddp, sent as {kind}": Case(StrategyConfig("ddp", compression=kind), tolerance=HALF)
+        for kind in ("bf16", "fp16")
+    },
+    # With all values sent only the rounding differs.
+    "ddp, sent by topk": Case(StrategyConfig("ddp", compression="topk", compression_ratio=1.0), tolerance=1e-3),
     "fsdp": Case(StrategyConfig("fsdp"), optim="adamw", tolerance=1e-3),
     "fsdp, bf16": Case(StrategyConfig("fsdp"), TrainConfig(precision="bf16"), tolerance=HALF),
+    "fsdp, two blocks ahead": Case(StrategyConfig("fsdp", prefetch_blocks=2)),
     "fsdp, compiled": Case(StrategyConfig("fsdp"), TrainConfig(compile=True)),
     "fsdp, offloaded": Case(StrategyConfig("fsdp", cpu_offload=True), optim="adamw", tolerance=1e-3),
     "fsdp, offloaded, clipped": Case(
