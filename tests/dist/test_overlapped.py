@@ -136,7 +136,7 @@ class Stream:
         self.calls.append(f"{self.name} waits for {other.name}")
 
 
-def test_on_a_gpu_the_stream_for_sending_waits_for_the_gradients_and_the_future_for_it(
+def test_on_a_gpu_sending_waits_for_the_gradients_and_the_future_for_sending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
