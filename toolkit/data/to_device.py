@@ -15,6 +15,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
     Tensors come from page-locked memory: from other memory the host would wait for the copy.
     """
+    # What is read or made on the host is there already. To look at each tensor costs more than to fetch a small batch.
+    if device.type == "cpu":
+        return batch
     if device.type != "cuda":
         return batch.to(device)
     copies, computes = _copy_stream(device), torch.cuda.current_stream(device)

@@ -117,7 +117,7 @@ class Custom(AllNeeded):
         self.lr = lr
         for update in self._updates.values():
             update.begin()
-        return StepOutput(self._train_step(self, batch.to(self.device)))
+        return StepOutput(self._train_step(self, batch))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:

@@ -62,7 +62,7 @@ class Loss:
 
     def summed(self, samples: int) -> Loss:
         """Return this loss as a sum over a batch of ``samples`` samples, a tensor without dimensions."""
-        total = self.total.reshape(())
+        total = self.total.reshape(()) if self.total.ndim else self.total  # a reshape would go backward, too
         return Loss(total * samples if self.is_mean_over_samples else total, self.weight)
 
     def __mul__(self, factor: float) -> Loss:
@@ -206,7 +206,9 @@ def means_of(passes: Sequence[Mapping[str, Loss]], *factors: Tensor | float) -> 
         first, *others = [losses[name].total.detach() for losses in passes]
         means[name] = sum(others, first)
         for factor in factors:
-            means[name] = means[name] * factor
+            # Each product takes a kernel. One by 1, as where every rank counts, changes no bit.
+            if isinstance(factor, Tensor) or factor != 1:
+                means[name] = means[name] * factor
     return means
 
 

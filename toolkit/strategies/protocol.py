@@ -109,7 +109,10 @@ class Strategy(Protocol):
         """Start or continue the training at ``step``. ``again`` recomputes the part of another, dead rank."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        """Make one whole optimizer step on this rank's part of a global batch, without a host sync."""
+        """Make one whole optimizer step on this rank's part of a global batch, without a host sync.
+
+        ``batch`` is on the session's device already, as loaders give it.
+        """
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         """Return ``measure`` over a batch, in evaluation mode and without gradients.

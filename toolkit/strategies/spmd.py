@@ -91,7 +91,7 @@ class Spmd(AllNeeded):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._update.begin()
-        means = self._forward_backward(batch.to(self._device))
+        means = self._forward_backward(batch)
         return StepOutput.of(means, self._update.apply(lr))
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class Spmd(AllNeeded):
             hook = partial(lambda number, _module, _args, output: look(number, output), number)
             handles.append(module.register_forward_hook(hook))
         try:
-            for part in self._parts(batch.to(self._device)):
+            for part in self._parts(batch):
                 with self._layout.precision():
                     for loss in self._objective(self._layout.forward, part).values():
                         look(len(modules), loss.total)
@@ -272,7 +272,7 @@ class Spmd(AllNeeded):
             self._objective = checked
             torch.manual_seed(0)  # as in a step, ranks with the same share draw the same numbers
             self.own_time.start()
-            self._forward_backward(batch.to(self._device))
+            self._forward_backward(batch)
         self._objective = objective
         self.own_time.take()  # it may have compiled the model
         self._layout.figures()

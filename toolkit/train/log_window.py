@@ -37,7 +37,8 @@ class LogWindow:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigError(f"run.log: {tag} has the shape {tuple(value.shape)}; log single numbers")
-            number: Tensor | float = value.detach().double().reshape(())
+            wide = value.detach().double()
+            number: Tensor | float = wide.reshape(()) if wide.ndim else wide
         else:
             number = float(value)
         self._last[tag] = number
