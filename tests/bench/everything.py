@@ -21,6 +21,7 @@ from tests.bench.record import KEPT
 #: Of each kept result: the words after ``python -m tests.``.
 COMMANDS: Mapping[str, str] = {
     "loop": "bench.loop",
+    "parts": "bench.parts",
     "steps": "bench.steps",
     "startup": "bench.startup",
     "restart": "bench.restart",

@@ -12,6 +12,7 @@ accelerate and Lightning come with the ``bench`` extra and are left out where th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import math
@@ -136,29 +137,39 @@ def bare(session: Session) -> Round:
     return timed(train)
 
 
+class TurnEnded(Exception):
+    """Ends a turn of the real loop between two steps, as if it went on."""
+
+
 def ours(session: Session) -> Round:
-    """The real loop: the step's own seed, metrics, TensorBoard and progress included; one checkpoint at the end."""
-    inputs, targets = tensors()
+    """The real loop: the step's own seed, metrics, TensorBoard and progress included. No save is due in a turn."""
     strategy = build_strategy(StrategyConfig(), session)
-    data = InMemory(inputs, targets)
-    loader = Loader(data, global_batch_size=BATCH * RANKS, seed=0, share=strategy.share)
+    loader = Loader(InMemory(*tensors()), global_batch_size=BATCH * RANKS, seed=0, share=strategy.share)
     optim = OptimConfig(lr=0.05)
     strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
-    done = 0
+    config = TrainConfig(epochs=NEVER, max_steps=NEVER, log_every=LOG_EVERY, eval_every=NEVER)
+    schedule = partial(build_schedule, optim)
+    trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+    life, end = trainer._life, 0
+    boundary = life.boundary
+
+    def turn_end() -> None:
+        boundary()
+        if life.step == end:
+            raise TurnEnded
+
+    life.begin()
+    trainer._hooks = Hooks()
+    trainer._evaluations = Evaluations(session, strategy, life.sheet, None, trainer._hooks)
 
     def train(steps: int) -> None:
-        nonlocal done
-        done += steps
-        config = TrainConfig(epochs=NEVER, max_steps=done, log_every=LOG_EVERY, eval_every=NEVER)
-        schedule = partial(build_schedule, optim)
-        trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-        trainer._life.step = done - steps
-        trainer._life.begin()
-        trainer._hooks = Hooks()
-        trainer._evaluations = Evaluations(session, strategy, trainer._life.sheet, None, trainer._hooks)
-        trainer._train()
+        nonlocal end
+        end = life.step + steps
+        with contextlib.suppress(TurnEnded):
+            trainer._train()
 
+    life.boundary = turn_end
     return timed(train)
 
 
