@@ -14,7 +14,7 @@ from toolkit.config.declared import dataclass_in, declared, defaults_of
 from toolkit.config.hints import hints_of, text_of
 from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
-from toolkit.config.source import PythonSource
+from toolkit.config.source import PythonSource, read_source
 from toolkit.config.validation import WORDS
 from toolkit.errors import ConfigError
 
@@ -46,7 +46,7 @@ def page(config: str, overrides: Sequence[str]) -> str:
     The job's own keys come first. Raises ConfigError for a config that cannot be read.
     """
     values, own = merged_layers(config, overrides)
-    source = PythonSource(Path(schema.__file__))
+    source = read_source(Path(schema.__file__))
     keys = dataclass_in(source, "JobConfig")
     defaults = defaults_of(keys, _REQUIRED)
     lines = [f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."]
@@ -66,7 +66,7 @@ def page(config: str, overrides: Sequence[str]) -> str:
 
 def words_by_key() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes if these are known."""
-    keys = dataclass_in(PythonSource(Path(schema.__file__)), "JobConfig")
+    keys = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
     hints = {key.name: key.hint for key in _keys(keys, "", defaults_of(keys, _REQUIRED), defaults_of(keys, _REQUIRED))}
     flags = {name: ("true", "false") for name, hint in hints.items() if hint is bool}
     words = {"data.name": schema.DATASETS, **WORDS}
@@ -75,7 +75,7 @@ def words_by_key() -> dict[str, list[str]]:
 
 def _own_section(values: Mapping[str, Any], own: type | None) -> list[str]:
     try:
-        job = params_source(PythonSource(job_source(values["job"])), None)
+        job = params_source(read_source(job_source(values["job"])), None)
     except ConfigError as error:
         return [f"params: {error}"]
     if own is None:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ def declared(f: Any) -> Declared:
     return found
 
 
+@lru_cache(maxsize=16)
 def dataclass_in(source: PythonSource, name: str) -> type | None:
     """Return a dataclass with the fields of the class ``name`` of ``source``; None where there is none.
 

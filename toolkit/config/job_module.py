@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toolkit.config.schema import JobConfig
-from toolkit.config.source import PythonSource
+from toolkit.config.source import PythonSource, read_source
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError, nearest
 
@@ -43,7 +43,7 @@ class JobFiles:
 
 def check_job(config: JobConfig, project: Path | None) -> None:
     """Raise ConfigError unless the file holds one job. It is parsed and not imported, because it imports torch."""
-    source = PythonSource(job_source(config.job, project))
+    source = read_source(job_source(config.job, project))
     jobs = _job_classes(source, project)
     if len(jobs) > 1:
         lines = " and ".join(f"{node.name} (line {node.lineno})" for node in jobs)
@@ -101,7 +101,7 @@ def _elsewhere(name: str, source: PythonSource, project: Path) -> PythonSource |
     for folder in folders if path else []:
         file = folder / f"{path.replace('.', '/')}.py"
         if file.is_file() and file != source.path:
-            other = PythonSource(file)
+            other = read_source(file)
             return other if kind in _derived(other, project) else None
     return None
 
@@ -127,7 +127,7 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
     Such a file calls ``toolkit.start()``, or an adapter of ``toolkit.integrations``.
     """
-    source = PythonSource(job_source(job, project))
+    source = read_source(job_source(job, project))
     calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
     names = (source.full_name(func) for func in calls)
     return any(name == "toolkit.start" or name.startswith("toolkit.integrations.") for name in names)
@@ -135,7 +135,7 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
 def is_job(job: str, project: Path | None = None) -> bool:
     """True if the script uses the toolkit: it has its own loop or a job class. Raises ConfigError."""
-    return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project)), project))
+    return is_loop(job, project) or bool(_job_classes(read_source(job_source(job, project)), project))
 
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
@@ -200,7 +200,7 @@ def _spec(parts: list[str], project: Path) -> ModuleSpec | None:
             if spec is None or spec.submodule_search_locations is None:
                 return None
             if spec.has_location and spec.origin is not None:
-                PythonSource(Path(spec.origin))  # raises here what the ranks could not import
+                read_source(Path(spec.origin))  # raises here what the ranks could not import
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
     except (ImportError, ValueError):  # not a module's name
         return None

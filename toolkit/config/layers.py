@@ -22,7 +22,7 @@ from toolkit.config.layer_files import Layer, file_layers, override_layer, site_
 from toolkit.config.layer_values import read_mapping, read_section
 from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
-from toolkit.config.source import PythonSource
+from toolkit.config.source import PythonSource, read_source
 from toolkit.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ def merged_layers(
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]]) -> type | None:
     """Return the job's ``Params``. None where the job cannot be found or read: :func:`validate` reports that."""
     try:
-        source = None if job == FOREIGN_JOB else params_source(PythonSource(job_source(job, project)), project)
+        source = None if job == FOREIGN_JOB else params_source(read_source(job_source(job, project)), project)
     except (ConfigError, OSError):
         # Given params cannot be checked without the file, so the error must be raised now.
         if given:

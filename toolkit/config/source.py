@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from toolkit.errors import ConfigError
@@ -15,18 +15,30 @@ from toolkit.errors import ConfigError
 _FOR_TOOLS = re.compile(r"#\s*(?:noqa|type: *ignore|pragma|fmt:|pylint:|pyright:).*")
 
 
-class PythonSource:
-    """The syntax tree of a file, with the names that it imports and its comments. Raises ConfigError."""
+def read_source(path: Path) -> PythonSource:
+    """Return the source of a file, parsed once as long as its bytes are the same.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._content = path.read_bytes()
-            self.tree = ast.parse(self._content, filename=str(path))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            why = getattr(error, "msg", None) or str(error) or type(error).__name__
-            raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
+    A sweep loads one config a point, all with the same job. Raises ConfigError.
+    """
+    try:
+        return _parsed(path, path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        why = getattr(error, "msg", None) or str(error) or type(error).__name__
+        raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
+
+
+@lru_cache(maxsize=16)
+def _parsed(path: Path, content: bytes) -> PythonSource:
+    return PythonSource(path, content)
+
+
+class PythonSource:
+    """The syntax tree of a file, with the names that it imports and its comments."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path, self._content = path, content
+        self.tree = ast.parse(content, filename=str(path))
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
         #: The expressions assigned to names at the top level; of several for one name the last.

@@ -19,7 +19,7 @@ from tests.unit.config.conftest import ROOT
 from toolkit.config import JobConfig, dump_config, filled, leaves, load_config, schema, validate
 from toolkit.config.declared import dataclass_in, declared, defaults_of
 from toolkit.config.hints import hints_of, text_of
-from toolkit.config.source import PythonSource
+from toolkit.config.source import read_source
 from toolkit.errors import ConfigError, RequestError
 
 HEAD = """from __future__ import annotations
@@ -71,7 +71,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def of_text(text: str, folder: Path) -> Any:
     (folder / "read.py").write_text(text)
-    return dataclass_in(PythonSource(folder / "read.py"), "Params")
+    return dataclass_in(read_source(folder / "read.py"), "Params")
 
 
 def test_a_config_has_every_key_of_its_job_resolved(job: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_comment_and_the_type_of_a_key_are_known(tmp_path: Path) -> None:
 
 
 def test_the_toolkits_own_keys_are_read_from_their_source_as_they_are() -> None:
-    found = dataclass_in(PythonSource(Path(schema.__file__)), "JobConfig")
+    found = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
     assert defaults_of(found, None) == asdict(JobConfig())
 
 
