@@ -47,9 +47,31 @@ def test_the_map_of_the_files_has_the_order_of_the_imports() -> None:
 
 
 @cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+def blocks(node: ast.AST) -> list[ast.AST]:
+    """Return the statements of a node, and what holds some of them."""
+    kinds = (ast.stmt, ast.ExceptHandler, ast.match_case)
+    return [child for child in ast.iter_child_nodes(node) if isinstance(child, kinds)]
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in blocks(node):
+        yield child
+        yield from statements(child)
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -63,19 +85,21 @@ def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem not in ("__init__", "__main__"))
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [path for path in SOURCES if path.parent != PACKAGE or path.stem not in ("__init__", "__main__")]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for module in imports_of(path):
-        if not module.startswith("toolkit.") or part_of(module) == "__version__":
-            continue
-        other = part_of(module)
-        assert other == part or FLOOR_OF[other] < FLOOR_OF[part] or FLOOR_OF[part] == 0 == FLOOR_OF[other], (
-            f"{part} (floor {FLOOR_OF[part]}) imports {module} (floor {FLOOR_OF[other]})"
-        )
+def test_imports_point_down() -> None:
+    upward = []
+    for path in MODULES:
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for module in imports_of(path):
+            if not module.startswith("toolkit.") or part_of(module) == "__version__":
+                continue
+            other = part_of(module)
+            if not (other == part or FLOOR_OF[other] < FLOOR_OF[part] or FLOOR_OF[part] == 0 == FLOOR_OF[other]):
+                upward.append(f"{path} (floor {FLOOR_OF[part]}) imports {module} (floor {FLOOR_OF[other]})")
+    assert upward == []
 
 
 LOGIN_NODE = [
@@ -106,13 +130,16 @@ def loads(nodes: Sequence[ast.AST], in_functions: bool = False) -> Iterator[str]
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from loads(node.orelse, in_functions)
         elif in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            blocks = (ast.stmt, ast.ExceptHandler, ast.match_case)
-            yield from loads([child for child in ast.iter_child_nodes(node) if isinstance(child, blocks)], in_functions)
+            yield from loads(blocks(node), in_functions)
 
 
 @cache
-def loads_of(path: Path) -> tuple[str, ...]:
-    return tuple(loads(ast.parse(path.read_text()).body))
+def loads_of(path: Path, in_functions: bool = False) -> tuple[str, ...]:
+    return tuple(loads(tree_of(path).body, in_functions))
+
+
+def file_of(command: str) -> Path:
+    return PACKAGE / f"cli/commands/{command.replace('-', '_')}.py"
 
 
 def way_to_heavy(names: Iterable[str]) -> str | None:
@@ -140,20 +167,13 @@ def test_login_node_modules_never_import_torch(part: str) -> None:
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
     for path in files:
         assert not {m.split(".")[0] for m in imports_of(path)} & HEAVY, path
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        assert way_to_heavy([module]) is None
+    assert way_to_heavy([".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]) is None
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - WITH_TORCH))
-def test_no_command_of_the_login_node_reaches_torch_by_its_imports(command: str) -> None:
-    path = PACKAGE / "cli/commands" / f"{command.replace('-', '_')}.py"
-    assert way_to_heavy(loads(ast.parse(path.read_text()).body, in_functions=True)) is None
-
-
-@pytest.mark.parametrize("command", sorted(WITH_TORCH))
-def test_the_walk_over_imports_finds_torch_where_a_command_needs_it(command: str) -> None:
-    path = PACKAGE / "cli/commands" / f"{command}.py"
-    assert way_to_heavy(loads(ast.parse(path.read_text()).body, in_functions=True))
+def test_no_command_of_the_login_node_reaches_torch_by_its_imports() -> None:
+    ways = {command: way_to_heavy(loads_of(file_of(command), in_functions=True)) for command in COMMANDS}
+    assert {command: way for command, way in ways.items() if way and command not in WITH_TORCH} == {}
+    assert {command for command, way in ways.items() if way} == WITH_TORCH, "the walk finds torch where it is needed"
 
 
 def test_checks_of_a_node_start_without_site_packages() -> None:
@@ -168,7 +188,7 @@ def test_checks_of_a_node_start_without_site_packages() -> None:
 
 
 def test_toolkit_never_imports_jobs() -> None:
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         assert not [m for m in imports_of(path) if m.split(".")[0] == "jobs"], path
 
 
@@ -194,17 +214,18 @@ def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
 
 
 def test_only_fsio_renames_files() -> None:
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         if path.name != "fsio.py":
-            text = path.read_text()
-            assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text], path
+            assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text_of(path)], path
 
 
 def test_only_three_modules_of_slurm_name_its_programs() -> None:
     programs = {"sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"}
     allowed = {PACKAGE / f"slurm/{name}.py" for name in ("commands", "srun_commands", "site")}
-    for path in {*PACKAGE.rglob("*.py")} - allowed:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in {*SOURCES} - allowed:
+        if not any(program in text_of(path) for program in programs):
+            continue
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
                 assert node.elts[0].value not in programs, f"{path}: {ast.unparse(node)}"
 
@@ -216,10 +237,9 @@ def test_names_of_tests_are_short_enough_to_read() -> None:
 
 def test_a_class_has_a_name_of_its_own_and_fits_on_five_screens() -> None:
     places: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
-        assert text.count("\n") <= 400, f"{path}: split it by subject"
-        for node in ast.walk(ast.parse(text)):
+    for path in SOURCES:
+        assert text_of(path).count("\n") <= 400, f"{path}: split it by subject"
+        for node in statements(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
                 assert (node.end_lineno or 0) - node.lineno < 250, f"{path}: {node.name}: split it by subject"
