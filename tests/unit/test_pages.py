@@ -48,6 +48,10 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+#: Building it takes longer than all that it parses here.
+parser = cache(cli.build_parser)
+
+
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
 def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
     argv = shlex.split(command)[1:]
@@ -55,7 +59,7 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
         argv = argv[: argv.index("--")]
     if "--help" in argv:
         return
-    args = cli.build_parser().parse_args(argv)
+    args = parser().parse_args(argv)
     config = getattr(args, "config", None)
     if args.command == "sweep" and config.startswith("configs/"):
         if args.optuna is not None:
@@ -102,7 +106,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 @cache
 def parsers() -> Mapping[str, argparse.ArgumentParser]:
-    [found] = [action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [found] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return cast(Mapping[str, argparse.ArgumentParser], found.choices)
 
 

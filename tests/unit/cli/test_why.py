@@ -282,8 +282,8 @@ def test_a_page_fits_the_terminal_and_promises_no_checkpoint_that_there_is_not(
     fsio.remove_tree(run.checkpoints)
     lines = page(run, capsys)
     assert " begins anew: there is no checkpoint" in " ".join(line.strip() for line in lines[-2:])
-    # Only the path of a log cannot be divided.
-    assert [line for line in lines if len(line) > 80 and not line.startswith("  log: ")] == []
+    # Only paths cannot be divided.
+    assert [line for line in lines if len(line) > 80 and not line.startswith(("  log: ", '    File "'))] == []
 
 
 def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
