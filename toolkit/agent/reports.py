@@ -52,6 +52,7 @@ class Inbox:
                 break
             except OSError:
                 if time.monotonic() >= deadline:
+                    self._listening.close()
                     raise
                 time.sleep(_RETRY_S)
         self._listening.listen(128)
@@ -147,6 +148,10 @@ class Outbox:
             if wait_s:
                 self._socket.setblocking(False)
         return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     def _connect(self) -> bool:
         if self._socket is None:

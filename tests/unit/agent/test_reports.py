@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -34,21 +35,33 @@ def inbox(name: str) -> Iterator[Inbox]:
     inbox.close()
 
 
-def test_what_several_ranks_say_comes_whole_and_in_order(inbox: Inbox, name: str) -> None:
-    ranks = [Outbox(name) for _ in range(8)]
+@pytest.fixture
+def rank(name: str) -> Iterator[Callable[[], Outbox]]:
+    """Makes a rank's end."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(Outbox(name)))
+
+
+@pytest.fixture
+def outbox(rank: Callable[[], Outbox]) -> Outbox:
+    return rank()
+
+
+def test_what_several_ranks_say_comes_whole_and_in_order(inbox: Inbox, rank: Callable[[], Outbox]) -> None:
+    ranks = [rank() for _ in range(8)]
     for number in range(3):
-        for rank, outbox in enumerate(ranks):
-            assert outbox.send(f"{rank} {number}".encode())
+        for index, outbox in enumerate(ranks):
+            assert outbox.send(f"{index} {number}".encode())
     assert select.select([inbox], [], [], TIMEOUT_S)[0]
     messages = inbox.take()
     assert inbox.take() == []
-    for rank in range(8):
-        own = [message for message in messages if message.startswith(f"{rank} ".encode())]
-        assert own == [f"{rank} {number}".encode() for number in range(3)]
+    for number in range(8):
+        own = [message for message in messages if message.startswith(f"{number} ".encode())]
+        assert own == [f"{number} {count}".encode() for count in range(3)]
 
 
-def test_the_longest_report_comes_through(inbox: Inbox, name: str) -> None:
-    assert Outbox(name).send(b"x" * MAX_BYTES)
+def test_the_longest_report_comes_through(inbox: Inbox, outbox: Outbox) -> None:
+    assert outbox.send(b"x" * MAX_BYTES)
     assert inbox.take() == [b"x" * MAX_BYTES]
 
 
@@ -58,8 +71,7 @@ def test_what_a_rank_has_said_before_it_died_is_heard(inbox: Inbox, name: str) -
     assert inbox.take() == [b"last"]
 
 
-def test_an_agent_that_takes_nothing_delays_no_rank(inbox: Inbox, name: str) -> None:
-    outbox = Outbox(name)
+def test_an_agent_that_takes_nothing_delays_no_rank(inbox: Inbox, outbox: Outbox) -> None:
     begun = time.monotonic()
     while outbox.send(b"x" * 1000):
         pass
@@ -68,8 +80,7 @@ def test_an_agent_that_takes_nothing_delays_no_rank(inbox: Inbox, name: str) -> 
     assert outbox.send(b"again")
 
 
-def test_a_last_word_waits_for_an_agent_that_is_busy_or_has_not_come_yet(name: str) -> None:
-    outbox = Outbox(name)
+def test_a_last_word_waits_for_an_agent_that_is_busy_or_has_not_come_yet(name: str, outbox: Outbox) -> None:
     assert not outbox.send(b"too early")
     waiting = threading.Thread(target=outbox.send, args=[b"last", TIMEOUT_S])
     waiting.start()
@@ -79,8 +90,8 @@ def test_a_last_word_waits_for_an_agent_that_is_busy_or_has_not_come_yet(name: s
     inbox.close()
 
 
-def test_a_rank_notices_that_its_agent_has_ended(name: str) -> None:
-    inbox, outbox = Inbox(name), Outbox(name)
+def test_a_rank_notices_that_its_agent_has_ended(name: str, outbox: Outbox) -> None:
+    inbox = Inbox(name)
     assert outbox.send(b"here")
     inbox.take()
     inbox.close()
@@ -112,9 +123,8 @@ def test_another_users_connection_is_closed(inbox: Inbox, name: str, monkeypatch
             stranger.recv(1)
 
 
-def test_a_user_who_sends_without_end_does_not_keep_the_agent(inbox: Inbox, name: str) -> None:
+def test_a_user_who_sends_without_end_does_not_keep_the_agent(inbox: Inbox, outbox: Outbox) -> None:
     is_over = threading.Event()
-    outbox = Outbox(name)
 
     def flood() -> None:
         while not is_over.is_set():

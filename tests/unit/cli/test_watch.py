@@ -127,19 +127,18 @@ def environ() -> dict[str, str]:
 
 def test_without_a_terminal_it_prints_once_for_each_change_and_ends_with_the_runs(live: rundir.RunDir) -> None:
     argv = [sys.executable, "-m", "toolkit", "watch", live.id]
-    process = subprocess.Popen(argv, env=environ(), stdout=subprocess.PIPE, text=True)
-    stop = threading.Timer(120, process.kill)
-    stop.start()
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().endswith("1 runs: 1 running\n")
-        live.write_result(RunResult(RunState.COMPLETED))
-        rest = process.stdout.read()
-        assert process.wait() == 0
-    finally:
-        stop.cancel()
-        process.kill()
-        process.wait()
+    with subprocess.Popen(argv, env=environ(), stdout=subprocess.PIPE, text=True) as process:
+        stop = threading.Timer(120, process.kill)
+        stop.start()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().endswith("1 runs: 1 running\n")
+            live.write_result(RunResult(RunState.COMPLETED))
+            rest = process.stdout.read()
+            assert process.wait() == 0
+        finally:
+            stop.cancel()
+            process.kill()
     assert rest.count("1 runs: ") == 1
     assert "1 runs: 1 completed" in rest
 

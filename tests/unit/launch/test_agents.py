@@ -426,7 +426,9 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     ):
         stranger.sendall(words)
     flood = [call(site) for _ in range(40)]
-    assert all(is_closed(connection) for connection in (*strangers, *flood))
+    for connection in (*strangers, *flood):
+        with connection:
+            assert is_closed(connection)
     step.kill()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
     site.agents.close()

@@ -174,10 +174,8 @@ def test_it_is_called_when_the_supervisor_itself_fails(
 
     monkeypatch.setattr(Supervisor, "run", fails)
     monkeypatch.setattr(os, "umask", lambda mask: mask)
-    handlers = list(LOGGER.handlers)
     with pytest.raises(SystemExit):
         entry.supervise(str(run.path), "local")
-    LOGGER.handlers[:] = handlers
     assert [told["why"] for told in said(tmp_path)] == ["the supervisor failed: RuntimeError: a bug"]
 
 

@@ -169,7 +169,7 @@ def test_an_agent_that_leaves_while_the_reporter_closes_is_no_failure(
 def test_a_rank_whose_agent_is_gone_ends_itself(exits: list[int]) -> None:
     name = f"\0toolkit-test-{secrets.token_hex(8)}"
     inbox = Inbox(name)
-    with closing(reporter_to(Outbox(name), 2)):
+    with closing(Outbox(name)) as outbox, closing(reporter_to(outbox, 2)):
         wait_for(inbox.take, TIMEOUT_S, "a report")
         assert exits == []
         inbox.close()

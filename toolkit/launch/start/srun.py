@@ -162,13 +162,14 @@ class Srun:
         """Pass on what one srun reports; return a refusal that may pass."""
         refused: LaunchFailed | None = None
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            log.info("%s", line.rstrip())
-            event = parse_srun_line(line, self._hosts)
-            if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
-                refused = event
-            elif event is not None:
-                put(event)
+        with self._process.stderr as lines:
+            for line in lines:
+                log.info("%s", line.rstrip())
+                event = parse_srun_line(line, self._hosts)
+                if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
+                    refused = event
+                elif event is not None:
+                    put(event)
         return refused
 
     def terminate(self) -> None:
