@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -16,6 +18,18 @@ SEED_VARIABLE = "TOOLKIT_SAMPLE_SEED"
 def pytest_configure() -> None:
     os.environ.setdefault(SEED_VARIABLE, str(random.randrange(10**6)))  # before the workers start, which inherit it
     os.environ.pop("COLUMNS", None)  # xdist sets it in its workers: texts would be wrapped there and not elsewhere
+    # Without bytecode each worker and each process of a test would compile what it imports again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """Leave torch's million objects out of every later search for garbage."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries complain at the end of what they leaked
 
 
 def pytest_report_header() -> str:

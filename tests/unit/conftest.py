@@ -10,8 +10,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from hypothesis import settings
 
 from toolkit.logs import LOGGER
+
+settings.register_profile("unit", deadline=None)  # a busy machine takes longer, and is no failure
+settings.load_profile("unit")
+
+
+def pytest_collection_finish() -> None:
+    """Compute with one thread in each worker: torch's threads would wait for each other's CPU, by spinning."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +31,8 @@ def log_as_at_the_start() -> Iterator[None]:
     LOGGER.handlers[:], LOGGER.propagate = [], True
     LOGGER.setLevel(logging.NOTSET)
     yield
+    for handler in {*LOGGER.handlers} - {*before[0]}:
+        handler.close()
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
     LOGGER.setLevel(before[1])
 
