@@ -26,7 +26,13 @@ def tiny_images(device: torch.device) -> throughput.Work:
     return throughput.images(resnet18, 32, 2, "fp32")
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp, bf16", "ddp, channels_last", "fsdp", "ddp, clipped"])
+ON_THE_CPU = [
+    *("ddp", "ddp, bf16", "ddp, channels_last", "ddp, clipped", "ddp, sent as bf16", "ddp, sent as fp16"),
+    *("ddp, sent by topk", "fsdp", "fsdp, two blocks ahead"),
+]
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
 def test_the_trainings_have_the_losses_of_a_loop_by_hand_on_the_cpu_too(name: str) -> None:
     case = training.CASES[name]
     for found, expected in run_ranks(2, training.both, case, job=DistConfig()):
