@@ -50,10 +50,10 @@ box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubun
 
 NAMES ?=
 bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, images, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
-	$(BIN)/python -m tests.bench.everything $(NAMES)
+	$(BIN)/python -m tests.bench.everything $(if $(PEERS),--peers $(PEERS)) $(NAMES)
 
 bench-record: .venv/ready-dev  ## the same on a quiet machine, kept: docs/benchmarks/*.json, the pages' tables and pictures. Some: NAMES="loop steps"
-	$(BIN)/python -m tests.bench.everything --keep $(NAMES)
+	$(BIN)/python -m tests.bench.everything --keep $(if $(PEERS),--peers $(PEERS)) $(NAMES)
 
 gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
 	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) tests/gpu

@@ -2,9 +2,9 @@
 
     python -m tests.bench.page
 
-``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on and its rows, of scale.json
-those that have a goal; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``. A row whose
-name has a colon is a cell: the line, and the column. Goals stand here.
+``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on, its rows (of scale.json those
+with a goal) and its picture; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``. A row
+whose name has a colon is a cell: the line, and the column. Goals stand here.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def results(file: str) -> str:
     machine, torch = kept["machine"], kept["versions"]["torch"]
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, load {machine['load']:g}"
     head = f"```console\n$ {kept['command']}\n```\n\n{kept['date']}, commit {kept['commit']}, {where}, torch {torch}.\n"
-    return "\n".join([head, *_tables(file, kept["rows"])])
+    picture = [f"\n![{file}, drawn](benchmarks/{file}.svg)"] if (KEPT / f"{file}.svg").exists() else []
+    return "\n".join([head, *_tables(file, kept["rows"]), *picture])
 
 
 def _tables(file: str, rows: Sequence[Row]) -> Iterator[str]:
