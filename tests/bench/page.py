@@ -2,9 +2,9 @@
 
     python -m tests.bench.page
 
-``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on, its rows (of scale.json those
-with a goal) and its picture; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``. A row
-whose name has a colon is a cell: the line, and the column. Goals stand here.
+``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on, its rows (of scale.json
+those with a goal) and its picture; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``.
+A row whose name has a colon is a cell: the line, and the column. Goals stand here.
 """
 
 from __future__ import annotations
