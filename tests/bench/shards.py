@@ -41,7 +41,7 @@ FIGURES = (
     ("cold", "MiB/s", ""),
     ("of a plain read", "%", "more"),
     ("warm", "MiB/s", ""),
-    ("of a plain read, warm", "%", "more"),
+    ("warm, of a plain read", "%", "more"),
     ("warm, a second of CPU", "MiB", ""),
 )
 
