@@ -36,7 +36,14 @@ def expand(text: str) -> list[str]:
     hosts: list[str] = []
     for start, entry in _entries(text):
         if "[" in entry:
-            hosts += _expand_entry(text, start, entry)
+            brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
+            if prod(map(len, brackets)) > MAX_HOSTS:
+                raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
+            # The last bracket runs fastest; the brackets before it nest in Slurm's order.
+            *literals, before_last, tail = _BRACKET.split(entry)[::2]
+            *outer, last = brackets
+            heads = [head + before_last for head in _in_slurms_order(literals, outer)]
+            hosts += [head + number + tail for head in heads for number in last]
         else:
             hosts.append(entry)
     return hosts
@@ -49,7 +56,14 @@ def compress(names: Iterable[str]) -> str:
     """
     groups: list[_Group] = []
     for name in names:
-        host = _parse_host(name)
+        if not name or any(character in "[]," or character.isspace() for character in name):
+            raise RequestError(f"{name!r} is not a host name: a list to compress holds one plain name per entry")
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            host = _NumberRange(name)
+        else:
+            number = int(match[2])
+            host = _NumberRange(match[1], number, number, len(match[2]))
         # Names with the same prefix and a number share one pair of brackets; all others stand alone.
         if groups and host.width and groups[-1].prefix == host.prefix and groups[-1].runs[-1].width:
             groups[-1].add(host)
@@ -101,17 +115,6 @@ def _skip_separators(text: str, position: int) -> int:
     return match.end()
 
 
-def _expand_entry(text: str, start: int, entry: str) -> list[str]:
-    brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
-    if prod(map(len, brackets)) > MAX_HOSTS:
-        raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
-    # The last bracket runs fastest; the brackets before it nest in Slurm's order.
-    *literals, before_last, tail = _BRACKET.split(entry)[::2]
-    *outer, last = brackets
-    heads = [head + before_last for head in _in_slurms_order(literals, outer)]
-    return [head + number + tail for head in heads for number in last]
-
-
 def _in_slurms_order(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
     """Yield the texts before the last bracket in Slurm's nesting, in which the first bracket runs fastest.
 
@@ -125,23 +128,19 @@ def _parse_bracket(text: str, start: int, content: str) -> list[str]:
     numbers: list[str] = []
     position = start
     for item in content.split(","):
-        numbers += _parse_range(text, position, item)
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            raise _error(text, position, f"expected a number or a range such as 01-16, found {item[:80]!r}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise _error(text, position, f"the range {item!r} runs backwards")
+        if high - low >= MAX_HOSTS:
+            raise _error(text, position, f"the range {item!r} has more than {MAX_HOSTS} hosts")
+        # The width of the first number pads the whole range.
+        width = len(match[1])
+        numbers += [str(number).zfill(width) for number in range(low, high + 1)]
         position += len(item) + 1
     return numbers
-
-
-def _parse_range(text: str, position: int, item: str) -> list[str]:
-    match = _RANGE.fullmatch(item)
-    if match is None:
-        raise _error(text, position, f"expected a number or a range such as 01-16, found {item[:80]!r}")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if high < low:
-        raise _error(text, position, f"the range {item!r} runs backwards")
-    if high - low >= MAX_HOSTS:
-        raise _error(text, position, f"the range {item!r} has more than {MAX_HOSTS} hosts")
-    # The width of the first number pads the whole range.
-    width = len(match[1])
-    return [str(number).zfill(width) for number in range(low, high + 1)]
 
 
 def _error(text: str, position: int, problem: str) -> RequestError:
@@ -188,13 +187,3 @@ class _Group:
         if len(self.runs) == 1 and first.low == first.high:
             return f"{self.prefix}{first}"
         return f"{self.prefix}[{','.join(map(str, self.runs))}]"
-
-
-def _parse_host(name: str) -> _NumberRange:
-    if not name or any(character in "[]," or character.isspace() for character in name):
-        raise RequestError(f"{name!r} is not a host name: a list to compress holds one plain name per entry")
-    match = _NUMBERED.fullmatch(name)
-    if match is None:
-        return _NumberRange(name)
-    number = int(match[2])
-    return _NumberRange(match[1], number, number, len(match[2]))

@@ -42,7 +42,14 @@ def find(text: str, *, may_come: bool = False) -> Origin:
     ResNet50_Weights.IMAGENET1K_V2 and the like mean torchvision's weights. Raises ConfigError that says what there is.
     """
     if is_published(text):
-        return Origin(TORCH, _published(text))
+        weights = published_path(text)
+        if not weights.is_file():
+            raise ConfigError(
+                f"model.init_from: the weights {text} are not there yet: there is no {weights}. Compute nodes have no "
+                "internet: on the login node run\n"
+                f"    toolkit data fetch {text} --root {shlex.quote(str(weights.parents[1]))}"
+            )
+        return Origin(TORCH, weights)
     path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)
@@ -58,16 +65,6 @@ def is_published(name: str) -> bool:
 def published_path(name: str, root: str | None = None) -> Path:
     """Return where the weights ``name`` are below ``root``, by default `$TOOLKIT_DATA` or ./data."""
     return fsio.expand(root or os.environ.get("TOOLKIT_DATA") or "data").absolute() / "weights" / f"{name}.pth"
-
-
-def _published(name: str) -> Path:
-    path = published_path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"model.init_from: the weights {name} are not there yet: there is no {path}. Compute nodes have no "
-            f"internet: on the login node run\n    toolkit data fetch {name} --root {shlex.quote(str(path.parents[1]))}"
-        )
-    return path
 
 
 def _file(path: Path) -> Origin:

@@ -282,23 +282,19 @@ def _new_check(shape: Shape | Null) -> Callable[[Any], bool]:
                 isinstance(value, dict) and all(map(_is_text, value)) and all(map(value_check, value.values()))
             )
         case Record(keys):
-            return _record_check(keys)
+            by_name = {name: _check(each.shape if isinstance(each, Maybe) else each) for name, each in keys.items()}
+            needed = {name for name, each in keys.items() if not isinstance(each, Maybe)}
 
+            def check(value: Any) -> bool:
+                if not isinstance(value, dict) or not needed <= value.keys():
+                    return False
+                for name, item in value.items():
+                    known = by_name.get(name)
+                    if isinstance(item, (dict, list)) if known is None else not known(item):
+                        return False
+                return True
 
-def _record_check(keys: Mapping[str, Shape | Maybe | Null]) -> Callable[[Any], bool]:
-    checks = {name: _check(each.shape if isinstance(each, Maybe) else each) for name, each in keys.items()}
-    needed = {name for name, each in keys.items() if not isinstance(each, Maybe)}
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, dict) or not needed <= value.keys():
-            return False
-        for name, item in value.items():
-            known = checks.get(name)
-            if isinstance(item, (dict, list)) if known is None else not known(item):
-                return False
-        return True
-
-    return check
+            return check
 
 
 def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:

@@ -350,15 +350,14 @@ def find(text: str, root: Path | None = None) -> RunDir:
     for found in (by_id, by_name[-1:]):
         if found:
             return found[0]
-    raise RunNotFoundError(_not_found(text, runs, root or runs_root()))
-
-
-def _not_found(text: str, runs: list[RunDir], root: Path) -> str:
+    root = root or runs_root()
     if not runs:
-        return f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
-    names = sorted({run.name for run in runs})
-    newest = ", ".join(f"{run.name}/{run.id}" for run in runs[-3:])
-    return f"no run {text!r} under {root}; {nearest(text, names)}names: {', '.join(names)}; newest: {newest}"
+        why = f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
+    else:
+        names = sorted({run.name for run in runs})
+        newest = ", ".join(f"{run.name}/{run.id}" for run in runs[-3:])
+        why = f"no run {text!r} under {root}; {nearest(text, names)}names: {', '.join(names)}; newest: {newest}"
+    raise RunNotFoundError(why)
 
 
 # ---------------------------------------------------------------------------------- finding the run of a requeued job

@@ -111,8 +111,16 @@ class Exchange:
             message = self._await(key, deadline, rank)
             if message is not None:
                 reports[rank] = message
-        # The reports are read, and all ranks are in this conversation: the older keys are not needed any more.
-        self._forget([*keys.values()])
+        # The reports are read, and all ranks are in this conversation: delete the older keys where the store can. Other
+        # stores keep a few hundred bytes for each save.
+        if self._kv is not None:
+            for key in keys.values():
+                with contextlib.suppress(NotImplementedError, RuntimeError):
+                    self._kv.delete_key(key)
+            told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                while self._kv.delete_key(next(told)):
+                    pass
         troubles = [str(message["error"]) for message in reports.values() if "error" in message]
         silent = [str(rank) for rank in self._others if rank not in reports and rank not in self._lost]
         if silent:
@@ -143,21 +151,6 @@ class Exchange:
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._topic}/{self._number if number is None else number}/{name}"
-
-    def _forget(self, keys: list[str]) -> None:
-        """Delete ``keys``, and what rank 0 told in the previous conversation, where the store can delete.
-
-        Other stores keep a few hundred bytes for each save.
-        """
-        if self._kv is None:
-            return
-        for key in keys:
-            with contextlib.suppress(NotImplementedError, RuntimeError):
-                self._kv.delete_key(key)
-        told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            while self._kv.delete_key(next(told)):
-                pass
 
 
 @contextlib.contextmanager

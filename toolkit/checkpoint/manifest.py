@@ -176,7 +176,18 @@ def _parse(fields: Any) -> Manifest:
         values={name: parse_value(record) for name, record in fields["values"].items()},
         headers=parse_parts(fields["headers"]),
     )
-    _check_layout(manifest)
+    # Parts must lie end to end in their files and cover their tensors: so no byte is outside a digest.
+    ends = dict.fromkeys(manifest.files, 0)
+    parts = [part for _, part in manifest.parts()]
+    # The next part of a file must begin where the one before ended.
+    for part in sorted(parts, key=lambda part: (part.file, part.start, part.size_bytes)):
+        if ends[part.file] != part.start:
+            raise ValueError(f"{part.file} has a gap or an overlap at byte {part.start}")
+        ends[part.file] += part.size_bytes
+    if ends != dict(manifest.files):
+        raise ValueError(f"files of {dict(manifest.files)} bytes hold tensors of {ends} bytes")
+    for name, record in manifest.tensors.items():
+        check_cover(name, record)
     return manifest
 
 
@@ -259,21 +270,6 @@ def _file_name(name: Any) -> str:
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} is not of the form {file_name(0)}")
     return name
-
-
-def _check_layout(manifest: Manifest) -> None:
-    """Check that parts lie end to end in their files and cover their tensors. So no byte is outside a digest."""
-    ends = dict.fromkeys(manifest.files, 0)
-    parts = [part for _, part in manifest.parts()]
-    # The next part of a file must begin where the one before ended.
-    for part in sorted(parts, key=lambda part: (part.file, part.start, part.size_bytes)):
-        if ends[part.file] != part.start:
-            raise ValueError(f"{part.file} has a gap or an overlap at byte {part.start}")
-        ends[part.file] += part.size_bytes
-    if ends != dict(manifest.files):
-        raise ValueError(f"files of {dict(manifest.files)} bytes hold tensors of {ends} bytes")
-    for name, record in manifest.tensors.items():
-        check_cover(name, record)
 
 
 def check_cover(name: str, record: TensorRecord) -> None:

@@ -229,7 +229,14 @@ def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size:
 def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
     """Fill `live` from the stored part with its place and shape, else from all parts that overlap it."""
     if len(records) > 1:
-        _fill_with_mean(live, folder, records)
+        # Several records: fill with their mean. The sum is in float64 and in the order of the ranks, so that all ranks
+        # that read it get the same bits.
+        total = torch.zeros(live.shape, dtype=torch.float64)
+        one = torch.empty(live.shape, dtype=live.dtype)
+        for name, record in records.items():
+            tensors.fill(name, one, folder, record.parts[0])
+            total += one
+        live.copy_(total / len(records))
         return
     for value, offsets in pieces_of(entry):
         place = offsets, tuple(value.shape)
@@ -239,19 +246,6 @@ def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, 
                 tensors.fill(name, value, folder, same)
             else:
                 tensors.assemble(name, value, offsets, folder, record.parts)
-
-
-def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Fill `live` with the mean of all records.
-
-    The sum is in float64 and in the order of the ranks, so that all ranks that read it get the same bits.
-    """
-    total = torch.zeros(live.shape, dtype=torch.float64)
-    one = torch.empty(live.shape, dtype=live.dtype)
-    for name, record in records.items():
-        tensors.fill(name, one, folder, record.parts[0])
-        total += one
-    live.copy_(total / len(records))
 
 
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:

@@ -329,8 +329,14 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
             _check_new(name, values, firsts)
             values[name] = value
         for name, record in part.tensors.items():
-            # Shards of one tensor come from several ranks: collect them under its name.
-            _check_same_tensor(name, firsts.setdefault(name, record), record)
+            # Shards of one tensor come from several ranks: collect them under its name. Nothing else may share a name.
+            first = firsts.setdefault(name, record)
+            if record is not first:
+                if not first.kind == record.kind == "sharded":
+                    _check_new(name, {name: record})
+                if (first.dtype, first.shape) != (record.dtype, record.shape):
+                    one, other = f"{first.dtype} {first.shape}", f"{record.dtype} {record.shape}"
+                    raise CheckpointError(f"{name} is {one} on one rank and {other} on another")
             pieces.setdefault(name, []).extend(record.parts)
     merged: dict[str, TensorRecord] = {}
     for name, record in firsts.items():
@@ -346,15 +352,3 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
 def _check_new(name: str, *known: Mapping[str, object]) -> None:
     if any(name in names for names in known):
         raise CheckpointError(f"two ranks declare {name} as their own; the name of a PerRank value must hold the rank")
-
-
-def _check_same_tensor(name: str, first: TensorRecord, record: TensorRecord) -> None:
-    """Raise CheckpointError unless both are shards of one tensor: only shards may share a name."""
-    if record is first:
-        return
-    if not first.kind == record.kind == "sharded":
-        _check_new(name, {name: record})
-    if (first.dtype, first.shape) != (record.dtype, record.shape):
-        raise CheckpointError(
-            f"{name} is {first.dtype} {first.shape} on one rank and {record.dtype} {record.shape} on another"
-        )

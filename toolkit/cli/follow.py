@@ -147,7 +147,20 @@ def clock(at: RunProgress, waited_s: float) -> str:
 def _say_how_it_went(run: Run, console: Console) -> int:
     result = run.dir.result() or RunResult(RunState.CANCELLED, why="ended before it started")
     if result.state is RunState.COMPLETED:
-        console.print(_completed_text(run, result), highlight=False, soft_wrap=True)
+        lines = [f"[green]completed[/] in {result.wall_s or 0.0:.1f} s"]
+        if result.step is not None:
+            lines[0] += f": {result.step} steps"
+        if result.attempts > 1:
+            lines[0] += f", {result.attempts} attempts"
+        for name, value in sorted(result.metrics.items()):
+            spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
+            lines.append(f"  {spoken}: {_number(value)}")
+        lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
+        lines += [f"  {escape(line)}" for line in efficiency.lines(result.efficiency)]
+        lines.append(f"  run folder: {escape(_short(run.dir.path))}")
+        if any(run.dir.tensorboard.iterdir()):
+            lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
         return EXIT_DONE
     console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
     if result.step:
@@ -159,23 +172,6 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
-
-
-def _completed_text(run: Run, result: RunResult) -> str:
-    lines = [f"[green]completed[/] in {result.wall_s or 0.0:.1f} s"]
-    if result.step is not None:
-        lines[0] += f": {result.step} steps"
-    if result.attempts > 1:
-        lines[0] += f", {result.attempts} attempts"
-    for name, value in sorted(result.metrics.items()):
-        spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
-        lines.append(f"  {spoken}: {_number(value)}")
-    lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
-    lines += [f"  {escape(line)}" for line in efficiency.lines(result.efficiency)]
-    lines.append(f"  run folder: {escape(_short(run.dir.path))}")
-    if any(run.dir.tensorboard.iterdir()):
-        lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
-    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:

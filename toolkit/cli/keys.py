@@ -50,7 +50,16 @@ def page(config: str, overrides: Sequence[str]) -> str:
     keys = dataclass_in(source, "JobConfig")
     defaults = defaults_of(keys, _REQUIRED)
     lines = [f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."]
-    lines += ["", *_own_section(values, own)]
+    try:
+        job = params_source(read_source(job_source(values["job"])), None)
+    except ConfigError as error:
+        lines += ["", f"params: {error}"]
+    else:
+        if own is None:
+            lines += ["", f"params: {job.path} declares no keys of its own; how it can: docs/config.md"]
+        else:
+            found = _keys(own, "params.", defaults_of(own, _REQUIRED), values["params"])
+            lines += ["", *_section(f"params of {values['job']}", _about(job, own), found)]
     top: list[Key] = []
     # Each dataclass in the config is a section; the other keys belong to the run itself.
     sections: list[str] = []
@@ -71,17 +80,6 @@ def words_by_key() -> dict[str, list[str]]:
     flags = {name: ("true", "false") for name, hint in hints.items() if hint is bool}
     words = {"data.name": schema.DATASETS, **WORDS}
     return {name: [str(word) for word in flags.get(name, words.get(name, ()))] for name in hints}
-
-
-def _own_section(values: Mapping[str, Any], own: type | None) -> list[str]:
-    try:
-        job = params_source(read_source(job_source(values["job"])), None)
-    except ConfigError as error:
-        return [f"params: {error}"]
-    if own is None:
-        return [f"params: {job.path} declares no keys of its own; how it can: docs/config.md"]
-    found = list(_keys(own, "params.", defaults_of(own, _REQUIRED), values["params"]))
-    return _section(f"params of {values['job']}", _about(job, own), found)
 
 
 def _about(source: PythonSource, kind: Any) -> str:

@@ -107,24 +107,21 @@ def page(told: Mapping[str, Any]) -> str:
         beside = f"   (the run's own: {own[name]:.6g})" if name in own else ""
         lines.append(f"{name:<{width}}  {value:.6g}{beside}")
     if told.get("classes"):
-        lines += ["", *_class_table(told["classes"])]
+        # A line for each class, and their means: each class counts as much as another.
+        rows = told["classes"]
+        names = ("recall", "precision", "f1")
+        column = min(max(len(str(row["class"])) for row in rows), 24)
+        table = [f"{'class':<{max(column, 5)}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
+        means: dict[str, Any] = {"class": "mean", "samples": sum(row["samples"] for row in rows), "taken_for": None}
+        for name in names:
+            known = [row[name] for row in rows if row[name] is not None]
+            means[name] = sum(known) / len(known) if known else None
+        for row in (*rows, means):
+            recall, precision, f1 = ("-" if row[name] is None else f"{row[name]:.4f}" for name in names)
+            named = f"{str(row['class'])[:24]:<{max(column, 5)}}"
+            table.append(f"{named} {row['samples']:>8} {recall:>8} {precision:>10} {f1:>8}  {row['taken_for'] or '-'}")
+        lines += ["", *table]
     return "\n".join(lines)
-
-
-def _class_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each class, and their means: each class counts as much as another."""
-    names = ("recall", "precision", "f1")
-    width = min(max(len(str(row["class"])) for row in rows), 24)
-    lines = [f"{'class':<{max(width, 5)}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
-    means: dict[str, Any] = {"class": "mean", "samples": sum(row["samples"] for row in rows), "taken_for": None}
-    for name in names:
-        known = [row[name] for row in rows if row[name] is not None]
-        means[name] = sum(known) / len(known) if known else None
-    for row in (*rows, means):
-        recall, precision, f1 = ("-" if row[name] is None else f"{row[name]:.4f}" for name in names)
-        named = f"{str(row['class'])[:24]:<{max(width, 5)}}"
-        lines.append(f"{named} {row['samples']:>8} {recall:>8} {precision:>10} {f1:>8}  {row['taken_for'] or '-'}")
-    return lines
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:

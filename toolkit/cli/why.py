@@ -14,7 +14,7 @@ from toolkit.launch.record import after, changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import efficiency, goodput, start_up
-from toolkit.run_files import AttemptRecord, FirstFailure, RunState, RunStatus
+from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.why.runs import cause_of
 
@@ -97,20 +97,21 @@ def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[
         if failure is not None:
             reports = read_error_files(run.attempt_logs(attempt.attempt), damage)
             first = first_failure([report for report in reports if report.rank == failure.rank])
+            # Its log: the rank's, the store's where no rank failed, or the folder.
+            if failure.rank is not None:
+                log = run.rank_log(attempt.attempt, failure.rank)
+            else:
+                log = run.attempt_logs(attempt.attempt)
+                if failure.host:
+                    log /= "store.log"
             return {
                 **failure.to_json(),
                 "attempt": attempt.attempt,
                 "traceback": first.traceback if first else "",
                 "others": sum(report.rank != failure.rank for report in reports),
-                "log": str(_log_of(run, attempt.attempt, failure)),
+                "log": str(log),
             }
     return None
-
-
-def _log_of(run: RunDir, attempt: int, failure: FirstFailure) -> Path:
-    if failure.rank is not None:
-        return run.rank_log(attempt, failure.rank)
-    return run.attempt_logs(attempt) / "store.log" if failure.host else run.attempt_logs(attempt)
 
 
 def as_data(told: dict[str, Any]) -> dict[str, Any]:

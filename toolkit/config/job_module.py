@@ -51,27 +51,24 @@ def check_job(config: JobConfig, project: Path | None) -> None:
     if jobs:
         _check_step_owner(config, jobs[0])
     else:
-        _check_main(config.job, source)
+        mains = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        if not mains:
+            raise ConfigError(
+                f"job: {config.job} ({source.path}) has no function main(config), no class derived from toolkit.Job, "
+                "and no loop with toolkit.start(); a script that knows nothing of the toolkit runs by "
+                "`toolkit exec -- python SCRIPT`"
+            )
+        # It must be callable with one argument: at most one is required, and one can be passed.
+        takes = mains[-1].args
+        most = len(takes.posonlyargs + takes.args)
+        least = most - len(takes.defaults)
+        if least > 1 or (most == 0 and takes.vararg is None):
+            raise ConfigError(
+                f"job: {source.place(mains[-1])}: main is called with one argument, the config: write def main(config)"
+            )
     models = _declared_models(source.tree)
     if models is not None:
         one_of("model.name", config.model.name, models)
-
-
-def _check_main(job: str, source: PythonSource) -> None:
-    """Raise ConfigError unless there is a ``main`` that takes the config."""
-    mains = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    if not mains:
-        raise ConfigError(
-            f"job: {job} ({source.path}) has no function main(config), no class derived from toolkit.Job, and no loop "
-            "with toolkit.start(); a script that knows nothing of the toolkit runs by `toolkit exec -- python SCRIPT`"
-        )
-    # It must be callable with one argument: at most one is required, and one can be passed.
-    takes = mains[-1].args
-    most, least = len(takes.posonlyargs + takes.args), len(takes.posonlyargs + takes.args) - len(takes.defaults)
-    if least > 1 or (most == 0 and takes.vararg is None):
-        raise ConfigError(
-            f"job: {source.place(mains[-1])}: main is called with one argument, the config: write def main(config)"
-        )
 
 
 def _job_classes(source: PythonSource, project: Path | None) -> list[ast.ClassDef]:

@@ -113,21 +113,20 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
     own = None if source is None else dataclass_in(source, "Params")
     for layer, node in given:
         if own is None and not (isinstance(node, MappingNode) and not node.value):
-            raise layer.error(node, f"params: {_undeclared(source)}")
+            if source is None:
+                why = "a script that knows nothing of the toolkit has none; give it arguments of its own"
+            else:
+                how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
+                if "Params" in source.classes:
+                    place = source.place(source.classes["Params"])
+                    why = f"class Params ({place}) is no dataclass; write `@dataclass` from dataclasses before it"
+                elif source.imports("Params"):
+                    why = f"{source.path} imports Params, and its keys must be known without importing it: "
+                    why += f"write {how} there"
+                else:
+                    why = f"{source.path} declares no keys of its own; write {how} there, or take them out here"
+            raise layer.error(node, f"params: {why}")
     return own
-
-
-def _undeclared(source: PythonSource | None) -> str:
-    """Return why a job has no keys of its own, and how to give it some."""
-    if source is None:
-        return "a script that knows nothing of the toolkit has none; give it arguments of its own"
-    how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
-    if "Params" in source.classes:
-        place = source.place(source.classes["Params"])
-        return f"class Params ({place}) is no dataclass; write `@dataclass` from dataclasses before it"
-    if source.imports("Params"):
-        return f"{source.path} imports Params, and its keys must be known without importing it: write {how} there"
-    return f"{source.path} declares no keys of its own; write {how} there, or take them out here"
 
 
 def dump_config(config: JobConfig) -> str:

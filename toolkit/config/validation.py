@@ -71,20 +71,16 @@ def validate(
         _validate(config, ranks, login_node, files or JobFiles(project), goes_on)
     except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
-        raise ConfigError(f"{_key_of(config, path)}: {path[:200]}: {error.strerror}") from None
-
-
-def _key_of(config: JobConfig, path: str) -> str:
-    """Return the key whose value is the longest part of ``path``."""
-    candidates = [(0, "a path")]
-    for key in all_keys():
-        value = value_of(config, key)
-        for part in value if isinstance(value, list) else [value]:
-            text = str(part or "")
-            # The name of a module is a path with dots.
-            if text and (text in path or text.replace(".", "/") in path):
-                candidates.append((len(text), key))
-    return max(candidates)[1]
+        # Name the key whose value is the longest part of the path.
+        candidates = [(0, "a path")]
+        for key in all_keys():
+            value = value_of(config, key)
+            for part in value if isinstance(value, list) else [value]:
+                text = str(part or "")
+                # The name of a module is a path with dots.
+                if text and (text in path or text.replace(".", "/") in path):
+                    candidates.append((len(text), key))
+        raise ConfigError(f"{max(candidates)[1]}: {path[:200]}: {error.strerror}") from None
 
 
 def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:

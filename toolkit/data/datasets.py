@@ -208,7 +208,12 @@ def fetch(name: str, root: str | None = None) -> str:
         )
     fsio.make_dir(place)
     with tempfile.TemporaryDirectory(prefix=f".fetch-{name}-", dir=place) as scratch:
-        _download(name, Path(scratch), target)
+        import torchvision
+
+        kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
+        addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
+        with _downloading(name, addresses, [target / file for file in catalog.entry_of(name).files]):
+            kind(Path(scratch), download=True)
         fsio.rename_dir(Path(scratch) / target.name, target)
     return f"{name} is in {target}"
 
@@ -229,15 +234,6 @@ def _fetch_weights(name: str, root: str | None) -> str:
     with _downloading(name, [url], [path]), fsio.new_path(path) as scratch:
         download_url_to_file(url, str(scratch), digest and digest[1], progress=False)
     return f"{name} is in {path}"
-
-
-def _download(name: str, scratch: Path, target: Path) -> None:
-    import torchvision
-
-    kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
-    addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
-    with _downloading(name, addresses, [target / file for file in catalog.entry_of(name).files]):
-        kind(scratch, download=True)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,14 @@ def items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
     if n <= SORTED_MAX:
         return _sorted_epoch(n, seed, epoch)[places]
     keys = [np.uint64(hash64(seed, epoch, number)) for number in range(1, _ROUNDS + 1)]
-    return _feistel(places.astype(np.uint64), n, keys).view(np.int64)
+    # Encrypt, and encrypt again each result outside ``range(n)``.
+    bits = (n - 1).bit_length()
+    encrypted = _encrypt(places.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(encrypted >= n)
+    while outside.size:
+        encrypted[outside] = _encrypt(encrypted[outside], bits, keys)
+        outside = outside[encrypted[outside] >= n]
+    return encrypted.view(np.int64)
 
 
 @lru_cache(maxsize=4)
@@ -95,17 +102,6 @@ def _sorted_epoch(n: int, seed: int, epoch: int) -> Indices:
     key = np.uint64(hash64(seed, epoch))
     items = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + key
     return np.argsort(mix_array(items), kind="stable").astype(np.int64)
-
-
-def _feistel(values: Words, n: int, keys: list[np.uint64]) -> Words:
-    """Permute ``values`` (all below ``n``): encrypt, and encrypt again each result outside ``range(n)``."""
-    bits = (n - 1).bit_length()
-    encrypted = _encrypt(values, bits, keys)
-    outside = np.flatnonzero(encrypted >= n)
-    while outside.size:
-        encrypted[outside] = _encrypt(encrypted[outside], bits, keys)
-        outside = outside[encrypted[outside] >= n]
-    return encrypted
 
 
 def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:

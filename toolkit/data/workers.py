@@ -345,7 +345,11 @@ class _WorkerStart:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # the parent died before the line above
             os._exit(1)
-        _ignore_group_signals()
+        # The fork inherited the rank's handlers: here they would set flags that nothing reads, or end the worker.
+        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a worker's signals for its own
+        for number in SIGNALS:  # sent to whole process groups: the rank decides what follows, not its workers
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         stacks.answer_in_worker(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
@@ -362,17 +366,6 @@ class _Slots:
 
     def __setitem__(self, key: slice, values: list[int]) -> None:
         self.memory[self.start : self.start + 2] = values
-
-
-def _ignore_group_signals() -> None:
-    """Ignore signals to the process group in a worker.
-
-    The fork inherited the rank's handlers: here they would set flags that nothing reads, or end the worker.
-    """
-    signal.set_wakeup_fd(-1)  # shared with the rank, which would take a worker's signals for its own
-    for number in SIGNALS:  # sent to whole process groups: the rank decides what follows, not its workers
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager

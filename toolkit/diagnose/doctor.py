@@ -61,7 +61,21 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
         return _examine_allocation(Allocation.slurm(environ), nodes, environ)
     config.cluster.nodes = nodes or config.cluster.nodes
     if executors.choose_executor("auto") == "slurm":
-        return _examine_new_nodes(config, environ)
+        cluster = config.cluster
+        cpus = cluster.tasks_per_node * cluster.cpus_per_task
+        # The nodes are not chosen yet: they check the network against the first of them, and have no names until they
+        # answer.
+        shared = SharedFolder(_folder())
+        gpus = cluster.gpus_per_node
+        request = CheckRequest(str(shared.path), shared.token, [cpus], gpus, FIRST_NODE, may_load=True)
+        options = [f"--cpus-per-task={cpus}", *sbatch.srun_options(config)]
+        log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
+
+        def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
+            return LineChannel(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
+
+        names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
+        return _ask(shared, request, names, start, is_queued=True)
     return _examine_allocation(Allocation.local(config.cluster), None, environ)
 
 
@@ -88,24 +102,6 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
         return open_channel(command(request), hosts, environ)
 
     return _ask(shared, request, allocation.hosts[:count], start)
-
-
-def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> NodesReport:
-    cluster = config.cluster
-    cpus = cluster.tasks_per_node * cluster.cpus_per_task
-    # The nodes are not chosen yet: they check the network against the first of them, and have no names until they
-    # answer.
-    shared = SharedFolder(_folder())
-    gpus = cluster.gpus_per_node
-    request = CheckRequest(str(shared.path), shared.token, [cpus], gpus, FIRST_NODE, may_load=True)
-    options = [f"--cpus-per-task={cpus}", *sbatch.srun_options(config)]
-    log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
-
-    def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
-        return LineChannel(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
-
-    names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
-    return _ask(shared, request, names, start, is_queued=True)
 
 
 def _ask(

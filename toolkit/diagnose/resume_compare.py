@@ -90,7 +90,16 @@ def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, 
     if not mine or not other:
         return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
     if not exact:
-        found = _samples_that_differ(mine, other)
+        one, two = _by_position(mine), _by_position(other)
+        if one.keys() != two.keys():
+            odd = sorted(one.keys() ^ two.keys())
+            found = {"positions": f"{listing([str(p) for p in odd], 3)} is in one of them only"}
+        else:
+            found = {}
+            for index, kind in enumerate(OF_SAMPLES):
+                positions = [p for p in one if one[p][index] != two[p][index]]
+                if positions:
+                    found[kind] = f"{len(positions)} of {len(one)} samples, the first of them {one[min(positions)][0]}"
         deviation = _deviation(mine, other)
         if deviation > plan.tolerance:
             found["loss"] = f"{deviation:.1e} of its value, more than the {plan.tolerance:g} allowed"
@@ -107,36 +116,22 @@ def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, A
     for rank in ranks:
         one, two = mine[rank].get(kind), other[rank].get(kind)
         if one != two:
-            texts.append(f"rank {rank}{_where(kind, one, two, mine[rank])}")
+            # Say where they differ, as exactly as the kind allows.
+            if isinstance(one, dict) and isinstance(two, dict):
+                names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+                where = f" ({listing(sorted(names), 2)})"
+            elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+                columns = zip(mine[rank]["samples"], one, two, strict=False)
+                samples = [sample for sample, ours, theirs in columns if ours != theirs]
+                where = f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
+            elif kind == "loss":
+                where = f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
+            elif kind == "lr":
+                where = f" ({one} and {two})"
+            else:
+                where = ""
+            texts.append(f"rank {rank}{where}")
     return listing(texts, 3)
-
-
-def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
-    if isinstance(one, dict) and isinstance(two, dict):
-        names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
-        return f" ({listing(sorted(names), 2)})"
-    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
-        columns = zip(line["samples"], one, two, strict=False)
-        samples = [sample for sample, mine, other in columns if mine != other]
-        return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
-    if kind == "loss":
-        return f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
-    if kind == "lr":
-        return f" ({one} and {two})"
-    return ""
-
-
-def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> dict[str, str]:
-    one, two = _by_position(mine), _by_position(other)
-    if one.keys() != two.keys():
-        odd = sorted(one.keys() ^ two.keys())
-        return {"positions": f"{listing([str(p) for p in odd], 3)} is in one of them only"}
-    found = {}
-    for index, kind in enumerate(OF_SAMPLES):
-        positions = [p for p in one if one[p][index] != two[p][index]]
-        if positions:
-            found[kind] = f"{len(positions)} of {len(one)} samples, the first of them {one[min(positions)][0]}"
-    return found
 
 
 def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:

@@ -129,24 +129,21 @@ class JobProcesses:
                 self._start_up_s[pid] = process.cpu_s
             each = (*self._memory(pid), *self._transfers(pid))
             memory, shared, read, written = memory + each[0], shared + each[1], read + each[2], written + each[3]
-        self._look_exactly({*processes}, memory)
+        # Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent.
+        pids = {*processes}
+        is_due = self._looks % EXACT_EVERY == 0 or pids != self._exact_pids
+        self._looks += 1
+        if is_due and self._exact_look_s <= EXACT_LOOK_S:
+            began, exact = time.process_time(), 0
+            for pid in pids:
+                for size in re.findall(r"Pss_(?:Anon|Shmem):\s+(\d+)", self._text(f"{pid}/smaps_rollup")):
+                    exact += int(size) << 10
+            self._exact_pids, self._exact_look_s = pids, time.process_time() - began
+            self._twice_bytes = memory - exact if exact else 0
         # What a root has used stays used when it has ended.
         self._ended_s = {root: max(cpu_s, self._ended_s.get(root, 0.0)) for root, cpu_s in by_root.items()}
         cpu_s, start_up_s = sum(self._ended_s.values()), sum(self._start_up_s.values())
         return _Totals(cpu_s, start_up_s, max(0, memory - self._twice_bytes), shared, read, written)
-
-    def _look_exactly(self, pids: set[int], memory: int) -> None:
-        """Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent."""
-        is_due = self._looks % EXACT_EVERY == 0 or pids != self._exact_pids
-        self._looks += 1
-        if not is_due or self._exact_look_s > EXACT_LOOK_S:
-            return
-        began, exact = time.process_time(), 0
-        for pid in pids:
-            for size in re.findall(r"Pss_(?:Anon|Shmem):\s+(\d+)", self._text(f"{pid}/smaps_rollup")):
-                exact += int(size) << 10
-        self._exact_pids, self._exact_look_s = pids, time.process_time() - began
-        self._twice_bytes = memory - exact if exact else 0
 
     def _find(self) -> dict[int, _ProcessUsage]:
         here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}

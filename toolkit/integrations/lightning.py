@@ -49,26 +49,20 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = trainer.estimated_stepping_batches
         self._run.begin(None if math.isinf(total) else int(total))
-        self._skip_done_batches(trainer.fit_loop, trainer.current_epoch)
+        # Begin the epoch's data as in an undisturbed run. Batches that are done are read again. Lightning would begin a
+        # plain loader at its first batch again, in the order of epoch 0.
+        fetcher, loaders = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader.flattened
+        if not any(hasattr(loader, "load_state_dict") for loader in loaders):
+            for loader in loaders:
+                _set_sampler_epoch(loader, trainer.current_epoch)
+            self._run.seed(-1 - trainer.current_epoch)
+            iter(fetcher)
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            for _ in range(done if done < trainer.fit_loop.max_batches else 0):
+                next(fetcher)
+                self._run.note_progress()
+            fetcher.fetched = 0
         self._run.seed(self._run.step)
-
-    def _skip_done_batches(self, loop: Any, epoch: int) -> None:
-        """Begin the epoch's data as in an undisturbed run. Batches that are done are read again.
-
-        Lightning would begin a plain loader at its first batch again, in the order of epoch 0.
-        """
-        fetcher, loaders = loop._data_fetcher, loop._combined_loader.flattened
-        if any(hasattr(loader, "load_state_dict") for loader in loaders):  # Lightning has put them to their place
-            return
-        for loader in loaders:
-            _set_sampler_epoch(loader, epoch)
-        self._run.seed(-1 - epoch)
-        iter(fetcher)
-        done = loop.epoch_loop.batch_progress.current.ready
-        for _ in range(done if done < loop.max_batches else 0):
-            next(fetcher)
-            self._run.note_progress()
-        fetcher.fetched = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.seed(-1 - trainer.current_epoch)

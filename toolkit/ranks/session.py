@@ -194,7 +194,17 @@ def _session(
         # Closed in reverse order: the gate, then the reporter.
         client = store.clone()
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        reporter = _build_reporter(run, rank, world_size, attempt, activity)
+        reporter: AgentReporter | FileReporter | NullReporter
+        if os.environ.get("TOOLKIT_SUPERVISED") == "1":
+            token = os.environ.get(reports.VARIABLE)
+            if token is None:
+                raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
+            reporter = AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
+        elif rank == 0:
+            status = RunStatus(supervised=False, world_size=world_size, attempt=1, pid=os.getpid())
+            reporter = FileReporter(run, status)
+        else:
+            reporter = NullReporter()
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
         start_up.end("group")
@@ -272,18 +282,6 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
         raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has told; do all nodes share it?")
     trust.refuse_of_others(told, f"rank {rank}: the run folder that rank 0 has told")
     return told
-
-
-def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, attempt: int, activity: Activity) -> Reporter:
-    if os.environ.get("TOOLKIT_SUPERVISED") == "1":
-        token = os.environ.get(reports.VARIABLE)
-        if token is None:
-            raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
-        return AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
-    if rank == 0:
-        status = RunStatus(supervised=False, world_size=world_size, attempt=1, pid=os.getpid())
-        return FileReporter(run, status)
-    return NullReporter()
 
 
 @contextmanager

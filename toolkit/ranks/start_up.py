@@ -15,21 +15,18 @@ class StartUp:
 
     def __init__(self) -> None:
         self._mark = time.monotonic()
-        self.parts = {"program": _age_s()}
+        # How long ago this process was started or forked, to 10 ms; 0 where the kernel does not tell.
+        try:
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            age_s = 0.0
+        else:
+            age_s = round(max(0.0, age_s), 3)
+        self.parts = {"program": age_s}
 
     def end(self, part: str) -> None:
         """Note that ``part`` has ended."""
         now = time.monotonic()
         self.parts = {**self.parts, part: round(now - self._mark, 3)}
         self._mark = now
-
-
-def _age_s() -> float:
-    """Return how long ago this process was started or forked, to 10 ms; 0 where the kernel does not tell."""
-    try:
-        # starttime: field 22 of proc_pid_stat(5).
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return round(max(0.0, age_s), 3)

@@ -220,19 +220,6 @@ _ELSEWHERE = (socket.AF_INET, "192.0.2.1")
 def _source_address(peer: str) -> str:
     """Return our address on the way to ``peer``, by the first of its addresses that has a route."""
     failures = []
-    for family, target in _candidates(peer):
-        try:
-            # To connect a UDP socket chooses the route, and so our address on it. It sends nothing.
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))
-                return _plain(str(probe.getsockname()[0]))
-        except OSError as error:
-            failures.append(f"{target}: {error.strerror}")
-    raise ToolkitError(f"no route to {peer} from {socket.gethostname()} ({'; '.join(failures)}); check its interfaces")
-
-
-def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return addresses whose route leads to ``peer``. Raises ToolkitError for a name that does not resolve."""
     try:
         resolved = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
@@ -245,10 +232,20 @@ def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
     ]
     routable = [(family, address) for family, address in addresses if not _is_loopback(address)]
     if routable or _is_loopback(peer) or peer.split(".")[0] == "localhost":
-        return routable or addresses
-    # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if there is
-    # one.
-    return [_ELSEWHERE, *addresses]
+        candidates = routable or addresses
+    else:
+        # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if there
+        # is one.
+        candidates = [_ELSEWHERE, *addresses]
+    for family, target in candidates:
+        try:
+            # To connect a UDP socket chooses the route, and so our address on it. It sends nothing.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return _plain(str(probe.getsockname()[0]))
+        except OSError as error:
+            failures.append(f"{target}: {error.strerror}")
+    raise ToolkitError(f"no route to {peer} from {socket.gethostname()} ({'; '.join(failures)}); check its interfaces")
 
 
 def _is_loopback(peer: str) -> bool:
@@ -294,7 +291,15 @@ def _netlink_addresses() -> Iterator[tuple[str, int]]:
                 if kind == _NLMSG_DONE:
                     return
                 if kind == _RTM_NEWADDR:
-                    yield from _addresses_in(body)
+                    family, _, _, _, index = _IFADDRMSG.unpack_from(body)
+                    position = _IFADDRMSG.size
+                    while position + _ATTRIBUTE.size <= len(body):
+                        length, attribute = _ATTRIBUTE.unpack_from(body, position)
+                        # On a point-to-point link IFA_ADDRESS is the other end; our own is IFA_LOCAL, which IPv6
+                        # does not send.
+                        if attribute == (_IFA_LOCAL if family == socket.AF_INET else _IFA_ADDRESS):
+                            yield socket.inet_ntop(family, body[position + _ATTRIBUTE.size : position + length]), index
+                        position += _aligned(length)
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -302,17 +307,6 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
         length, kind, *_ = _HEADER.unpack_from(data)
         yield kind, data[_HEADER.size : length]
         data = data[_aligned(length) :]
-
-
-def _addresses_in(body: bytes) -> Iterator[tuple[str, int]]:
-    family, _, _, _, index = _IFADDRMSG.unpack_from(body)
-    position = _IFADDRMSG.size
-    while position + _ATTRIBUTE.size <= len(body):
-        length, kind = _ATTRIBUTE.unpack_from(body, position)
-        # On a point-to-point link IFA_ADDRESS is the other end; our own is IFA_LOCAL, which IPv6 does not send.
-        if kind == (_IFA_LOCAL if family == socket.AF_INET else _IFA_ADDRESS):
-            yield socket.inet_ntop(family, body[position + _ATTRIBUTE.size : position + length]), index
-        position += _aligned(length)
 
 
 def _aligned(length: int) -> int:

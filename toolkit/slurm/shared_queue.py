@@ -122,32 +122,30 @@ class SharedQueue:
                 return before
             asked = before.replace(asked=self._now(), asker=_this_process(), calls=1, error="")
             self._write(asked)
-        answer = self._answered(asked, wanted)
-        self._write(answer)
-        return answer
-
-    def _answered(self, asked: QueueAnswer, wanted: Sequence[str]) -> QueueAnswer:
         try:
             jobs = self._slurm.user_jobs()
         except SlurmError as error:
-            return asked.replace(asker="", error=str(error))
-        # Keep the jobs that were over before the controller forgot them: accounting may be off.
-        present = {job.job_id for job in jobs}
-        before = parse_statuses("\n".join((*asked.ended, *asked.jobs)))
-        ended = {job.job_id: job for job in before if job.is_over and job.job_id not in present}
-        known, now = rows_by_id(wanted, [*jobs, *ended.values()]), self._now()
-        gone = {job_id: since for job_id, since in asked.gone.items() if 0 <= now - since < GONE_S}
-        lost = [job_id for job_id in wanted if known[job_id] is None and job_id not in gone][:MOST_ACCOUNTED]
-        for job in self._slurm.accounted_jobs(lost) if lost else ():
-            ended[job.job_id] = job
-        found = rows_by_id(lost, list(ended.values()))
-        return asked.replace(
-            asker="",
-            calls=2 if lost else 1,
-            jobs=tuple(map(status_line, jobs)),
-            ended=tuple(map(status_line, list(ended.values())[-MOST_ENDED:])),
-            gone=gone | {job_id: now for job_id in lost if found[job_id] is None},
-        )
+            answer = asked.replace(asker="", error=str(error))
+        else:
+            # Keep the jobs that were over before the controller forgot them: accounting may be off.
+            present = {job.job_id for job in jobs}
+            known_before = parse_statuses("\n".join((*asked.ended, *asked.jobs)))
+            ended = {job.job_id: job for job in known_before if job.is_over and job.job_id not in present}
+            known, now = rows_by_id(wanted, [*jobs, *ended.values()]), self._now()
+            gone = {job_id: since for job_id, since in asked.gone.items() if 0 <= now - since < GONE_S}
+            lost = [job_id for job_id in wanted if known[job_id] is None and job_id not in gone][:MOST_ACCOUNTED]
+            for job in self._slurm.accounted_jobs(lost) if lost else ():
+                ended[job.job_id] = job
+            found = rows_by_id(lost, list(ended.values()))
+            answer = asked.replace(
+                asker="",
+                calls=2 if lost else 1,
+                jobs=tuple(map(status_line, jobs)),
+                ended=tuple(map(status_line, list(ended.values())[-MOST_ENDED:])),
+                gone=gone | {job_id: now for job_id in lost if found[job_id] is None},
+            )
+        self._write(answer)
+        return answer
 
     # ------------------------------------------------------------------------------------------------------- the file
 

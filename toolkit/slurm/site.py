@@ -70,26 +70,24 @@ class _SiteReader:
             partitions=tuple(part.replace(**shapes.get(part.name, {})) for part in parts),
         )
         if profile.accounting != "off":
-            profile = self._fill_accounts(profile)
+            # The first failure is enough: each call would wait for the same database.
+            user = f"user={profile.user}"
+            try:
+                rows = self._table("associations", _ASSOCIATION, user)
+                default = self._table("user", ("DefaultAccount",), user)
+                qos = self._table("qos", _QOS)
+            except SlurmError as error:
+                first = str(error).splitlines()
+                reason = first[1].strip() if len(first) > 1 else first[0]
+                self._notes.append(f"accounts and QOS cannot be read: {reason}")
+                profile = profile.replace(accounting=f"no answer: {reason}")
+            else:
+                profile = profile.replace(
+                    associations=tuple(_association(row) for row in rows),
+                    default_account=next((row[0] for row in default if row[0]), None),
+                    qos=tuple(_qos(row) for row in qos),
+                )
         return profile.replace(notes=tuple(self._notes))
-
-    def _fill_accounts(self, profile: SiteProfile) -> SiteProfile:
-        """Add accounts and QOS. The first failure is enough: each call would wait for the same database."""
-        user = f"user={profile.user}"
-        try:
-            rows = self._table("associations", _ASSOCIATION, user)
-            default = self._table("user", ("DefaultAccount",), user)
-            qos = self._table("qos", _QOS)
-        except SlurmError as error:
-            first = str(error).splitlines()
-            reason = first[1].strip() if len(first) > 1 else first[0]
-            self._notes.append(f"accounts and QOS cannot be read: {reason}")
-            return profile.replace(accounting=f"no answer: {reason}")
-        return profile.replace(
-            associations=tuple(_association(row) for row in rows),
-            default_account=next((row[0] for row in default if row[0]), None),
-            qos=tuple(_qos(row) for row in qos),
-        )
 
     def _table(self, what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
         wide = f"format={','.join(columns)}"
@@ -125,6 +123,13 @@ def _of_config(text: str) -> SiteProfile:
         pairs.setdefault(name, "" if value == "(null)" else value)
     settings = settings_in(text)
     expire = re.search(r"cred_expire=(\d+)", pairs.get("AuthInfo", ""))
+    plugin = pairs.get("CgroupPlugin")
+    if plugin in (None, "", "disabled"):
+        cgroup = None
+    else:
+        kinds = ("Cores", "Devices", "RAMSpace", "SwapSpace")
+        limits = [kind for kind in kinds if pairs.get(f"Constrain{kind}", "").lower() == "yes"]
+        cgroup = f"{plugin}, constrains {', '.join(limits)}" if limits else plugin
     return SiteProfile(
         made=round(time.time(), 3),  # as the file has it
         cluster=settings.cluster,
@@ -140,19 +145,10 @@ def _of_config(text: str) -> SiteProfile:
         enforces_limits=pairs.get("EnforcePartLimits", "NO").upper() not in ("NO", ""),
         proctrack=pairs.get("ProctrackType", ""),
         task_plugins=settings.task_plugins,
-        cgroup=_cgroup(pairs),
+        cgroup=cgroup,
         mpi_default=settings.mpi_default,
         accounting="on" if pairs.get("AccountingStorageType", "").endswith("slurmdbd") else "off",
     )
-
-
-def _cgroup(pairs: dict[str, str]) -> str | None:
-    plugin = pairs.get("CgroupPlugin")
-    if plugin in (None, "", "disabled"):
-        return None
-    kinds = ("Cores", "Devices", "RAMSpace", "SwapSpace")
-    limits = [kind for kind in kinds if pairs.get(f"Constrain{kind}", "").lower() == "yes"]
-    return f"{plugin}, constrains {', '.join(limits)}" if limits else plugin
 
 
 def _number(text: str | None) -> int | None:

@@ -256,7 +256,17 @@ def _unpack(package: Package, own: Path, source: Source) -> None:
             _point_scripts(partial, package, copied)
         fsio.rename_dir(partial, copied)
         if package.program is not None:
-            _try_program(copied / package.program, copied)
+            # Refuse an environment whose Python does not find its own packages in the copy.
+            program = copied / package.program
+            command = [str(program), "-I", "-c", "import sys; print(sys.prefix)"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise StagingError(f"the copied Python cannot be started: {error}") from error
+            if done.stdout.strip() != str(copied):
+                raise StagingError(
+                    f"the copied Python does not work from {copied}: {(done.stderr or done.stdout).strip()[-200:]}"
+                )
         fsio.write_json(own / f"{package.key}.json", mark(copied), durable=False)
     except BaseException:
         _remove(own, package.key)
@@ -305,19 +315,6 @@ def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
             rest = file.read()
         script.write_bytes(new + rest)
         os.utime(script, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _try_program(program: Path, copied: Path) -> None:
-    """Refuse an environment whose Python does not find its own packages in the copy."""
-    command = [str(program), "-I", "-c", "import sys; print(sys.prefix)"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StagingError(f"the copied Python cannot be started: {error}") from error
-    if done.stdout.strip() != str(copied):
-        raise StagingError(
-            f"the copied Python does not work from {copied}: {(done.stderr or done.stdout).strip()[-200:]}"
-        )
 
 
 def hold(locks: list[int]) -> None:

@@ -112,7 +112,19 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
         known = _make(source, request, entries, key, file)
         fsio.write_json(record, known.to_file())
     os.utime(record)  # its last use
-    _remove_unused(cache, known)
+    # Remove packages that no job uses any more, and what a packer that was killed has left.
+    now = time.time()
+    for path in cache.glob("*.json"):
+        with contextlib.suppress(OSError):
+            age_s = now - path.stat().st_mtime
+            other = Package.read_or_none(path, []) if age_s > REPLACED_S and path.stem != known.key else None
+            if other is not None and (age_s > UNUSED_S or other.source == known.source):
+                path.unlink()
+                path.with_suffix(".tar").unlink(missing_ok=True)
+    for partial in cache.glob(".*.tmp-*"):
+        with contextlib.suppress(OSError):
+            if now - partial.stat().st_mtime > REPLACED_S:
+                partial.unlink()
     return known
 
 
@@ -286,22 +298,6 @@ def _add(tar: tarfile.TarFile, path: Path, entry: _PackageEntry) -> None:
             tar.addfile(info, content)
         except OSError as error:
             raise error if error.errno else StagingError(f"{path / entry.name} became shorter") from error
-
-
-def _remove_unused(cache: Path, used: Package) -> None:
-    """Remove packages that no job uses any more, and what a packer that was killed has left."""
-    now = time.time()
-    for record in cache.glob("*.json"):
-        with contextlib.suppress(OSError):
-            age_s = now - record.stat().st_mtime
-            other = Package.read_or_none(record, []) if age_s > REPLACED_S and record.stem != used.key else None
-            if other is not None and (age_s > UNUSED_S or other.source == used.source):
-                record.unlink()
-                record.with_suffix(".tar").unlink(missing_ok=True)
-    for partial in cache.glob(".*.tmp-*"):
-        with contextlib.suppress(OSError):
-            if now - partial.stat().st_mtime > REPLACED_S:
-                partial.unlink()
 
 
 def main() -> None:

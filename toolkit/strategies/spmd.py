@@ -225,7 +225,18 @@ class Spmd(AllNeeded):
         if in_parts is not None:
             refuse_other_weights(losses, in_parts)
         elif not common_weight(losses):
-            losses = self._weighed(losses, batch)
+            # Scale losses with weights of different kinds as if each sample of the global batch weighed one. The
+            # gradients of one pass cannot be told apart afterwards, so ranks wait for the weights before the backward
+            # pass.
+            own = []
+            for loss in losses.values():
+                own.append(loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight)
+            weights = torch.stack([weight.detach().double() for weight in own])
+            sums = sum_across_ranks(weights * self._layout.counts)
+            factors = (batch.global_count / sums.clamp(min=1e-30)).to(own[0].dtype)
+            losses = {
+                name: Loss(loss.total * factor) for (name, loss), factor in zip(losses.items(), factors, strict=True)
+            }
         factor = self.share.count / batch.global_count
         totals: list[Tensor] = []
         passes.append({})
@@ -233,20 +244,6 @@ class Spmd(AllNeeded):
             totals.append(loss.total * factor)
             passes[-1][name] = Loss(totals[-1].detach(), loss.weight)
         return self._update.scaled(sum(totals[1:], totals[0]))
-
-    def _weighed(self, losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
-        """Return losses with weights of different kinds, as if each sample of the global batch weighed one.
-
-        The gradients of one pass cannot be told apart afterwards. So ranks wait for the weights before the backward
-        pass.
-        """
-        own = []
-        for loss in losses.values():
-            own.append(loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight)
-        weights = torch.stack([weight.detach().double() for weight in own])
-        sums = sum_across_ranks(weights * self._layout.counts)
-        factors = (batch.global_count / sums.clamp(min=1e-30)).to(own[0].dtype)
-        return {name: Loss(loss.total * factor) for (name, loss), factor in zip(losses.items(), factors, strict=True)}
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; return the factor.

@@ -59,22 +59,20 @@ def _run_all(sweep: SweepDir) -> None:
             run = sweep.run_of(point)
             if any(each.dir == run for each in active):
                 continue
-            if len(active) >= _limit(sweep):
+            # As many at a time as was asked for, else as this machine has CPUs for.
+            record = sweep.record()
+            if record is not None and record.max_running is not None:
+                limit = record.max_running
+            else:
+                cluster = configs.load_config(sweep.base, site=False).cluster
+                limit = max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
+            if len(active) >= limit:
                 break
             if (started := _start(sweep, point)) is not None:
                 active.append(started)
         if not active:
             return
         time.sleep(LOOK_EVERY_S)
-
-
-def _limit(sweep: SweepDir) -> int:
-    """Return how many runs may work at a time: as asked for, else as many as this machine has CPUs for."""
-    record = sweep.record()
-    if record is not None and record.max_running is not None:
-        return record.max_running
-    cluster = configs.load_config(sweep.base, site=False).cluster
-    return max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
 
 
 def _waiting(sweep: SweepDir) -> list[Point]:

@@ -145,7 +145,10 @@ class _PointReader:
             raise ConfigError(f"{error} (at the point {', '.join(f'{k}={v}' for k, v in values.items())})") from None
         settings = dict(self._settings)
         for key in shown:
-            top = _whole_key(self._parts[key])
+            # ``params`` is the key that holds the value of ``params.width``.
+            parts = self._parts[key]
+            names = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+            top = next(name for name in names if name in _DEFAULTS)
             settings[top] = copy.deepcopy(configs.value_of(self._config, top))
             if settings[top] == _DEFAULTS[top]:
                 del settings[top]
@@ -190,12 +193,6 @@ def _value_at(config: Any, parts: Sequence[str]) -> Any:
     for part in parts:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config
-
-
-def _whole_key(parts: Sequence[str]) -> str:
-    """Return the key of the config that holds a value: ``params`` for ``params.width``."""
-    names = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    return next(name for name in names if name in _DEFAULTS)
 
 
 def _has_references(request: SweepRequest, project: Path) -> bool:

@@ -92,7 +92,11 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
     kinds = {field.name: str(field.type) for field in fields(Options)}
     for key, (key_node, value) in layer.pairs(node).items():
         if key in kinds:
-            said[key] = _option(layer, value, key, is_number="int" in kinds[key])
+            is_number = "int" in kinds[key]
+            text = value.value if isinstance(value, ScalarNode) else ""
+            if not text or (is_number and not re.fullmatch(r"\d{1,9}", text)):
+                raise layer.error(value, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
+            said[key] = int(text) if is_number else str(text)
         elif "." in key or key in configs.all_keys():
             found[key] = _axis(layer, value, key)
         else:
@@ -103,13 +107,6 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
             )
     given = {name: value for name in kinds if (value := getattr(options, name)) is not None}
     return found, replace(options, **{**said, **given})
-
-
-def _option(layer: Any, node: Node, key: str, *, is_number: bool) -> int | str:
-    text = node.value if isinstance(node, ScalarNode) else ""
-    if not text or (is_number and not re.fullmatch(r"\d{1,9}", text)):
-        raise layer.error(node, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
-    return int(text) if is_number else str(text)
 
 
 def _axis(layer: Any, node: Node, key: str) -> Axis:

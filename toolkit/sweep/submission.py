@@ -31,7 +31,6 @@ from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.run_files import AfterRecord
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.sweep import learnt, points
-from toolkit.sweep.learnt import Tried
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options, SweepRequest
 
@@ -64,23 +63,20 @@ def check(
     refuse_unfit(sweep_folder.of_name("x").runs)
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
-    before, metric = _learnt_from(request, project)
+    # Optuna learns from the points that the sweep has tried.
+    before: list[learnt.Tried] = []
+    metric = ""
+    if request.options.optuna is not None:
+        config = _config(request, project, ())
+        sweep = _sweep(request, config)
+        metric = _metric(request, config) or getattr(sweep.record(), "metric", None) or ""
+        if not metric:
+            raise RequestError(f"--optuna: {_NO_METRIC}")
+        before = learnt.tried(sweep, metric)
     found = list(points.checked(request, project, executor, waits_for, before, metric))
     if request.options.halving is not None and found and _metric(request, points.config_of(found[0])) is None:
         raise RequestError(f"--halving: {_NO_METRIC}")
     return found
-
-
-def _learnt_from(request: SweepRequest, project: Path) -> tuple[list[Tried], str]:
-    """Return what Optuna is to learn from: the points of the sweep, and the metric. Nothing without Optuna."""
-    if request.options.optuna is None:
-        return [], ""
-    config = _config(request, project, ())
-    sweep = _sweep(request, config)
-    metric = _metric(request, config) or getattr(sweep.record(), "metric", None)
-    if metric is None:
-        raise RequestError(f"--optuna: {_NO_METRIC}")
-    return learnt.tried(sweep, metric), metric
 
 
 def _config(request: SweepRequest, project: Path, found: Sequence[CheckedPoint]) -> JobConfig:

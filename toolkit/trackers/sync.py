@@ -29,7 +29,7 @@ from toolkit.metrics import lines
 from toolkit.metrics.lines import MetricsLine
 from toolkit.run_files import RunState, SyncRecord
 from toolkit.rundir import RunDir
-from toolkit.trackers.protocol import Points, RunIdentity, Tracker
+from toolkit.trackers.protocol import RunIdentity, Tracker
 
 #: The bytes before the end of what was sent that must still be there: some lines, each with its own time.
 _TAIL_BYTES = 4096
@@ -165,23 +165,19 @@ class RunSync:
             is_wrong = not is_batch_there and received > (begun.step or -1)
             newest, has = received, lambda step, tag: step <= received
         else:
-            is_wrong = self._differs(received, begun.end)
-            newest = max((step for step, _ in received), default=-1)
+            # The copy is wrong if it has a value that the file has not.
+            equal, newest = 0, max((step for step, _ in received), default=-1)
+            for line in self._final_lines(begun.end, newest):
+                for tag, value in line.values.items():
+                    there = received.get((line.step, self._tracker.tag(tag)))
+                    if there is not None and (there == value or (math.isnan(there) and math.isnan(value))):
+                        equal += 1
+            is_wrong = equal != len(received)
             has = lambda step, tag: (step, self._tracker.tag(tag)) in received  # noqa: E731
         if is_wrong:
             log.warning("%s: steps that were sent may have been made again; the copy is made anew", begun.place)
             return self._write(self._fresh(self._tracker.clear()))
         return self._sent(self._write(begun.replace(sending=begun.end)), newest, has)
-
-    def _differs(self, received: Points, start: int) -> bool:
-        """True if the copy has a value that the file has not."""
-        equal, newest = 0, max((step for step, _ in received), default=-1)
-        for line in self._final_lines(start, newest):
-            for tag, value in line.values.items():
-                there = received.get((line.step, self._tracker.tag(tag)))
-                if there is not None and (there == value or (math.isnan(there) and math.isnan(value))):
-                    equal += 1
-        return equal != len(received)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -81,7 +81,14 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
         )
     rows = []
     for number, text in enumerate(texts):
-        prompt, draw = _prompt(tokens, text, context, most), torch.Generator().manual_seed(sampling.seed + number)
+        # The model must see all of the text and what is to follow.
+        prompt = tokens.ids(text)
+        if len(prompt) + (most or 1) > context:
+            raise RequestError(
+                f"toolkit generate: {shortened(text)} has {len(prompt)} tokens, which with {most or 1} more are over "
+                f"the {context} that the model was trained on; shorten it, or lower --max-tokens"
+            )
+        draw = torch.Generator().manual_seed(sampling.seed + number)
         room = min(MOST, context - len(prompt)) if most is None else most
         rows.append(_Text(text, prompt, room, tokens.index.end, draw))
     at_once = max(1, LOGITS // (context * tokens.index.vocabulary))
@@ -91,17 +98,6 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
         {"prompt": row.text, "text": tokens.text(row.added), "tokens": len(row.added), "ended": row.has_ended}
         for row in rows
     ]
-
-
-def _prompt(tokens: Tokens, text: str, context: int, most: int | None) -> list[int]:
-    """Return the tokens of a text. Raises RequestError if the model cannot see all of them and what is to follow."""
-    prompt = tokens.ids(text)
-    if len(prompt) + (most or 1) > context:
-        raise RequestError(
-            f"toolkit generate: {shortened(text)} has {len(prompt)} tokens, which with {most or 1} more are over the "
-            f"{context} that the model was trained on; shorten it, or lower --max-tokens"
-        )
-    return prompt
 
 
 def shortened(text: str) -> str:

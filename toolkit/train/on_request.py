@@ -73,20 +73,19 @@ class OnRequest:
             self._held_from(told["held"], step + 1)
             self._set(step, told["values"])
         if "profile" in told:
-            self._begin_profile(request_id, step, UserRequest.from_json(told["profile"]))
-
-    def _begin_profile(self, request_id: str, step: int, request: UserRequest) -> None:
-        self._profiled_until = step + request.steps
-        if request.rank != self._session.rank:
-            return
-        log.info("step %d: profiling %d steps", step, request.steps)
-        folder, answer = self._run.path / "profiles", partial(self._answer, request_id)
-        try:
-            self._profile = StepProfile(folder, request.rank, step, request.steps, memory=request.memory, answer=answer)
-        except Exception as error:  # the job's own profiler runs, for example
-            log.warning("no profile can be made: %s: %s", type(error).__name__, error)
-            answer(Answer(refused=f"no profile can be made: {error}"))
-        self._plan()
+            request = UserRequest.from_json(told["profile"])
+            self._profiled_until = step + request.steps
+            if request.rank == self._session.rank:
+                log.info("step %d: profiling %d steps", step, request.steps)
+                folder, answer = self._run.path / "profiles", partial(self._answer, request_id)
+                try:
+                    self._profile = StepProfile(
+                        folder, request.rank, step, request.steps, memory=request.memory, answer=answer
+                    )
+                except Exception as error:  # the job's own profiler runs, for example
+                    log.warning("no profile can be made: %s: %s", type(error).__name__, error)
+                    answer(Answer(refused=f"no profile can be made: {error}"))
+                self._plan()
 
     def _held_from(self, held: list[tuple[int, str, Any]], step: int) -> list[tuple[int, str, Any]]:
         """Keep what holds from ``step`` or a later one on for its time, and return all."""

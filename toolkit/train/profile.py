@@ -95,7 +95,16 @@ class StepProfile:
             fsio.make_dir(self._folder, parents=0)
             files = [self._write_trace(self._folder / f"{name}.json.gz")]
             if self._memory:
-                files.append(self._write_memory(self._folder / f"{name}-memory", snapshot))
+                # A GPU's snapshot, which pytorch.org/memory_viz shows; on a CPU the memory that each operator took.
+                path = self._folder / f"{name}-memory"
+                if snapshot is not None:
+                    path = path.with_suffix(".pickle")
+                    fsio.write_atomic(path, pickle.dumps(snapshot))
+                else:
+                    path = path.with_suffix(".txt")
+                    averages = self._profile.key_averages(group_by_input_shape=True)
+                    fsio.write_atomic(path, averages.table(sort_by="self_cpu_memory_usage", row_limit=TABLE_ROWS))
+                files.append(path)
             log.info("profile: %s", ", ".join(map(str, files)))
             self._answer(Answer(step=self._first, steps=step - self._first, files=tuple(map(str, files))))
         except Exception as error:
@@ -112,17 +121,6 @@ class StepProfile:
         finally:
             for left in self._folder.glob(f"{plain.name}*"):  # the profiler begins under another name
                 left.unlink()
-        return path
-
-    def _write_memory(self, path: Path, snapshot: Any) -> Path:
-        """Write a GPU's snapshot, which pytorch.org/memory_viz shows; on a CPU the memory that each operator took."""
-        if snapshot is not None:
-            path = path.with_suffix(".pickle")
-            fsio.write_atomic(path, pickle.dumps(snapshot))
-            return path
-        path = path.with_suffix(".txt")
-        averages = self._profile.key_averages(group_by_input_shape=True)
-        fsio.write_atomic(path, averages.table(sort_by="self_cpu_memory_usage", row_limit=TABLE_ROWS))
         return path
 
     def _fail(self, error: Exception) -> None:

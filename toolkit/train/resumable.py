@@ -8,7 +8,7 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,7 +98,16 @@ class Resumables:
             entries |= slots.entries()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
         parts = {name: other.take_apart() for name, other in self._others.items()}
-        for name, is_equal in zip(parts, self._are_equal(parts.values()), strict=True):
+        are_equal: list[bool] = []
+        if parts:
+            # A digest of each part tells whether it is equal.
+            digests: list[int] = []
+            for value, tensors in parts.values():
+                content = b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)])
+                digests.append(zlib.crc32(content))
+            rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
+            are_equal = [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
+        for name, is_equal in zip(parts, are_equal, strict=True):
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
             entries |= _numbered(at, kind, value, tensors)
@@ -153,17 +162,6 @@ class Resumables:
             entries |= {f"{prefix}{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
             entries |= self._extra[prefix].entries() if exchange else self._extra[prefix].places()
         return entries
-
-    def _are_equal(self, parts: Collection[tuple[Json, list[Tensor]]]) -> list[bool]:
-        """Return, for each part, whether it is the same on all ranks. A collective; it compares digests."""
-        if not parts:
-            return []
-        digests: list[int] = []
-        for value, tensors in parts:
-            content = b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)])
-            digests.append(zlib.crc32(content))
-        rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
-        return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
 
 
 class OptimizerSlots:

@@ -97,7 +97,25 @@ class TrainingState:
         self._loader = loader
         data = loader.fingerprint()
         if data is not None:
-            _refuse_different_data(self._session, data)
+            # A rank with fewer samples would later leave the others waiting. A folder that is listed while files
+            # arrive, or a stale copy on a node's own disk, gives ranks different sets.
+            if self._session.world_size != 1 and dist.is_initialized():
+                size = int(data.split()[0])  # a fingerprint begins with the number of samples
+                # The ranks compare digests of the fingerprints; what most ranks have is taken for right.
+                row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=self._session.device)
+                rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
+                usual = Counter(rows).most_common(1)[0][0]
+                others: list[str] = []
+                for rank, (samples, crc) in enumerate(rows):
+                    if (samples, crc) != usual:
+                        but = ", but others" if samples == usual[0] else ""
+                        others.append(f"rank {rank} has {samples} samples{but}")
+                if others:
+                    raise ConfigError(
+                        f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} "
+                        "samples. See that all nodes have the same files (data.root), that none is being written, and "
+                        "that the job's order, if it has one, is the same on each rank; then start again"
+                    )
             self.identity = {**self.identity, DATA: data}
 
     def now(self) -> State:
@@ -131,28 +149,3 @@ class TrainingState:
             self._loader.restore(loaded.values[self._position])
         best = loaded.meta.get("best")
         self.best = float(best) if isinstance(best, (int, float)) else None
-
-
-def _refuse_different_data(session: Session, data: str) -> None:
-    """Raise ConfigError on all ranks where their data sets differ.
-
-    Called before the first step: a rank with fewer samples would later leave the others waiting. A folder that is
-    listed while files arrive, or a stale copy on a node's own disk, gives ranks different sets.
-    """
-    if session.world_size == 1 or not dist.is_initialized():
-        return
-    size = int(data.split()[0])  # a fingerprint begins with the number of samples
-    # The ranks compare digests of the fingerprints; what most ranks have is taken for right.
-    row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=session.device)
-    rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
-    usual = Counter(rows).most_common(1)[0][0]
-    others: list[str] = []
-    for rank, (samples, crc) in enumerate(rows):
-        if (samples, crc) != usual:
-            others.append(f"rank {rank} has {samples} samples{', but others' if samples == usual[0] else ''}")
-    if others:
-        raise ConfigError(
-            f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. See "
-            "that all nodes have the same files (data.root), that none is being written, and that the job's order, if "
-            "it has one, is the same on each rank; then start again"
-        )

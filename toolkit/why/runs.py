@@ -42,7 +42,17 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     if result is not None and result.state is RunState.COMPLETED:
         return None
     failed = next((record for record in reversed(what.attempts(damage)) if record.cause in _FAILURES), None)
-    return _of_unclosed(what, damage) if failed is None else _of_attempt(what, failed, damage)
+    if failed is not None:
+        return _of_attempt(what, failed, damage)
+    newest = max(what.attempts_with_logs(), default=None)
+    if newest is not None:
+        reports = sorted(read_error_files(what.attempt_logs(newest), damage), key=lambda report: report.time)
+        if found := _most_telling(_by_ranks(what, newest, reports[:MOST_OTHERS])):
+            return found
+    logs: list[Path] = []
+    with contextlib.suppress(OSError):
+        logs = sorted(what.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log))
 
 
 def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagnosis | None:
@@ -65,19 +75,6 @@ def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagno
         others = sorted((report for report in reports if report.rank != rank), key=lambda report: report.time)
         best = _most_telling([*told, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
     return best
-
-
-def _of_unclosed(run: RunDir, damage: list[str]) -> Diagnosis | None:
-    """Return what ended a run no attempt of which was closed, by its ranks' last words or the job's own log."""
-    newest = max(run.attempts_with_logs(), default=None)
-    if newest is not None:
-        reports = sorted(read_error_files(run.attempt_logs(newest), damage), key=lambda report: report.time)
-        if found := _most_telling(_by_ranks(run, newest, reports[:MOST_OTHERS])):
-            return found
-    logs: list[Path] = []
-    with contextlib.suppress(OSError):
-        logs = sorted(run.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log))
 
 
 def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:

@@ -137,7 +137,10 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
     names = list(_names(root, kind.suffix))
     if not names:
         raise DataMissingError(f"{root}: there are no {kind.suffix} files in it; shards are looked for in all folders")
-    store = _store_of(root, kind)
+    folder, store = cache_dir(), None
+    if folder is not None:
+        key = f"{root.absolute()}\0{kind.name}".encode()
+        store = folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
     known = _load(store)
     files = []
     for name in names:
@@ -165,7 +168,14 @@ def _checked(root: Path, files: list[ShardFile]) -> ShardIndex:
         raise DataMissingError(f"{root}: its shards hold no samples: {listing(empty)}")
     if empty:
         log.warning("%s: shards without samples: %s", root, listing(empty))
-    for folder in _folders_without(root, [file.name for file in files]):
+    # Partitions (``column=value``) that hold none of the files are no error, but rarely meant.
+    names = [file.name for file in files]
+    inhabited = {str(parent) for name in names for parent in Path(name).parents}
+    found = []
+    for folder, folders, _ in os.walk(root):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        found += [str((Path(folder) / name).relative_to(root)) for name in folders if "=" in name]
+    for folder in sorted(set(found) - inhabited):
         log.warning("%s: the partition %s is empty", root, folder)
     return ShardIndex(root, files)
 
@@ -194,16 +204,6 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def _folders_without(root: Path, names: list[str]) -> list[str]:
-    """Return the partitions (``column=value``) below ``root`` that hold none of the files."""
-    inhabited = {str(parent) for name in names for parent in Path(name).parents}
-    found = []
-    for folder, folders, _ in os.walk(root):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        found += [str((Path(folder) / name).relative_to(root)) for name in folders if "=" in name]
-    return sorted(set(found) - inhabited)
-
-
 def _scan(path: Path, kind: ShardFormat) -> Scan:
     try:
         return kind.scan(path)
@@ -216,14 +216,6 @@ def _scan(path: Path, kind: ShardFormat) -> Scan:
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
-
-
-def _store_of(root: Path, kind: ShardFormat) -> Path | None:
-    folder = cache_dir()
-    if folder is None:
-        return None
-    key = f"{root.absolute()}\0{kind.name}".encode()
-    return folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
 
 
 def _save(path: Path | None, files: list[ShardFile]) -> None:

@@ -122,16 +122,12 @@ def decoded(kind: str, content: bytes) -> Any:
     if kind == "int" or kind in _SCALARS:
         dtype = np.dtype("int64" if kind == "int" else kind)
         return torch.from_numpy(np.frombuffer(content, dtype, 1)[0, ...].copy())
-    return torch.from_numpy(_array(kind, content))
-
-
-def _array(kind: str, content: bytes) -> Any:
-    """Return an array: ``ndarray``, ``ndarray:dtype`` or ``ndarray:dtype:shape``; what is not said lies in front."""
+    # An array: ``ndarray``, ``ndarray:dtype`` or ``ndarray:dtype:shape``; what the type does not say lies in front.
     words, place = kind.split(":")[1:], 0
     if words:
-        dtype = words[0]
+        number = words[0]
     else:
-        dtype, place = _DTYPES[content[0]], 1
+        number, place = _DTYPES[content[0]], 1
     if len(words) > 1:
         shape = [int(size) for size in words[1].split(",")]
     else:
@@ -139,4 +135,4 @@ def _array(kind: str, content: bytes) -> Any:
         end = place + 1 + dimensions * width
         shape = np.frombuffer(content[place + 1 : end], f"<u{width}").tolist()
         place = end
-    return np.frombuffer(content[place:], dtype).reshape(shape).copy()
+    return torch.from_numpy(np.frombuffer(content[place:], number).reshape(shape).copy())

@@ -82,7 +82,13 @@ class BlockOrder:
         for here in np.split(by_block, cuts):
             if here.size:
                 one = int(block[here[0]])
-                samples[here] = self._starts[one] + self._permuted(epoch, one, inside[here])
+                rows = inside[here]
+                size = int(self._sizes[one])
+                if size <= SORTED_MAX:
+                    permuted = self._inside(epoch, one)[rows]
+                else:
+                    permuted = items(size, hash64(_INSIDE, self._seed, one), epoch, rows)
+                samples[here] = self._starts[one] + permuted
         return samples
 
     def _in_sequence(self, places: Indices) -> Indices:
@@ -102,12 +108,6 @@ class BlockOrder:
         """Return the blocks in this epoch's order, and where each ends in the sequence."""
         blocks = order(len(self._sizes), self._seed, epoch, 0, len(self._sizes))
         return blocks, np.cumsum(self._sizes[blocks])
-
-    def _permuted(self, epoch: int, block: int, inside: Indices) -> Indices:
-        size = int(self._sizes[block])
-        if size <= SORTED_MAX:
-            return self._inside(epoch, block)[inside]
-        return items(size, hash64(_INSIDE, self._seed, block), epoch, inside)
 
     def _inside_of(self, epoch: int, block: int) -> Indices:
         size = int(self._sizes[block])

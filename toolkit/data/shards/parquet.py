@@ -37,7 +37,17 @@ class ParquetFormat:
 
     def scan(self, path: Path) -> Scan:
         """Read the footer only: its time does not depend on the number of rows."""
-        footer = _footer(path)
+        # The footer holds places and sizes of all pages, and mostly each column's smallest and largest value: its
+        # digest tells whether the file has changed.
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - 8, 0))
+            tail = file.read()
+            length = struct.unpack("<I", tail[:4])[0] if tail[4:] == MAGIC else size
+            if length + 12 > size:
+                raise ValueError("it does not end as a Parquet file does: it is cut off, or no such file")
+            file.seek(size - 8 - length)
+            footer = file.read(length)
         metadata = self._parquet.read_metadata(path)
         schema = tuple((column.name, str(column.type)) for column in metadata.schema.to_arrow_schema())
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -69,19 +79,6 @@ class ParquetFormat:
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         return f"row group {block}" if number is None else f"row {number} of row group {block}"
-
-
-def _footer(path: Path) -> bytes:
-    """Return the footer's bytes: places and sizes of all pages, and mostly each column's smallest and largest value."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - 8, 0))
-        tail = file.read()
-        length = struct.unpack("<I", tail[:4])[0] if tail[4:] == MAGIC else size
-        if length + 12 > size:
-            raise ValueError("it does not end as a Parquet file does: it is cut off, or no such file")
-        file.seek(size - 8 - length)
-        return file.read(length)
 
 
 def partitions_of(name: str) -> list[tuple[str, str | None]]:

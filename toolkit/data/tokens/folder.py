@@ -73,7 +73,15 @@ class Tokens:
         self.folder, self.index = folder, index
         self._shards = [_mapped(folder / shard.name, index.dtype, shard.tokens) for shard in index.shards]
         self._starts = [0, *accumulate(shard.tokens for shard in index.shards)]
-        self._ends = _document_ends(folder / DOCUMENTS, index)
+        path = folder / DOCUMENTS
+        try:
+            ends = np.load(path, mmap_mode="r" if index.documents else None, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DamagedFileError(f"{path} cannot be read: {error}; {_AGAIN}") from None
+        is_whole = ends.shape == (index.documents,) and ends.dtype == np.int64
+        if not is_whole or (index.documents and ends[-1] != index.tokens):
+            raise DamagedFileError(f"{path} does not have the {index.documents} documents of {INDEX}; {_AGAIN}")
+        self._ends = ends
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -107,23 +115,20 @@ class Tokens:
         if self._tokenizer is None:
             ids = list(text.encode(errors="surrogateescape"))  # an argument may hold bytes that are no UTF-8
         else:
-            ids = self._encoded(text)
+            try:
+                found = self._tokenizer.encode(text, add_special_tokens=False)
+            except Exception as error:  # the package raises plain Exceptions
+                raise RequestError(f"{text[:48]!r} has no tokens: {error}") from None
+            # A tokenizer gives its "unknown" token for what it does not know, or leaves that out.
+            unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
+            spans = [span for span, number in zip(found.offsets, found.ids, strict=True) if number != unknown]
+            known = {place for first, last in spans for place in range(first, last)}
+            if not all(place in known or mark.isspace() for place, mark in enumerate(text)):
+                raise RequestError(f"{text[:48]!r}: the run's tokenizer has no tokens for a part of it; leave that out")
+            ids = list(found.ids)
         if not ids:
             raise RequestError(f"{text[:48]!r} has no tokens; give a text that is not empty")
         return ids
-
-    def _encoded(self, text: str) -> list[int]:
-        try:
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the package raises plain Exceptions
-            raise RequestError(f"{text[:48]!r} has no tokens: {error}") from None
-        # A tokenizer gives its "unknown" token for what it does not know, or leaves that out.
-        unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
-        spans = [span for span, number in zip(found.offsets, found.ids, strict=True) if number != unknown]
-        known = {place for first, last in spans for place in range(first, last)}
-        if not all(place in known or mark.isspace() for place, mark in enumerate(text)):
-            raise RequestError(f"{text[:48]!r}: the run's tokenizer has no tokens for a part of it; leave that out")
-        return list(found.ids)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -155,17 +160,6 @@ def _mapped(path: Path, dtype: str, count: int) -> Any:
     if size != expected:
         raise DamagedFileError(f"{path} has {size} bytes, and by {INDEX} it has {expected}; {_AGAIN}")
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r") if count else np.zeros(0, dtype)
-
-
-def _document_ends(path: Path, index: TokenIndex) -> Any:
-    try:
-        ends = np.load(path, mmap_mode="r" if index.documents else None, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DamagedFileError(f"{path} cannot be read: {error}; {_AGAIN}") from None
-    is_whole = ends.shape == (index.documents,) and ends.dtype == np.int64
-    if not is_whole or (index.documents and ends[-1] != index.tokens):
-        raise DamagedFileError(f"{path} does not have the {index.documents} documents of {INDEX}; {_AGAIN}")
-    return ends
 
 
 _AGAIN = "copy the folder again, or make it anew with `toolkit data tokenize`"

@@ -80,7 +80,18 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
-            _run_loop(config, [config_path, *overrides])
+            # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
+            path = configs.job_source(config.job, _project())
+            is_script = config.job.endswith(".py")
+            sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
+            sys.argv = [str(path)]
+            os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
+            if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
+                os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
+            if is_script:
+                runpy.run_path(str(path), run_name="__main__")
+            else:
+                runpy.run_module(config.job, run_name="__main__", alter_sys=True)
         else:
             _train(load(config.job, _project()), config)
 
@@ -108,21 +119,6 @@ def _project() -> Path:
         return code if code is not None and code.is_dir() else Path.cwd()
     except OSError as error:  # such as a name that is too long for a file
         raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
-
-
-def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
-    """Run a user's own loop as Python would. It is a script, with its folder first on the path, or a module."""
-    path = configs.job_source(config.job, _project())
-    is_script = config.job.endswith(".py")
-    sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
-    sys.argv = [str(path)]
-    os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
-    if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
-        os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
-    if is_script:
-        runpy.run_path(str(path), run_name="__main__")
-    else:
-        runpy.run_module(config.job, run_name="__main__", alter_sys=True)
 
 
 def joined() -> JobConfig:

@@ -275,19 +275,10 @@ def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
     if step := _STEP_NOT_LAUNCHED.match(line):
         return LaunchFailed((), None, step["why"])
     ended = _SRUN_ENDED.match(line)
-    return None if ended is None else _rank_ended(ended)
-
-
-def _slurms_order(host: str) -> tuple[str, int]:
-    """Return the key by which Slurm numbers nodes, also those of an arbitrary distribution, whatever their ranks."""
-    number = re.search(r"\d*$", host)
-    assert number is not None
-    return host[: number.start()], int(number[0] or -1)
-
-
-def _rank_ended(match: re.Match[str]) -> RanksExited:
-    host, how, now = match["host"], match["how"], time.time()
-    numbers = match["ranks"].strip("[]")
+    if ended is None:
+        return None
+    host, how, now = ended["host"], ended["how"], time.time()
+    numbers = ended["ranks"].strip("[]")
     ranks = tuple(map(int, hostlist.expand(f"[{numbers}]")))
     code = _EXIT_CODE.search(how)
     if code:
@@ -298,3 +289,10 @@ def _rank_ended(match: re.Match[str]) -> RanksExited:
     if number:
         how = f"killed by {signal_name(number)} ({how})"
     return RanksExited(ranks, host, how, number, now, None, out_of_memory)
+
+
+def _slurms_order(host: str) -> tuple[str, int]:
+    """Return the key by which Slurm numbers nodes, also those of an arbitrary distribution, whatever their ranks."""
+    number = re.search(r"\d*$", host)
+    assert number is not None
+    return host[: number.start()], int(number[0] or -1)

@@ -24,7 +24,22 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     """
     add_error_files(context, attempt)
     excuse_nodes(attempt)
-    _look_after_nodes(context, attempt)
+    job, nodes = context.job, context.nodes
+    # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
+    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
+        is_cancelled = context.asked() is Intent.CANCEL
+        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
+    if job.slurm is not None and attempt.silent_nodes:
+        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
+    # Slurm may have requeued the job for a node that did not answer then, and does now.
+    if attempt.slurm is JobFate.REQUEUED:
+        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
+    for node in attempt.lost_nodes:
+        nodes.condemn(node, f"lost in attempt {attempt.number}")
+    # Nodes that could not start ranks count as lost.
+    for node in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+        nodes.condemn(node, f"ranks of attempt {attempt.number} could not be started there")
+        attempt.lost_nodes.add(node)
     facts = _facts(context, attempt)
     verdict = judge(facts)
     host = verdict.suspect
@@ -58,26 +73,6 @@ def excuse_nodes(attempt: Attempt) -> None:
     unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
     if len(unreported) > len({*attempt.rank_hosts}) / 2:
         attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
-
-
-def _look_after_nodes(context: Context, attempt: Attempt) -> None:
-    """Find the lost nodes. A job that Slurm has put back into the queue may be there because of a dead node."""
-    job, nodes = context.job, context.nodes
-    # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
-    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
-        is_cancelled = context.asked() is Intent.CANCEL
-        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
-    if job.slurm is not None and attempt.silent_nodes:
-        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
-    # Slurm may have requeued the job for a node that did not answer then, and does now.
-    if attempt.slurm is JobFate.REQUEUED:
-        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
-    for host in attempt.lost_nodes:
-        nodes.condemn(host, f"lost in attempt {attempt.number}")
-    # Nodes that could not start ranks count as lost.
-    for host in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
-        nodes.condemn(host, f"ranks of attempt {attempt.number} could not be started there")
-        attempt.lost_nodes.add(host)
 
 
 def _facts(context: Context, attempt: Attempt) -> Facts:

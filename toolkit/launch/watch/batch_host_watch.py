@@ -179,7 +179,15 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     row = outages.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
     # A job that may not be requeued is ended, and its follow-up job takes over.
     if row is not None and not row.can_requeue:
-        _hand_over(look, watched, slurm)
+        # It would run on without a supervisor, and its follow-up job wait for it: end it. The status tells the
+        # follow-up job that it is needed, for Slurm calls the end a cancellation.
+        if outages.ask(look, "Slurm does not say how the job stands") is JobFate.CANCELLED:
+            log.info("job %s has been cancelled: leaving it so", watched.job_id)
+        else:
+            why = f"the batch host {watched.batch_host} is gone"
+            status = watched.run.status().replace(state=RunState.REQUEUED, why=why, updated=time.time())
+            outages.persist(lambda: watched.run.write_status(status), watched.run.path)
+            outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
         return
     # This process has the variables of the agents' step; the choice of nodes needs the job's.
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
@@ -194,20 +202,6 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     elif excluded:
         exclude = partial(slurm.exclude_nodes, watched.job_id, excluded)
         outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
-
-
-def _hand_over(look: Callable[[], JobFate], watched: WatchedJob, slurm: SlurmCommands) -> None:
-    """End a job that Slurm will not requeue. It would run on without a supervisor, and its follow-up job wait for it.
-
-    The status tells the follow-up job that it is needed, for Slurm calls the end a cancellation.
-    """
-    if outages.ask(look, "Slurm does not say how the job stands") is JobFate.CANCELLED:
-        log.info("job %s has been cancelled: leaving it so", watched.job_id)
-        return
-    why = f"the batch host {watched.batch_host} is gone"
-    status = watched.run.status().replace(state=RunState.REQUEUED, why=why, updated=time.time())
-    outages.persist(lambda: watched.run.write_status(status), watched.run.path)
-    outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
 
 
 def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:

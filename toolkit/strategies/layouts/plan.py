@@ -108,7 +108,18 @@ class TensorPlan:
         """Return the style of each layer that is cut, in the model's order. Of two patterns the later one wins."""
         layers = self.layers or getattr(model, "tensor_plan", {})
         if not layers:
-            return self._without_plan(model, ranks)
+            # No subclass of Linear: torch's attention takes the weights of one without calling it.
+            linear = [name for name, m in model.named_modules() if type(m) is nn.Linear]
+            gathered = {name: "gathered" for name in linear if _outputs(model.get_submodule(name)) >= ranks}
+            if self.sequence or not gathered:
+                what = "strategy.sequence_parallel"
+                if not self.sequence:
+                    what = "a model without a Linear layer that can be cut"
+                raise ConfigError(
+                    f"strategy.tensor_plan: {what} needs a plan, and neither the config nor the model has one"
+                )
+            log.warning("without a strategy.tensor_plan the outputs of every Linear layer are gathered, which is slow")
+            return gathered
         found: dict[str, str] = {}
         for pattern, style in layers.items():
             tensor_style(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)  # the model's own is not checked yet
@@ -121,16 +132,6 @@ class TensorPlan:
                 )
             found |= dict.fromkeys(names, style)
         return {name: found[name] for name, _ in model.named_modules() if name in found}
-
-    def _without_plan(self, model: nn.Module, ranks: int) -> dict[str, str]:
-        # No subclass of Linear: torch's attention takes the weights of one without calling it.
-        found = {name: "gathered" for name, m in model.named_modules() if type(m) is nn.Linear}
-        found = {name: style for name, style in found.items() if _outputs(model.get_submodule(name)) >= ranks}
-        if self.sequence or not found:
-            why = "strategy.sequence_parallel" if self.sequence else "a model without a Linear layer that can be cut"
-            raise ConfigError(f"strategy.tensor_plan: {why} needs a plan, and neither the config nor the model has one")
-        log.warning("without a strategy.tensor_plan the outputs of every Linear layer are gathered, which is slow")
-        return found
 
 
 @dataclass(frozen=True)

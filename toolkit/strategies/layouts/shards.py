@@ -169,7 +169,17 @@ class Shards(Layout):
             raise ConfigError(
                 f"strategy.name: {listing(scalars, 3)} has no dimension to cut; give it the shape (1,), or use ddp"
             )
-        shared = _across_blocks(model)
+        # Find parameters that a block shares with another one, or with none: 0 stands for modules outside of blocks.
+        owners: dict[nn.Module, int] = {}
+        for number, block in enumerate(blocks(model), 1):
+            owners |= dict.fromkeys(block.modules(), number)
+        users: dict[Tensor, set[int]] = defaultdict(set)
+        names: dict[Tensor, str] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                users[parameter].add(owners.get(module, 0))
+                names.setdefault(parameter, f"{path}.{name}")
+        shared = [names[parameter] for parameter, found in users.items() if len(found) > 1]
         if shared:
             raise ConfigError(
                 f"strategy.name: blocks of this model share parameters ({listing(shared, 3)}), which would be gathered "
@@ -192,18 +202,3 @@ def _prefetch(modules: Sequence[FSDPModule], ahead: int) -> None:
         module.set_modules_to_forward_prefetch([*modules[number + 1 : number + 1 + ahead]])
         module.set_modules_to_backward_prefetch([*reversed(modules[max(1, number - ahead) : number])])
     modules[0].set_modules_to_backward_prefetch([*reversed(modules[-ahead:])])
-
-
-def _across_blocks(model: nn.Module) -> list[str]:
-    """Return the names of parameters that a block shares with another one, or with no block."""
-    # Number 0 stands for modules outside of blocks.
-    owners: dict[nn.Module, int] = {}
-    for number, block in enumerate(blocks(model), 1):
-        owners |= dict.fromkeys(block.modules(), number)
-    users: dict[Tensor, set[int]] = defaultdict(set)
-    names: dict[Tensor, str] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            users[parameter].add(owners.get(module, 0))
-            names.setdefault(parameter, f"{path}.{name}")
-    return [names[parameter] for parameter, found in users.items() if len(found) > 1]

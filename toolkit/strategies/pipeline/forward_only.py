@@ -44,7 +44,13 @@ class ForwardOnly:
                     outputs.append(result)
                     result = None
             # Every tick, also without a turn: the neighbors may send to this rank or wait for it.
-            received = self._exchange(result, self._expected(tick + 1, batches))
+            next_turn = self._turn(tick + 1, len(batches))
+            expected: Tensor | None = None
+            # The first stage receives nothing: its input is the batch itself.
+            if next_turn is not None and next_turn[0] > 0:
+                stage, number = next_turn
+                expected = self._stages[stage // self._grid.ranks].takes.empty(len(batches[number]), self._device)
+            received = self._exchange(result, expected)
         return outputs
 
     def _turn(self, tick: int, batches: int) -> tuple[int, int] | None:
@@ -57,17 +63,6 @@ class ForwardOnly:
         lap, number = divmod(inside, self._grid.ranks)
         number += finished * self._grid.ranks
         return (lap * self._grid.ranks + self._grid.place, number) if number < batches else None
-
-    def _expected(self, tick: int, batches: Sequence[Tensor]) -> Tensor | None:
-        """Return memory for this rank's input at ``tick``; None if it needs none.
-
-        It needs none without a turn, and none in the first stage, whose input is the batch itself.
-        """
-        turn = self._turn(tick, len(batches))
-        if turn is None or turn[0] == 0:
-            return None
-        stage, number = turn
-        return self._stages[stage // self._grid.ranks].takes.empty(len(batches[number]), self._device)
 
     def _exchange(self, result: Tensor | None, wanted: Tensor | None) -> Tensor | None:
         """Send ``result`` to the next rank and fill ``wanted`` from the previous one; the first follows the last.

@@ -111,21 +111,19 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
     def inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():
-            # Open containers and modules that hold blocks; a block is one layer.
-            if child not in whole and (_only_holds(child) or not whole.isdisjoint(child.modules())):
+            # Open modules that hold blocks, and containers whose own pass, if they have one, is that of their children.
+            # A block is one layer.
+            kind = type(child)
+            if isinstance(child, nn.Sequential):
+                only_holds = kind.forward is nn.Sequential.forward
+            else:
+                only_holds = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and kind.forward is nn.Module.forward
+            if child not in whole and (only_holds or not whole.isdisjoint(child.modules())):
                 yield from inside(child, f"{prefix}{name}.")
             else:
                 yield prefix + name, child
 
     return dict(inside(model, ""))
-
-
-def _only_holds(module: nn.Module) -> bool:
-    """True for a container whose own pass, if it has one, is that of its children."""
-    kind = type(module)
-    if isinstance(module, nn.Sequential):
-        return kind.forward is nn.Sequential.forward
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and kind.forward is nn.Module.forward
 
 
 # -------------------------------------------------------------------------------------------- watching one pass

@@ -209,7 +209,13 @@ class Update:
         Returns 1 if the step was made, 0 if it was skipped.
         """
         left_out = (skipped > 0).float()
-        _make_momenta(self._optimizer)
+        # Make the momenta of torch's fused SGD, as zeros. Its first step makes them without values, and leaves them so
+        # if that step is skipped. From zeros the first step is the same: 0 times the momentum, plus the gradient.
+        if isinstance(self._optimizer, SGD):
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"] if group["momentum"] else ():
+                    if parameter.grad is not None and self._optimizer.state[parameter].get("momentum_buffer") is None:
+                        self._optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         stepper = cast(Any, self._optimizer)
         # torch's GradScaler sets this attribute on optimizers that support it; a fused kernel reads it.
         stepper.found_inf = left_out
@@ -291,17 +297,3 @@ def _ratios(optimizer: Optimizer) -> list[float]:
         parts = [f"{ratio:g} ({size} tensors)" for ratio, size in zip(ratios, sizes, strict=True)]
         log.info("parameter groups have their own part of the learning rate: %s", ", ".join(parts))
     return ratios
-
-
-def _make_momenta(optimizer: Optimizer) -> None:
-    """Make the momenta of torch's fused SGD, as zeros.
-
-    Its first step makes them without values, and leaves them so if that step is skipped. From zeros the first step is
-    the same: 0 times the momentum, plus the gradient.
-    """
-    if not isinstance(optimizer, SGD):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -128,22 +128,8 @@ class Pruning:
             magnitudes = values.flatten(1).norm(dim=1) if self._config.structured else values.abs()
             scores[weight] = magnitudes.contiguous().view(torch.int32)
         groups = {weight: number if self._config.structured else 0 for number, weight in enumerate(scores)}
-        highest = self._highest_pruned(scores, groups, part)
-        for weight, score in scores.items():
-            stays = score > highest[groups[weight]]
-            if weight in self._biases:
-                self._masks[self._biases[weight]].copy_(stays)
-            if self._config.structured:  # one value for each output: (n,) becomes (n, 1, ...)
-                inner = [1] * (weight.ndim - 1)
-                stays = stays.view(-1, *inner)
-            self._masks[weight].copy_(stays)
-
-    def _highest_pruned(self, scores: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int], part: float) -> Tensor:
-        """Return each group's k-th smallest score, for k = ``part`` of its scores.
-
-        The result is (groups,) int64, -1 if k is 0. The k-th smallest is the largest number below which there are fewer
-        than k scores.
-        """
+        # Find each group's k-th smallest score, for k = ``part`` of its scores: the largest number below which there
+        # are fewer than k scores. (groups,) int64, -1 if k is 0.
         count = max(groups.values(), default=0) + 1
         above_all = torch.full((count,), 2**_BITS - 1, device=self._device)
         wanted = (self._below(above_all, scores, groups) * part).round().long()
@@ -152,7 +138,15 @@ class Pruning:
         for bit in reversed(range(_BITS)):
             tried = found | (1 << bit)
             found = torch.where(self._below(tried, scores, groups) < wanted, tried, found)
-        return torch.where(wanted > 0, found, -1)
+        highest = torch.where(wanted > 0, found, -1)
+        for weight, score in scores.items():
+            stays = score > highest[groups[weight]]
+            if weight in self._biases:
+                self._masks[self._biases[weight]].copy_(stays)
+            if self._config.structured:  # one value for each output: (n,) becomes (n, 1, ...)
+                inner = [1] * (weight.ndim - 1)
+                stays = stays.view(-1, *inner)
+            self._masks[weight].copy_(stays)
 
     def _below(self, limits: Tensor, scores: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int]) -> Tensor:
         """Return the number of scores below their group's limit, over all ranks; int64 like ``limits``."""
