@@ -39,11 +39,13 @@ def expand(text: str) -> list[str]:
             brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
             if prod(map(len, brackets)) > MAX_HOSTS:
                 raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
-            # The last bracket runs fastest; the brackets before it nest in Slurm's order.
+            # The last bracket runs fastest. Of those before it the first does, as in Slurm's ``_push_range_list``.
             *literals, before_last, tail = _BRACKET.split(entry)[::2]
             *outer, last = brackets
-            heads = [head + before_last for head in _in_slurms_order(literals, outer)]
-            hosts += [head + number + tail for head in heads for number in last]
+            for numbers in itertools.product(*reversed(outer)):
+                parts = zip(literals, reversed(numbers), strict=True)
+                head = "".join(itertools.chain.from_iterable(parts)) + before_last
+                hosts += [head + number + tail for number in last]
         else:
             hosts.append(entry)
     return hosts
@@ -113,15 +115,6 @@ def _skip_separators(text: str, position: int) -> int:
     match = _SEPARATORS.match(text, position)
     assert match is not None, "the pattern matches the empty string"
     return match.end()
-
-
-def _in_slurms_order(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
-    """Yield the texts before the last bracket in Slurm's nesting, in which the first bracket runs fastest.
-
-    Source: Slurm's ``_push_range_list``.
-    """
-    for numbers in itertools.product(*reversed(brackets)):
-        yield "".join(itertools.chain.from_iterable(zip(literals, reversed(numbers), strict=True)))
 
 
 def _parse_bracket(text: str, start: int, content: str) -> list[str]:

@@ -319,20 +319,18 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
             return [_fit(item, inner, f"{key}[{index}]", notes) for index, item in enumerate(value)]
         case MapOf(inner):
             _refuse_other_than_object(value, key)
-            return dict(_items_that_fit(value, inner, key, notes))
+            items: dict[str, Any] = {}
+            for name, item in value.items():
+                try:
+                    _fit(name, TEXT, key, notes)
+                    items[name] = _fit(item, inner, _join(key, name), notes)
+                except Misfit as misfit:
+                    notes.left_out(misfit)
+            return items
         case Record(keys):
             _refuse_other_than_object(value, key)
             # Keys that the shape does not name are passed on.
             return {**dict(_fields_that_fit(value, keys, key, notes)), **_unknown(value, keys, key)}
-
-
-def _items_that_fit(value: Mapping[str, Any], inner: Shape, key: str, notes: _Notes) -> Iterator[tuple[str, Any]]:
-    for name, item in value.items():
-        try:
-            _fit(name, TEXT, key, notes)
-            yield name, _fit(item, inner, _join(key, name), notes)
-        except Misfit as misfit:
-            notes.left_out(misfit)
 
 
 def _fields_that_fit(

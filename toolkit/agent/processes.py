@@ -217,23 +217,12 @@ class Processes:
                 )
 
     def _start_one(self, order: ForkOrder) -> int:
-        # A fork of the zygote is faster.
+        # A fork of the zygote is faster; without a zygote start a fresh program.
         if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
-
-        # Else a fresh interpreter: slower, and always possible.
-        def prepare() -> None:
-            if order["cpus"] is not None:
-                os.sched_setaffinity(0, order["cpus"])
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-
-        command = [self.copies.program(order["command"][0]), *order["command"][1:]]
-        with opened(order["files"]) as (stdin, stdout, stderr):
-            files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-            return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
+        return _start_program(order, self.copies.program(order["command"][0]))
 
     # ----------------------------------------------------------------------------------------------------- the store
 
@@ -305,18 +294,28 @@ class Processes:
         code = os.waitstatus_to_exitcode(status)
         no_memory = code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
         self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
+        # Once no process of an attempt is left, all other children are strays.
         if not self._children:
-            # Once no process of an attempt is left, all other children are strays: ranks have left them in sessions of
-            # their own, and the agent became their parent.
-            own = {*helpers, *([self._zygote.pid] if self._zygote else [])}
-            with contextlib.suppress(OSError):
-                for stray in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                    if stray not in own:
-                        os.kill(stray, signal.SIGKILL)
+            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
         self._send({"is": "ended", **how, "time": time.time()})
+
+
+def _start_program(order: ForkOrder, program: str) -> int:
+    """Start ``program`` with the order's arguments, and return its pid. Raises OSError."""
+
+    def prepare() -> None:
+        if order["cpus"] is not None:
+            os.sched_setaffinity(0, order["cpus"])
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    command = [program, *order["command"][1:]]
+    with opened(order["files"]) as (stdin, stdout, stderr):
+        files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
 
 
 def _make_pipes(child: _Child, files: list[str]) -> list[int]:
@@ -329,6 +328,14 @@ def _make_pipes(child: _Child, files: list[str]) -> list[int]:
     child.stdout, writing = os.pipe()
     files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
     return [reading, writing]
+
+
+def _end_strays(own: Collection[int]) -> None:
+    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            if pid not in own:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:

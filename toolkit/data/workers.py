@@ -246,7 +246,16 @@ class WorkerSource:
         Raises JobFailedError for an error in a worker, or for one that died.
         """
         if step != self._next:
-            self._restart(step)
+            # A step out of order: the workers begin anew there.
+            self._steps.start = step
+            if self._batches is None:
+                with _signals_held():
+                    before = _child_pids()
+                    self._batches = iter(self._loader)
+                    self._pids = sorted(_child_pids() - before)
+                atexit.register(self._at_exit)
+            else:
+                self._batches = iter(self._loader)  # the same workers; batches loaded ahead are dropped
         batch = self._await(step)
         if isinstance(batch, Failure):
             self.close()
@@ -264,17 +273,6 @@ class WorkerSource:
             os.kill(pid, signal.SIGKILL)  # workers ignore SIGTERM, and an exit that waits for them would never end
         self._pids = []
         atexit.unregister(self._at_exit)
-
-    def _restart(self, step: int) -> None:
-        self._steps.start = step
-        if self._batches is None:
-            with _signals_held():
-                before = _child_pids()
-                self._batches = iter(self._loader)
-                self._pids = sorted(_child_pids() - before)
-            atexit.register(self._at_exit)
-        else:
-            self._batches = iter(self._loader)  # the same workers; batches loaded ahead are dropped
 
     def _await(self, step: int) -> Batch | Failure:
         # torch notices a death only when a batch is late, and then takes up to 5 s.

@@ -187,8 +187,18 @@ class Slurm:
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         wanted = list(dict.fromkeys(job_ids))
-        # squeue first; accounting only for the jobs that the controller has forgotten.
-        found = rows_by_id(wanted, self._queued(wanted) if wanted else [])
+        queued: list[JobStatus] = []
+        # For several ids squeue would load the jobs of the whole cluster: ask for this user's jobs instead.
+        if len(wanted) > 1:
+            queued = self.user_jobs()
+        elif wanted:
+            try:
+                queued = parse_statuses(self._run([*_SQUEUE, f"--jobs={base_id(wanted[0])}"]))
+            except ProgramRefusedError as error:  # squeue fails for a single id that the controller does not know
+                if not error.says("Invalid job id"):
+                    raise
+        # Ask accounting only for the jobs that the controller has forgotten: its database is slow.
+        found = rows_by_id(wanted, queued)
         gone = [job_id for job_id in wanted if found[job_id] is None]
         return found | (rows_by_id(gone, self.accounted_jobs(gone)) if gone else {})
 
@@ -333,21 +343,6 @@ class Slurm:
         return float(time_of_answer[1])
 
     # ------------------------------------------------------------------------------------------------- asking
-
-    def _queued(self, job_ids: list[str]) -> list[JobStatus]:
-        """Ask squeue once for all jobs.
-
-        For several ids squeue would load the jobs of the whole cluster, so it is asked for this user's jobs instead.
-        For a single id that the controller does not know, squeue fails.
-        """
-        if len(job_ids) > 1:
-            return self.user_jobs()
-        try:
-            return parse_statuses(self._run([*_SQUEUE, f"--jobs={base_id(job_ids[0])}"]))
-        except ProgramRefusedError as error:
-            if not error.says("Invalid job id"):
-                raise
-            return []
 
     # ------------------------------------------------------------------------------------------------ running
 

@@ -66,14 +66,12 @@ def in_words(reason: str) -> str:
     A reason that is not known here, as of a newer Slurm, is returned as it is.
     """
     name = re.split(r"\W", reason)[0]  # details may follow: ReqNodeNotAvail, UnavailableNodes:node1
-    words = _WORDS.get(name) or _limit_in_words(name)
-    return f"{words} ({reason})" if words else reason
-
-
-def _limit_in_words(name: str) -> str | None:
+    if name in _WORDS:
+        return f"{_WORDS[name]} ({reason})"
     match = _LIMIT.fullmatch(name)
     if match is None:
-        return None
+        return reason
+    # A limit: whose, of what, and counted over which jobs.
     who, counted, what = _OF[match[1]], match[2], match[3]
     thing = next((words for part, words in _WHAT if part.lower() in what.lower()), "use")
     if what.endswith(_USE):
@@ -81,7 +79,8 @@ def _limit_in_words(name: str) -> str | None:
     each = "each user" if "PerUser" in what else "each account" if "PerAccount" in what else ""
     one = "one job" if "PerJob" in what or "PerNode" in what else ""
     scope = each or one or ("everybody in it together" if counted == "Grp" else "")
-    return f"a limit of {who} is reached: {thing}" + (f", of {scope}" if scope else "")
+    limit = f"a limit of {who} is reached: {thing}" + (f", of {scope}" if scope else "")
+    return f"{limit} ({reason})"
 
 
 def expected_start(start: float | None, now: float) -> str:

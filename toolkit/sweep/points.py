@@ -34,7 +34,7 @@ _BESIDE_THE_RESULT = (
     *("cluster.setup", "cluster.extra", "cluster.signal_delay_s", "cluster.preflight", "cluster.spare_nodes"),
 )
 #: Keys whose values name files, or that change what other keys mean.
-_READ_ANEW = ("job", "data.root", "model.init_from")
+_READ_ANEW = frozenset({"job", "data.root", "model.init_from"})
 #: Of a list of numbers longer than this the first and the last are read by the config, the others by their type.
 _FEW = 16
 
@@ -122,9 +122,11 @@ class _PointReader:
         self._typed = {key: self._read_axis(key, axis, first) for key, axis in request.axes.items()}
         prepare.settle(self._config, project)
         self._settings = settings_of(self._config)
-        self._is_simple = not any(self._changes_others(key) for key in request.axes) and not _has_references(
-            request, project
-        )
+        # A swept key may change other keys: where it stands for a section, or a value of the config refers to another.
+        is_section = any(is_dataclass(_value_at(self._config, parts)) for parts in self._parts.values())
+        layers, _ = configs.merged_layers(request.config, request.fixed, project=project, sweep=True)
+        has_references = "${" in json.dumps(layers, default=str)
+        self._is_simple = _READ_ANEW.isdisjoint(request.axes) and not is_section and not has_references
 
     def read(self, values: Values) -> CheckedPoint:
         """Return the point with these values."""
@@ -181,9 +183,6 @@ class _PointReader:
         cache: dict[str, Any] = {}
         return lambda text: cache[text] if text in cache else cache.setdefault(text, read(text))
 
-    def _changes_others(self, key: str) -> bool:
-        return key in _READ_ANEW or is_dataclass(_value_at(self._config, self._parts[key]))
-
 
 def _first(axis: Axis) -> str:
     return axis.at_share(0.0)
@@ -193,11 +192,3 @@ def _value_at(config: Any, parts: Sequence[str]) -> Any:
     for part in parts:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config
-
-
-def _has_references(request: SweepRequest, project: Path) -> bool:
-    """True if a value of the config refers to another, so that one key may change several."""
-    texts = json.dumps(
-        configs.merged_layers(request.config, request.fixed, project=project, sweep=True)[0], default=str
-    )
-    return "${" in texts

@@ -98,7 +98,17 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
                 raise layer.error(value, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
             said[key] = int(text) if is_number else str(text)
         elif "." in key or key in configs.all_keys():
-            found[key] = _axis(layer, value, key)
+            if isinstance(value, SequenceNode):
+                if not value.value:
+                    raise layer.error(value, f"sweep: {key}: an empty list has no value to run")
+                found[key] = axes.of_list([_text(layer, item, key) for item in value.value])
+            else:
+                text = _text(layer, value, key)
+                try:
+                    axis = axes.parse(key, text)
+                except RequestError as error:
+                    raise layer.error(value, f"sweep: {error}") from None
+                found[key] = axes.of_list([text]) if axis is None else axis
         else:
             hint = nearest(key, [*kinds, *configs.all_keys()])
             raise layer.error(
@@ -107,19 +117,6 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
             )
     given = {name: value for name in kinds if (value := getattr(options, name)) is not None}
     return found, replace(options, **{**said, **given})
-
-
-def _axis(layer: Any, node: Node, key: str) -> Axis:
-    if isinstance(node, SequenceNode):
-        if not node.value:
-            raise layer.error(node, f"sweep: {key}: an empty list has no value to run")
-        return axes.of_list([_text(layer, item, key) for item in node.value])
-    text = _text(layer, node, key)
-    try:
-        axis = axes.parse(key, text)
-    except RequestError as error:
-        raise layer.error(node, f"sweep: {error}") from None
-    return axes.of_list([text]) if axis is None else axis
 
 
 def _text(layer: Any, node: Node, key: str) -> str:

@@ -66,7 +66,8 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
     }
     answers, is_answered = _answers(ask, [job for id_ in is_queued if (job := jobs[id_]) is not None])
     rows = {row["path"]: row for row in rows_of([RunDir(sweep.runs / run) for run in started])}
-    works_here, begun = _works_here(sweep, records.values()), sweep.begun()
+    is_local = any(record is not None and record.executor == "local" for record in records.values())
+    works_here, begun = is_local and sweep.works_here(), sweep.begun()
     found = []
     for id_, (point, array, _) in newest.items():
         run, record, job_id = sweep.run_of(point), records[array], jobs[id_]
@@ -129,10 +130,6 @@ def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | No
         return (ask(jobs) if jobs else {}), True
     except SlurmError:
         return {}, False
-
-
-def _works_here(sweep: SweepDir, records: Iterable[ArrayRecord | None]) -> bool:
-    return any(record is not None and record.executor == "local" for record in records) and sweep.works_here()
 
 
 def _waiting_state(

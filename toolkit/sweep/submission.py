@@ -245,11 +245,12 @@ def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], execu
 
 def unsent(sweep: SweepDir) -> list[Array]:
     """Return the lists of points that have no Slurm job yet: an earlier submission was interrupted."""
-    return [array for array in sweep.arrays() if (record := array.record()) is None or _is_unsent(record)]
-
-
-def _is_unsent(record: ArrayRecord) -> bool:
-    return record.executor == "slurm" and record.job_id is None
+    arrays = []
+    for array in sweep.arrays():
+        record = array.record()
+        if record is None or (record.executor == "slurm" and record.job_id is None):
+            arrays.append(array)
+    return arrays
 
 
 def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) -> str:
@@ -270,18 +271,14 @@ def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) 
                 f"sweep {array.sweep.name}: {len(array.points())} points are not submitted: {error}\n"
                 "Nothing is lost: the same command submits what is missing when there is room"
             ) from error
-    record = record or _record_of_script(array)
+    if record is None:
+        # Slurm has the job, and the record is damaged. The job knows its array by the token.
+        token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", array.script.read_text())
+        if token is None:
+            raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
+        record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
     array.write_record(record.replace(job_id=job_id))
     return job_id
-
-
-def _record_of_script(array: Array) -> ArrayRecord:
-    """Return the record of an array that Slurm has, and whose file is damaged. Its jobs know it by the token."""
-    text = array.script.read_text()
-    token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", text)
-    if token is None:
-        raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
-    return ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
 
 
 def _script(

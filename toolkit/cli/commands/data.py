@@ -35,31 +35,26 @@ def run(args: Namespace) -> None:
     from toolkit.errors import RequestError
 
     if args.verb == "tokenize":
-        _tokenize(args)
+        from toolkit import fsio, logs
+        from toolkit.cli import show
+        from toolkit.data.tokens.writer import Encoder, tokenize
+
+        if args.out is None:
+            raise RequestError("toolkit data tokenize: --out DIR says where to")
+        if args.shard_tokens < 1:
+            raise RequestError("toolkit data tokenize: --shard-tokens is to be 1 or more")
+        logs.setup()
+        out = fsio.expand(args.out).absolute()
+        encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
+        index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
+        if args.json:
+            print(show.as_json(index.to_file()))
+        else:
+            print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
+            print(f"train on it: toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}")
         return
     if len(args.names) > 1:
         raise RequestError(f"toolkit data fetch {args.names[0]}: {args.names[1]!r} is one word too many")
     from toolkit.data.datasets import fetch
 
     print(fetch(args.names[0], args.root))
-
-
-def _tokenize(args: Namespace) -> None:
-    from toolkit import fsio, logs
-    from toolkit.cli import show
-    from toolkit.data.tokens.writer import Encoder, tokenize
-    from toolkit.errors import RequestError
-
-    if args.out is None:
-        raise RequestError("toolkit data tokenize: --out DIR says where to")
-    if args.shard_tokens < 1:
-        raise RequestError("toolkit data tokenize: --shard-tokens is to be 1 or more")
-    logs.setup()
-    out = fsio.expand(args.out).absolute()
-    encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
-    index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
-    if args.json:
-        print(show.as_json(index.to_file()))
-        return
-    print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
-    print(f"train on it: toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}")

@@ -165,7 +165,11 @@ def _values(chunks: Any) -> Any:
         flat = _numbers(array.flatten())
         ends = array.offsets.to_numpy()
         ends = ends - ends[0]
-        return array if flat is None else _even(flat, ends)
+        if flat is None:
+            return array
+        # Lists of one length are a table.
+        lengths = np.diff(ends)
+        return flat.reshape(len(lengths), lengths[0]) if (lengths == lengths[0]).all() else Ragged(flat, ends)
     numbers = _numbers(array)
     return array if numbers is None else numbers
 
@@ -179,8 +183,3 @@ def _numbers(array: Any) -> NDArray[Any] | None:
         return None
     values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return values
-
-
-def _even(flat: NDArray[Any], ends: NDArray[Any]) -> NDArray[Any] | Ragged:
-    lengths = np.diff(ends)
-    return flat.reshape(len(lengths), lengths[0]) if (lengths == lengths[0]).all() else Ragged(flat, ends)

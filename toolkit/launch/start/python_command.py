@@ -22,7 +22,6 @@ from ctypes import c_ssize_t, py_object, pythonapi
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import resolve_name
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from toolkit import logs, staging
@@ -208,21 +207,18 @@ def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
     if not python.is_module and (not Path(python.target).is_file() or pkgutil.get_importer(python.target)):
         return f"{python.target} is no script"  # it is missing, a folder or an archive
     for name, module in list(sys.modules.items()):
-        if "." not in name and _shadows(python.folder, name, module):
+        if "." in name or name in ("__main__", "toolkit"):  # the toolkit's modules are always imported anew
+            continue
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if origin in ("built-in", "frozen"):
+            continue
+        # Would a fresh interpreter import another module of this name?
+        spec = PathFinder.find_spec(name, [python.folder])
+        if spec is None or spec.origin is None:  # a folder without __init__.py hides nothing
+            continue
+        if origin is None or os.path.realpath(spec.origin) != os.path.realpath(origin):
             return f"a module in {python.folder} has the name of one that is loaded, {name}"
     return None
-
-
-def _shadows(folder: str, name: str, module: ModuleType) -> bool:
-    """True if a fresh interpreter would import another ``name``, from ``folder``. The toolkit's are always imported
-    anew."""
-    origin = getattr(getattr(module, "__spec__", None), "origin", None)
-    if name in ("__main__", "toolkit") or origin in ("built-in", "frozen"):
-        return False
-    spec = PathFinder.find_spec(name, [folder])
-    if spec is None or spec.origin is None:  # a folder without __init__.py hides nothing
-        return False
-    return origin is None or os.path.realpath(spec.origin) != os.path.realpath(origin)
 
 
 def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -56,21 +56,20 @@ class NodeCare:
         nodes.note(sick={**self._context.usage.slow_links, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
-        if not leaving or not self._may_move(attempt):
+        is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
+        if not leaving or is_ending or self._context.is_foreign:
+            return
+        step_s = attempt.mean_step_s
+        if step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
+            return
+        # A job that ends soon goes on elsewhere anyway.
+        if self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S):
             return
         log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
         attempt.vacated_nodes = leaving
         for host, bad in leaving.items():
             nodes.condemn(host, bad.why, is_drained=bad.is_drained)
         stops.ask(Stop.MOVE)
-
-    def _may_move(self, attempt: Attempt) -> bool:
-        """Return whether a stop now would save every step and is worth it. It is not if the job ends soon."""
-        is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
-        step_s = attempt.mean_step_s
-        if is_ending or self._context.is_foreign or step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
-            return False
-        return not self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S)
 
     def give_back(self, attempt: Attempt) -> None:
         """Give the drained nodes that were left back to Slurm. Their administrator waits until no job is there."""
