@@ -18,7 +18,7 @@ from toolkit.config import JobConfig
 from toolkit.launch.job import slurm_job
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.launcher import NodeFailed, RanksExited
-from toolkit.launch.supervise import attempt_loop, supervisor
+from toolkit.launch.supervise import attempt_loop, beginning, supervisor
 from toolkit.slurm.fake import FakeSlurm
 
 RANKS_A_NODE = 8
@@ -41,7 +41,7 @@ def end(nodes: int) -> Mapping[str, float]:
     allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(supervisor, "refuse_too_many_ranks"),
+        patch.object(beginning, "refuse_too_many_ranks"),
         patch.object(attempt_loop, "ERROR_REPORTS_S", 0.01),
         patch.object(slurm_job, "unreachable", lambda hosts, port, here: set()),
         patch.object(attempt_loop.log, "error"),

@@ -231,25 +231,8 @@ class FakeSlurm(_FakeJobs):
             raise SlurmRefusedError(f"`sbatch` failed with exit code 1:\n  {self.refuses_submissions}")
         first = len(self._jobs) + len(self._accounted) + 1
         self.submitted[str(first)] = list(arguments)
-        options = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
-        array = options.get("--array", "").partition("%")[0]
-        # A job without an array is one element without an index; ``0-3,7%2`` has five, in Slurm's order.
-        indices: list[str | None] = [*hostlist.expand(f"[{array}]")] if array else [None]
-        for number, index in enumerate(indices, first):
-            self._jobs[str(number)] = JobRow(
-                job_id=str(number),
-                state="PENDING",
-                reason="Dependency" if "--dependency" in options else "Priority",
-                name=options.get("--job-name"),
-                array_job_id=str(first) if index is not None else None,
-                array_task_id=index,
-                can_requeue="--no-requeue" not in options,
-                is_expedited=options.get("--requeue") == "expedite",
-                command=arguments[-1],
-                submit_time=self.now,
-                time_limit_s=parse_slurms(options.get("--time")),
-                options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
-            )
+        for row in _submitted_rows(first, arguments, self.now):
+            self._jobs[row.job_id] = row
         return str(first)
 
     # ----------------------------------------------------------------------------------- what the test decides
@@ -348,3 +331,28 @@ def _status_of(row: JobRow) -> JobStatus:
 
 
 _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")
+
+
+def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[JobRow]:
+    """Return the job of an sbatch call, or the elements of its array, whose ids begin with ``first``."""
+    options = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+    array = options.get("--array", "").partition("%")[0]
+    # A job without an array is one element without an index; ``0-3,7%2`` has five, in Slurm's order.
+    indices: list[str | None] = [*hostlist.expand(f"[{array}]")] if array else [None]
+    return [
+        JobRow(
+            job_id=str(first + offset),
+            state="PENDING",
+            reason="Dependency" if "--dependency" in options else "Priority",
+            name=options.get("--job-name"),
+            array_job_id=str(first) if index is not None else None,
+            array_task_id=index,
+            can_requeue="--no-requeue" not in options,
+            is_expedited=options.get("--requeue") == "expedite",
+            command=arguments[-1],
+            submit_time=now,
+            time_limit_s=parse_slurms(options.get("--time")),
+            options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
+        )
+        for offset, index in enumerate(indices)
+    ]

@@ -40,7 +40,7 @@ from toolkit.launch.start.launcher import (
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
 from toolkit.launch.submission.resume import resume
-from toolkit.launch.supervise import attempt_loop, stop_path, supervisor
+from toolkit.launch.supervise import attempt_loop, conclusion, stop_path, supervisor
 from toolkit.launch.supervise.error_files import read_error_file
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
@@ -365,10 +365,10 @@ def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verd
 def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restarting = Supervisor._record
+    restarting = conclusion.record
 
-    def record(self: Supervisor, *args: Any) -> None:
-        restarting(self, *args)
+    def record(*args: Any) -> None:
+        restarting(*args)
         monkeypatch.undo()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -376,7 +376,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
         ranks.report(step=7, step_start=0)
         ranks.events.put(ended(0))
 
-    monkeypatch.setattr(Supervisor, "_record", record)
+    monkeypatch.setattr(conclusion, "record", record)
     assert supervise(run, Ranks(crashes)) == 75
     assert [(line.cause, line.decision) for line in run.attempts()] == [
         ("crashed", "restart"),

@@ -29,7 +29,7 @@ from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
-from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
+from toolkit.launch.supervise import attempt_loop, conclusion, entry, left_over, node_checks
 from toolkit.launch.supervise.facts import Verdict
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
@@ -95,7 +95,7 @@ AGENTS: Any = PlayedAgents()
 @pytest.fixture(autouse=True)
 def preflight(monkeypatch: pytest.MonkeyPatch) -> Preflight:
     preflight = Preflight()
-    monkeypatch.setattr(supervisor, "check_nodes", preflight)
+    monkeypatch.setattr(node_checks, "check_nodes", preflight)
     return preflight
 
 
@@ -201,7 +201,7 @@ def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
         return judge_attempt(*arguments)
 
     ranks = Ranks(crashes, completes)
-    monkeypatch.setattr(supervisor, "judge_attempt", judge)
+    monkeypatch.setattr(conclusion, "judge_attempt", judge)
     with pytest.raises(ValueError, match="the links broke"):
         supervise(run, slurm, ranks)
 
@@ -905,7 +905,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
         claim.note_follow_ups(["2"])
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
-    monkeypatch.setattr(entry, "_build", full)
+    monkeypatch.setattr(entry, "build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
@@ -955,7 +955,7 @@ def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one_of_several(
         asked.append(hosts)
         return {}
 
-    monkeypatch.setattr(supervisor, "slow_gpus", slow_gpus)
+    monkeypatch.setattr(node_checks, "slow_gpus", slow_gpus)
     config = JobConfig()
     config.cluster.spare_nodes = spare
     allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus_per_node=gpus, job_id="1")

@@ -15,7 +15,7 @@ from toolkit.launch.job import follow_up
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.nodes import BadNode, Nodes
-from toolkit.launch.record import stop_request
+from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.ownership import Claim
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
@@ -26,6 +26,9 @@ ENDING_S = 60.0
 
 #: The requeue ends this process, too, but not before KillWait; its SIGTERM may end the first try to exclude nodes.
 EXCLUDE_S = 10.0
+
+#: The most restarts of one job because of a full disk: each waits for `outages.GIVE_UP_AFTER_S`, and then in the queue.
+MAX_RESTARTS_ON_A_FULL_DISK = 100
 
 log = logs.get(__name__)
 
@@ -175,3 +178,21 @@ def to_exclude(
     if bad:
         log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
     return None
+
+
+def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue when the disk is full. The run has not failed, and goes on when there is room.
+
+    No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
+    """
+    if error.errno not in outages.FULL:
+        return False
+    # With a follow-up job the exit code is enough; else requeue this one.
+    owner = ownership.read(run)
+    if owner is not None and owner.follow_ups:
+        return True
+    allocation = Allocation.slurm(os.environ)
+    if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
+        return False
+    look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+    return take_back(look, slurm, allocation.job_id) is JobFate.REQUEUED

@@ -22,6 +22,7 @@ from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.launcher import (
     AllRanksEnded,
     FirstReports,
+    Launcher,
     LaunchFailed,
     MainReport,
     NodeFailed,
@@ -41,6 +42,7 @@ from toolkit.launch.watch.halving import Halving
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunProgress, RunResult, RunState
+from toolkit.slurm.network import job_address, wildcard
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 ERROR_REPORTS_S = 0.5
@@ -52,6 +54,24 @@ KILL_AGAIN_S = 10.0
 DYING_S = 1.0
 
 log = logs.get(__name__)
+
+
+def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: NodeCare) -> None:
+    """Start the ranks of ``attempt``, and return when they have ended."""
+    plan, number = attempt.plan, attempt.number
+    # Each start has its own claim, so that ranks of an earlier one can write no more.
+    context.claim.renew()
+    context.journal.set_status(RunState.STARTING, attempt)
+    hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
+    log.info("attempt %d: %d ranks on %s", number, plan.world_size, hosts)
+    environ, events = context.rank_environ(number), context.events
+    # The ranks meet at this address, so all their nodes must reach it.
+    host = job_address(context.allocation.hosts[0], plan.hosts, environ)
+    store = launcher.start_store(number, plan.world_size, host, environ, events)
+    if host != wildcard():  # else each rank uses the address from which srun started it
+        environ["MASTER_ADDR"] = host
+    running = launcher.start(number, plan, context.rank_command(), environ, events, store)
+    AttemptLoop(context, attempt, running, store, care).run()
 
 
 class AttemptLoop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from toolkit import rundir, staging
 from toolkit.config import FOREIGN_JOB, JobConfig
@@ -23,6 +24,7 @@ from toolkit.launch.start.launcher import Events
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.watch import hang_investigation
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 
 
@@ -42,6 +44,33 @@ class Context:
     usage: UsageRecorder
     requeue: JobRequeue | None  #: None without Slurm
     claim: Claim = field(init=False)  #: once the run is this job's
+
+    @classmethod
+    def of(
+        cls,
+        run: RunDir,
+        config: JobConfig,
+        allocation: Allocation,
+        slurm: SlurmCommands | None,
+        agents: Agents | None,
+        container: Container | None,
+    ) -> Context:
+        """Return the context of a new supervisor, with all its parts; without ``slurm`` that of this machine."""
+        spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
+        nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
+        return cls(
+            run,
+            config,
+            allocation,
+            agents,
+            container,
+            job=SlurmJob(slurm, allocation, config.cluster.signal_delay_s),
+            nodes=nodes,
+            journal=Journal(run, allocation, nodes),
+            events=SimpleQueue(),
+            usage=UsageRecorder(run, allocation, config.cluster.price, os.environ),
+            requeue=None if slurm is None else JobRequeue(run, allocation, slurm, nodes),
+        )
 
     @property
     def is_foreign(self) -> bool:

@@ -7,51 +7,34 @@ fraction of a second.
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import time
-from dataclasses import replace
-from queue import SimpleQueue
 
-from toolkit import config as configs
-from toolkit import fsio, logs, rundir
+from toolkit import logs
 from toolkit.agent.die_with_parent import SIGNALS
-from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
-from toolkit.launch import outages
-from toolkit.launch.job import node_history
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.job.fate import JobFate
-from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.job.requeue import JobRequeue
-from toolkit.launch.job.slurm_job import SlurmJob
-from toolkit.launch.record import stop_request
-from toolkit.launch.record.job_usage import UsageRecorder
-from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.gpu_speeds import LEAST_GPUS, slow_gpus
 from toolkit.launch.start.launcher import Events, Launcher
-from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.staging import NodeStaging
-from toolkit.launch.start.store import refuse_too_many_ranks
-from toolkit.launch.supervise import budgets, left_over
+from toolkit.launch.supervise import left_over
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.attempt_loop import AttemptLoop
+from toolkit.launch.supervise.attempt_loop import AttemptLoop, run_attempt
+from toolkit.launch.supervise.beginning import has_ended, take_run
+from toolkit.launch.supervise.conclusion import conclude, end_before_start, record
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Cause, Decision, Verdict
-from toolkit.launch.supervise.judging import judge_attempt
+from toolkit.launch.supervise.node_checks import mark_bad_nodes
 from toolkit.launch.supervise.other_runs import wait_for_other_runs
-from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, stopped_in_pause, why_stop
-from toolkit.launch.watch.hang_investigation import remove_unused
+from toolkit.launch.supervise.stop_path import Signalled, stopped_in_pause, why_stop
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
-from toolkit.slurm.network import job_address, wildcard
 
 #: Pause before a restart after an attempt that made no step. It doubles after each further one, up to the second value.
 #: A file system that is away for some seconds must not use up all restarts, which take only a second each.
@@ -76,19 +59,10 @@ class Supervisor:
     ) -> None:
         self._run, self._config, self._allocation = run, config, allocation
         self._launcher, self._agents, self._token = launcher, agents, token
-        self._events: Events = SimpleQueue()
         self._in_vain = 0  #: attempts in a row that made no step
-        self._job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
-        spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
-        self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
-        self._journal = Journal(run, allocation, self._nodes)
-        usage = UsageRecorder(run, allocation, config.cluster.price, os.environ)
-        self._requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
-        self._context = Context(
-            *(run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events, usage),
-            requeue=self._requeue,
-        )
-        self._care = NodeCare(self._context)
+        self._context = context = Context.of(run, config, allocation, slurm, agents, container)
+        self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
+        self._care = NodeCare(context)
 
     def run(self, earlier_death: str | None = None) -> int:
         """Make attempts until one finishes or no more may be made; return the exit code of the job.
@@ -102,19 +76,11 @@ class Supervisor:
         claim = None if left is None else Claim.of_dead(self._run, self._allocation)
         self._context.claim = claim or Claim.of_job(self._run, self._allocation, self._token)
         self._journal.read()
-        if self._has_ended(earlier_death):
+        if has_ended(self._context, earlier_death):
             return EXIT_DONE
-        refuse_too_many_ranks(self._allocation.without(self._config.cluster.spare_nodes).world_size)
-        # The run is this job's: record its size and id, and remove the result of an earlier start.
-        if self._job.slurm is not None:
-            _record_size(self._run, self._config, self._allocation)
-            # An sbatch script that Slurm starts again knows only its job id.
-            key = self._allocation.job_key
-            if key is not None:
-                outages.persist(lambda: rundir.remember_job(self._run, key), self._run.path)
-        outages.persist(self._run.clear_result, self._run.path)
+        take_run(self._context)
         # Go on with the ranks that still run, else start anew.
-        self._job.look()
+        self._context.job.look()
         try:
             verdict = None if left is None or claim is None else self._take_over(left)
             verdict = verdict or self._start(earlier_death)
@@ -123,32 +89,12 @@ class Supervisor:
                 self._agents.close()
         # A user ended the run before it started again.
         if verdict is None:
-            state = stop_request.end_state(self._context.asked())
-            outages.persist(lambda: write_ended(self._run, state, f"{state} before it started again"), self._run.path)
-            notify(self._run)
-            return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
+            return EXIT_STOPPED if end_before_start(self._context) is RunState.STOPPED else EXIT_FAILED
         # The run is over for good: cancel its follow-up jobs.
-        if self._requeue is not None and verdict.decision is not Decision.REQUEUE:
-            self._requeue.dismiss()
+        if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
+            self._context.requeue.dismiss()
         notify(self._run)
         return _exit_code(verdict)
-
-    def _has_ended(self, earlier_death: str | None) -> bool:
-        """True if the run was over already, and Slurm has restarted its job by mistake.
-
-        Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it
-        ends. Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the
-        run to go on calls `toolkit resume`, which removes the result first. An unreadable result may be that of a
-        cancelled run.
-        """
-        result = self._run.result()
-        restarted = self._allocation.restart_count > 0 or earlier_death is not None
-        # Whether one that was stopped or cancelled goes on is decided by the request for it.
-        if not restarted or result is None or result.state.is_cut_short:
-            return False
-        log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result.state)
-        self._run.write_status(self._run.status().replace(state=result.state))
-        return True
 
     # ------------------------------------------------------------------------------------------------- the beginning
 
@@ -156,7 +102,7 @@ class Supervisor:
         """Start anew; return None for a run that a user has ended."""
         left_over.close(self._context, earlier_death)
         self._journal.announce()
-        ended = wait_for_other_runs(self._context, self._requeue)
+        ended = wait_for_other_runs(self._context, self._context.requeue)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
@@ -166,7 +112,7 @@ class Supervisor:
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
         staging.begin()
         self._context.prepare_requeue()
-        self._check_nodes()
+        mark_bad_nodes(self._context)
         plan = self._nodes.plan()  # without nodes that are bad
         staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
@@ -195,33 +141,6 @@ class Supervisor:
         verdict = self._conclude(attempt)
         return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
 
-    def _check_nodes(self) -> None:
-        """Mark the nodes that the preflight finds bad as unusable.
-
-        A job that was requeued for bad nodes twice, in vain, takes what it gets: it may well run.
-        """
-        if not self._config.cluster.preflight or self._job.slurm is None or self._agents is None:
-            return
-        # Spare nodes are checked too, with no ranks on them.
-        job, spare = self._allocation, self._config.cluster.spare_nodes
-        checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
-        report = check_nodes(self._run.path, checked, self._agents, self._events)
-        if not report.is_fine and is_being_ended(self._context):
-            return  # what ends the job ended the checks, too: they say nothing about the nodes
-        for line in report.summary():
-            log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
-        if budgets.fruitless_requeues(self._journal.history()) >= budgets.MAX_FRUITLESS_REQUEUES:
-            return
-        self._nodes.doubt(report.slow)
-        # Slow GPUs only matter where a spare can take their place.
-        if spare and job.gpus_per_node * len(job.hosts) >= LEAST_GPUS:
-            self._nodes.doubt(slow_gpus(self._agents, job.hosts, self._events))
-        # A node that did not answer is bad only if its slurmd does not answer either.
-        dead = self._job.unreachable(report.unknown) if report.unknown else set()
-        bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
-        for host, why in bad.items():
-            self._nodes.condemn(host, why)
-
     # -------------------------------------------------------------------------------------------------- the attempts
 
     def _run_attempts(self) -> Verdict:
@@ -233,7 +152,7 @@ class Supervisor:
             if stopped_in_pause(self._context, attempt, pause_s):
                 attempt.exit_code = EXIT_STOPPED
             else:
-                self._run_ranks(attempt)
+                run_attempt(self._context, attempt, self._launcher, self._care)
             verdict = self._conclude(attempt)
             if verdict.decision is not Decision.RESTART:
                 return verdict
@@ -244,69 +163,19 @@ class Supervisor:
         attempt.lost_nodes, attempt.ended = set(bad), time.time()
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
         verdict = Verdict(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
-        self._record(attempt, verdict)
+        record(self._context, attempt, verdict)
         return verdict
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
-        start = None if self._context.is_foreign else self._journal.begin(self._job.row)
+        start = None if self._context.is_foreign else self._journal.begin(self._context.job.row)
         return Attempt(self._journal.next_number(), time.time(), plan, start)
 
-    def _run_ranks(self, attempt: Attempt) -> None:
-        plan, number, command = attempt.plan, attempt.number, self._context.rank_command()
-        # Each start has its own claim, so that ranks of an earlier one can write no more.
-        self._context.claim.renew()
-        self._journal.set_status(RunState.STARTING, attempt)
-        hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
-        log.info("attempt %d: %d ranks on %s", number, plan.world_size, hosts)
-        environ = self._context.rank_environ(number)
-        # The ranks meet at this address, so all their nodes must reach it.
-        host = job_address(self._allocation.hosts[0], plan.hosts, environ)
-        store = self._launcher.start_store(number, plan.world_size, host, environ, self._events)
-        if host != wildcard():  # else each rank uses the address from which srun started it
-            environ["MASTER_ADDR"] = host
-        running = self._launcher.start(number, plan, command, environ, self._events, store)
-        AttemptLoop(self._context, attempt, running, store, self._care).run()
-
     def _conclude(self, attempt: Attempt) -> Verdict:
-        """Judge an attempt whose ranks have ended, and record the verdict."""
-        attempt.ended = time.time()
-        self._journal.note_gain(attempt)
-        verdict = judge_attempt(self._context, attempt)
+        verdict = conclude(self._context, attempt, self._care)
         # Attempts without a step lengthen the pause before the next one.
         made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
         self._in_vain = 0 if made_a_step or self._context.is_foreign else self._in_vain + 1
-        self._record(attempt, verdict)
-        if verdict.cause is Cause.MOVED:
-            self._care.give_back(attempt)
-        # Last: a job that is being ended has only seconds.
-        remove_unused(self._run.attempt_logs(attempt.number))
         return verdict
-
-    # ------------------------------------------------------------------------------------------------- what is written
-
-    def _record(self, attempt: Attempt, verdict: Verdict) -> None:
-        log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
-        self._context.note_usage(attempt, is_last=True)
-        outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
-        if self._job.slurm is not None:
-            node_history.note(self._run, attempt.nodes_at_fault(verdict.suspect))
-        if verdict.decision is Decision.RESTART:
-            self._journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
-            return
-        state, why = _state(verdict), verdict.line
-        self._journal.set_status(state, attempt, why=why, ended=time.time())
-        # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
-        if verdict.decision is Decision.REQUEUE:
-            seen = JobFate.UNKNOWN if self._requeue is None else self._requeue.requeue()
-            if seen is JobFate.REQUEUED:
-                return
-            if seen is JobFate.CANCELLED:
-                state, why = stop_request.end_state(self._context.asked()), f"{why}; cancelled before it was requeued"
-            else:
-                why = f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
-                state = RunState.STOPPED
-            self._journal.set_status(state, attempt, why=why, ended=time.time())
-        outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
 
 def _install_handlers(events: Events) -> None:
@@ -317,29 +186,7 @@ def _install_handlers(events: Events) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _state(verdict: Verdict) -> RunState:
-    """Return the run's state after a verdict that ends the job."""
-    if verdict.decision is Decision.REQUEUE:
-        return RunState.REQUEUED
-    if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
-        return RunState(verdict.cause)
-    return RunState.FAILED
-
-
 def _exit_code(verdict: Verdict) -> int:
     if verdict.cause is Cause.COMPLETED:
         return EXIT_DONE
     return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
-
-
-def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
-    """Write the allocation's size into the run's config."""
-    cluster = config.cluster
-    used = allocation.without(cluster.spare_nodes)
-    if config.job != FOREIGN_JOB and not configs.is_loop(config.job, run.code):
-        configs.check_batch(config, used.world_size)
-    cluster.nodes = len(used.hosts)
-    cluster.tasks_per_node = max(allocation.tasks)
-    cluster.cpus_per_task = allocation.cpus_per_task
-    cluster.gpus_per_node = allocation.gpus_per_node
-    outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
