@@ -223,6 +223,9 @@ def _remove(own: Path, key: str) -> None:
         (own / f"{key}.json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
         fsio.remove_tree(own / key)
     fsio.remove_tree(own / f"{key}.partial")
+    # What a kill in the middle of writing the record has left; whoever holds the key's lock is its only writer.
+    for left in own.glob(f".{key}.json.tmp-*"):
+        left.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- unpacking

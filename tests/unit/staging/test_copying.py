@@ -129,7 +129,7 @@ def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, tmp_p
         if whole.is_whole(own, made.key):
             assert content(own / made.key) == content(source)
         assert content(copied(made, node)) == content(source)
-        assert not list(own.glob("*.partial"))
+        assert not [*own.glob("*.partial"), *own.glob(".*.tmp-*")]
         copying._remove(own, made.key)
         if not was_killed:
             break
@@ -234,11 +234,12 @@ def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_pa
     held = copying.copy(used, [node])
     (own / "dead.partial").mkdir()
     (own / "dead.lock").touch()  # of a job that was killed while it unpacked
+    (own / f".{old.key}.json.tmp-1a2b3c4d").touch()  # or while it wrote the record
     for key in (old.key, used.key):
         os.utime(own / f"{key}.json", (0, 0))
     copied(packed(source, cache), node)
     left = {path.name for path in own.iterdir()}
-    assert not {name for name in left if name.startswith((old.key, "dead"))}
+    assert not {name for name in left if name.startswith((old.key, f".{old.key}", "dead"))}
     assert content(held.path) == content(source / "sub")
 
 
