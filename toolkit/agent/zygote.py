@@ -35,6 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
+from toolkit import proc_stat
 from toolkit.agent import preimports
 from toolkit.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
@@ -280,8 +281,10 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     byte of the arguments is not null, all up to the first null byte is the title.
     """
     # The kernel tells at which addresses it reads arguments and variables.
-    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    arguments, arguments_end, variables, variables_end = map(int, numbers[45:49])
+    stat = proc_stat.read("self")
+    if stat is None:
+        return
+    arguments, arguments_end, variables, variables_end = map(stat.number, range(48, 52))
     if not arguments:  # this kernel does not tell
         return
     size = arguments_end - arguments

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit import fsio, proc_stat
 from toolkit.hang import stacks
 from toolkit.rundir import RunDir
 
@@ -97,8 +97,8 @@ def _notes(pids: Sequence[int]) -> str:
 
 
 def _parents(pids: Sequence[int]) -> dict[int, int]:
-    stats = {pid: _stat_fields(pid) for pid in pids}
-    return {pid: int(fields[1]) if fields else 0 for pid, fields in stats.items()}
+    stats = {pid: proc_stat.read(pid) for pid in pids}
+    return {pid: stat.parent if stat is not None else 0 for pid, stat in stats.items()}
 
 
 def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, parents: Mapping[int, int]) -> None:
@@ -118,16 +118,6 @@ def _put(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())  # else the supervisor's node would not see it over NFS
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the name: state, parent and more. Empty for a process that is gone.
-
-    The name in parentheses may hold spaces and parentheses, hence the last one.
-    """
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
 
 
 def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
@@ -218,4 +208,5 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def _is_gone(pid: int) -> bool:
     """True for a process that has ended, whether its parent has reaped it or not."""
-    return _stat_fields(pid)[:1] in ([], ["Z"], ["X"])
+    stat = proc_stat.read(pid)
+    return stat is None or stat.state in "ZX"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit import proc_stat
 from toolkit.health import Finding, Severity, ok
 
 PROC = Path("/proc")
@@ -218,27 +219,23 @@ def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
         pid = table[pid].parent
 
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
 def processes(proc: Path = PROC) -> dict[int, Process]:
     """Return every process that we can see, by pid."""
     table: dict[int, Process] = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
+        pid, stat = int(folder.name), proc_stat.read(folder.name, proc)
         try:
-            pid, _, rest = (folder / "stat").read_text(errors="replace").partition(" (")
             demand_s, seen_s = _scheduled_s(folder), time.monotonic()
         except OSError:  # it has just ended
             continue
-        # The name in parentheses may hold spaces and parentheses, hence the last one.
-        name, _, rest = rest.rpartition(") ")
-        fields = rest.split()
-        # Without schedstat only the time on a CPU is known: utime and stime, fields 14 and 15 of stat.
+        if stat is None:
+            continue
+        # Without schedstat only the time on a CPU is known.
         if demand_s is None:
-            demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
-        table[int(pid)] = Process(int(pid), int(fields[1]), name, demand_s, seen_s)
+            demand_s = stat.cpu_s
+        table[pid] = Process(pid, stat.parent, stat.name, demand_s, seen_s)
     return table
 
 

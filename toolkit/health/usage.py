@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit import proc_stat
 from toolkit.health.nvml import Nvml
+from toolkit.proc_stat import ProcessStat
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 #: A process that is younger may still become another program, with the job's variables.
 YOUNG_S = 60.0
 #: Processors are busy "at peak" over at least this long: an import for a moment needs no processor of its own.
@@ -75,15 +76,6 @@ class NodeUsage:
         return NodeUsage(**{**content, "gpus": gpus})
 
 
-class _ProcessUsage(NamedTuple):
-    """A line of ``/proc/PID/stat``."""
-
-    name: str
-    parent: int
-    cpu_s: float  #: with that of its children that have ended
-    started_s: float  #: after the machine's start
-
-
 class _Totals(NamedTuple):
     cpu_s: float = 0.0
     start_up_s: float = 0.0  #: of it, by the toolkit's own imports
@@ -114,7 +106,7 @@ class JobProcesses:
 
     def began(self, now: float) -> float:
         """Return when the agent began, in the time of ``now``."""
-        agent = self._stat(self._agent)
+        agent = proc_stat.read(self._agent, self._proc)
         return now if agent is None else now - max(0.0, self._uptime_s() - agent.started_s)
 
     def totals(self) -> _Totals:
@@ -124,9 +116,9 @@ class JobProcesses:
         memory = shared = read = written = 0
         for pid, process in processes.items():
             root = self._roots[pid]
-            by_root[root] = by_root.get(root, 0.0) + process.cpu_s
+            by_root[root] = by_root.get(root, 0.0) + process.family_cpu_s
             if pid in self._start_up_s or self._is_starter(pid, process):
-                self._start_up_s[pid] = process.cpu_s
+                self._start_up_s[pid] = process.family_cpu_s
             each = (*self._memory(pid), *self._transfers(pid))
             memory, shared, read, written = memory + each[0], shared + each[1], read + each[2], written + each[3]
         # Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent.
@@ -145,17 +137,17 @@ class JobProcesses:
         cpu_s, start_up_s = sum(self._ended_s.values()), sum(self._start_up_s.values())
         return _Totals(cpu_s, start_up_s, max(0, memory - self._twice_bytes), shared, read, written)
 
-    def _find(self) -> dict[int, _ProcessUsage]:
+    def _find(self) -> dict[int, ProcessStat]:
         here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}
         self._others &= here
         self._roots = {pid: root for pid, root in self._roots.items() if pid in here}
-        stats = {pid: stat for pid in here - self._others if (stat := self._stat(pid)) is not None}
+        stats = {pid: stat for pid in here - self._others if (stat := proc_stat.read(pid, self._proc)) is not None}
         uptime_s = self._uptime_s()
         for pid in stats:
             self._sort(pid, stats, uptime_s)
         return {pid: stat for pid, stat in stats.items() if pid in self._roots}
 
-    def _sort(self, pid: int, stats: Mapping[int, _ProcessUsage], uptime_s: float) -> None:
+    def _sort(self, pid: int, stats: Mapping[int, ProcessStat], uptime_s: float) -> None:
         """Note of which root ``pid`` is a descendant, if of any."""
         way: list[int] = []
         while pid in stats and pid not in self._roots and pid not in way:
@@ -171,24 +163,15 @@ class JobProcesses:
             elif uptime_s - stats[each].started_s > YOUNG_S:
                 self._others.add(each)
 
-    def _is_starter(self, pid: int, process: _ProcessUsage) -> bool:
+    def _is_starter(self, pid: int, process: ProcessStat) -> bool:
         return process.parent == self._agent and _STARTERS.search(self._text(f"{pid}/cmdline")) is not None
 
-    def _is_task(self, pid: int, stats: Mapping[int, _ProcessUsage]) -> bool:
-        parent = self._stat(stats[pid].parent) if self._marks else None
+    def _is_task(self, pid: int, stats: Mapping[int, ProcessStat]) -> bool:
+        parent = proc_stat.read(stats[pid].parent, self._proc) if self._marks else None
         if parent is None or not parent.name.startswith("slurmstepd"):
             return False
         variables = self._text(f"{pid}/environ").split("\0")
         return all(mark in variables for mark in self._marks)
-
-    def _stat(self, pid: int) -> _ProcessUsage | None:
-        start, _, end = self._text(f"{pid}/stat").rpartition(")")
-        fields = end.split()
-        if not fields:
-            return None
-        # utime, stime, cutime, cstime and starttime: fields 14 to 17 and 22 of proc_pid_stat(5).
-        cpu_s = sum(map(int, fields[11:15])) * _TICK_S
-        return _ProcessUsage(start.partition("(")[2], int(fields[1]), cpu_s, int(fields[19]) * _TICK_S)
 
     def _memory(self, pid: int) -> tuple[int, int]:
         """Return the anonymous and shared bytes together, and the shared ones."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
+
+from toolkit import proc_stat
 
 
 class StartUp:
@@ -16,14 +16,10 @@ class StartUp:
     def __init__(self) -> None:
         self._mark = time.monotonic()
         # How long ago this process was started or forked, to 10 ms; 0 where the kernel does not tell.
-        try:
-            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError):
-            age_s = 0.0
-        else:
-            age_s = round(max(0.0, age_s), 3)
-        self.parts = {"program": age_s}
+        stat, age_s = proc_stat.read("self"), 0.0
+        if stat is not None:
+            age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s)
+        self.parts = {"program": round(age_s, 3)}
 
     def end(self, part: str) -> None:
         """Note that ``part`` has ended."""

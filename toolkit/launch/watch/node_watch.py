@@ -29,10 +29,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+from toolkit import proc_stat
 from toolkit.hang import outside_stacks
 from toolkit.health import devices
+from toolkit.proc_stat import ProcessStat
 from toolkit.rundir import RunDir
 
 #: Holds attempt, rank and run folder of a rank; all processes that the rank starts inherit it.
@@ -84,16 +86,6 @@ _AGENT_PROGRAMS = {"torchrun", "accelerate", "accelerate-launch"}
 _REMOTE = {"srun", "ssh", "docker", "kubectl"}
 
 
-class _Stat(NamedTuple):
-    """The fields of ``/proc/PID/stat`` that are used here."""
-
-    name: str
-    parent: int
-    started: int  #: in ticks since the machine's start: tells apart two processes with one number
-    cpu_ticks: int
-    pages: int
-
-
 Usages: TypeAlias = dict[tuple[int, int], Usage]  #: by process id and start
 
 
@@ -106,18 +98,17 @@ class RankProcesses:
         node = os.environ.get("SLURMD_NODENAME")  # nodes of a test cluster may see each other's processes
         self._node = None if node is None else _variable("SLURMD_NODENAME", re.escape(node))
         self._proc = proc
-        self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._ranks: dict[tuple[int, int], int | None] = {}  #: by process whose environment has been read
         self._agents: dict[tuple[int, int], bool] = {}
 
     def read(self) -> dict[int, Usages]:
         """Return the living processes of each rank."""
-        stats: dict[int, _Stat] = {}
+        stats: dict[int, ProcessStat] = {}
         for entry in self._proc.iterdir():
-            stat = self._stat(entry.name) if entry.name.isdigit() else None
-            if stat is not None:
+            stat = proc_stat.read(entry.name, self._proc) if entry.name.isdigit() else None
+            if stat is not None and stat.state not in "ZX":  # no zombie
                 stats[int(entry.name)] = stat
-        alive = {(pid, stat.started) for pid, stat in stats.items()}
+        alive = {(pid, stat.started_ticks) for pid, stat in stats.items()}
         # Forget processes that have ended.
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
         self._agents = {process: known for process, known in self._agents.items() if process in alive}
@@ -129,9 +120,9 @@ class RankProcesses:
             rank = self._rank_of(pid, stats, ranks, uptime_s)
             if rank is None:
                 continue
-            usage = Usage(stat.cpu_ticks / self._ticks_per_s, self._transfers(pid, stat))
+            usage = Usage(stat.cpu_s, self._transfers(pid, stat))
             # A launcher's own work is no sign of life.
-            found[rank][pid, stat.started] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
+            found[rank][pid, stat.started_ticks] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
         return dict(found)
 
     def is_traced(self, pid: int) -> bool:
@@ -140,7 +131,7 @@ class RankProcesses:
         return tracer is not None and tracer[1] != "0"
 
     def _rank_of(
-        self, pid: int, stats: Mapping[int, _Stat], ranks: dict[int, int | None], uptime_s: float
+        self, pid: int, stats: Mapping[int, ProcessStat], ranks: dict[int, int | None], uptime_s: float
     ) -> int | None:
         """Return the rank by the process's own mark, else its parent's; ``ranks`` caches the results of one look."""
         if pid in ranks or pid not in stats:
@@ -151,8 +142,8 @@ class RankProcesses:
         ranks[pid] = self._rank_of(stat.parent, stats, ranks, uptime_s) if rank is None else rank
         return ranks[pid]
 
-    def _marked(self, pid: int, stat: _Stat, uptime_s: float) -> int | None:
-        process = (pid, stat.started)
+    def _marked(self, pid: int, stat: ProcessStat, uptime_s: float) -> int | None:
+        process = (pid, stat.started_ticks)
         if process not in self._ranks:
             environ = self._bytes(f"{pid}/environ")
             match = self._mark.search(environ)
@@ -162,8 +153,8 @@ class RankProcesses:
             self._ranks[process] = rank
         return self._ranks[process]
 
-    def _is_agent(self, pid: int, stat: _Stat, uptime_s: float) -> bool:
-        process = (pid, stat.started)
+    def _is_agent(self, pid: int, stat: ProcessStat, uptime_s: float) -> bool:
+        process = (pid, stat.started_ticks)
         if process in self._agents:
             return self._agents[process]
         found = is_agent(self._text(f"{pid}/cmdline").split("\0"))
@@ -171,26 +162,17 @@ class RankProcesses:
             self._agents[process] = found
         return found
 
-    def _is_young(self, stat: _Stat, uptime_s: float) -> bool:
-        return uptime_s - stat.started / self._ticks_per_s < YOUNG_S
+    def _is_young(self, stat: ProcessStat, uptime_s: float) -> bool:
+        return uptime_s - stat.started_s < YOUNG_S
 
-    def _stat(self, name: str) -> _Stat | None:
-        """Return the fields; None for a process that is gone, or is a zombie."""
-        start, _, end = self._text(f"{name}/stat").rpartition(")")
-        state, *fields = end.split() or ["Z"]
-        if state in "ZX":
-            return None
-        program = start.partition("(")[2]
-        return _Stat(program, int(fields[0]), int(fields[18]), int(fields[10]) + int(fields[11]), int(fields[8]))
-
-    def _transfers(self, pid: int, stat: _Stat) -> tuple[int, ...] | None:
+    def _transfers(self, pid: int, stat: ProcessStat) -> tuple[int, ...] | None:
         if stat.name in _REMOTE:
             return None
         counters = dict(re.findall(r"(\w+): (\d+)", self._text(f"{pid}/io")))
         names = ("rchar", "wchar", "read_bytes", "write_bytes")
         if not counters.keys() >= {*names}:
             return None
-        return (*(int(counters[name]) for name in names), stat.pages)
+        return (*(int(counters[name]) for name in names), stat.major_faults)
 
     def _text(self, name: str) -> str:
         return self._bytes(name).decode(errors="replace")

@@ -1,0 +1,73 @@
+"""Reads ``/proc/PID/stat``. Fields have the numbers of proc_pid_stat(5)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class ProcessStat(NamedTuple):
+    """What the kernel tells of one process."""
+
+    name: str
+    rest: list[str]  #: the fields after the name, from the third on
+
+    def number(self, field: int) -> int:
+        """Return a field that is a number."""
+        return int(self.rest[field - 3])
+
+    @property
+    def state(self) -> str:
+        """Return the state: ``Z`` and ``X`` are those of a process that has ended."""
+        return self.rest[0]
+
+    @property
+    def parent(self) -> int:
+        """Return the parent's pid; 0 for one outside of our pid namespace."""
+        return self.number(4)
+
+    @property
+    def major_faults(self) -> int:
+        """Return the pages that were fetched from a disk."""
+        return self.number(12)
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the time on a CPU, utime and stime."""
+        return (self.number(14) + self.number(15)) * TICK_S
+
+    @property
+    def family_cpu_s(self) -> float:
+        """Return the time on a CPU with that of its ended children, cutime and cstime."""
+        return self.cpu_s + (self.number(16) + self.number(17)) * TICK_S
+
+    @property
+    def started_ticks(self) -> int:
+        """Return when it was started, since the machine's start: it tells apart two processes with one pid."""
+        return self.number(22)
+
+    @property
+    def started_s(self) -> float:
+        """Return when it was started, in seconds since the machine's start."""
+        return self.started_ticks * TICK_S
+
+
+def parse(text: str) -> ProcessStat | None:
+    """Return the content of a ``stat`` file; None for an empty text, as of a process that is gone.
+
+    The name in parentheses may hold spaces and parentheses, hence the last one.
+    """
+    start, _, end = text.rpartition(")")
+    rest = end.split()
+    return ProcessStat(start.partition("(")[2], rest) if rest else None
+
+
+def read(pid: int | str, proc: Path = Path("/proc")) -> ProcessStat | None:
+    """Return the stat of a process; None for one that is gone, or another user's where these are hidden."""
+    try:
+        return parse((proc / str(pid) / "stat").read_text(errors="replace"))
+    except OSError:
+        return None
