@@ -53,8 +53,10 @@ def find(text: str, *, may_come: bool = False) -> Origin:
     path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)
-    kind = next((kind for kind, signs in _SIGNS.items() if any((path / sign).is_file() for sign in signs)), RUN)
-    return _run(text, may_come) if kind == RUN else Origin(kind, path)
+    for kind, signs in _SIGNS.items():
+        if any((path / sign).is_file() for sign in signs):
+            return Origin(kind, path)
+    return _run(text, may_come)
 
 
 def is_published(name: str) -> bool:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from toolkit import fsio, records, trust
 from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
-from toolkit.records import NUMBER, Leaf, MapOf, OrNull
 from toolkit.run_files import (
     AttemptRecord,
     AttemptStatus,
@@ -34,11 +33,6 @@ RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.trace.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
-
-
-_METRICS = MapOf(OrNull(NUMBER))
-#: Seconds by name, see `toolkit.metrics.goodput`.
-_SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
 
 
 def runs_root() -> Path:
@@ -304,7 +298,9 @@ def refuse_code_of_others(run: RunDir) -> None:
 def all_runs(root: Path | None = None) -> list[RunDir]:
     """Return every run, oldest first, also one whose config is lost but that has started."""
     # os.path and texts: there may be 10,000 runs, and a Path takes ten times as long.
-    found = [(run_id, path) for _, name in _folders(str(root or runs_root())) for run_id, path in _folders(name)]
+    found: list[tuple[str, str]] = []
+    for _, name in _folders(str(root or runs_root())):
+        found += _folders(name)
     return [RunDir(Path(path)) for run_id, path in sorted(found) if _is_run(run_id, path)]
 
 

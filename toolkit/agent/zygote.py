@@ -193,7 +193,8 @@ def _become(order: ForkOrder) -> None:
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
     module, *arguments = order["module"]
-    show(order["command"], {k: v for k, v in order["environ"].items() if os.environ.get(k) != v})
+    changed = {name: value for name, value in order["environ"].items() if os.environ.get(name) != value}
+    show(order["command"], changed)
     os.environ.clear()
     os.environ.update(order["environ"])
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as multiprocessing does in its forks

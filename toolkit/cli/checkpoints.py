@@ -68,7 +68,8 @@ def page(found: list[dict[str, Any]]) -> str:
     cells = []
     for row in found:
         saved = datetime.fromtimestamp(row["saved"]).strftime("%Y-%m-%d %H:%M:%S")
-        cells.append((row["name"], size_text(row["size_bytes"]), str(row["ranks"] or ""), row["torch"] or "", saved))
+        size, ranks = size_text(row["size_bytes"]), str(row["ranks"] or "")
+        cells.append((row["name"], size, ranks, row["torch"] or "", saved))
     problems = [f"{r['name']}: {r['problem']}" for r in found if r["problem"]]
     return "\n".join([table([head, *cells]), *problems])
 

@@ -58,7 +58,8 @@ def _plan(points: Sequence[CheckedPoint]) -> str:
     if not points:
         return "nothing to do: the sweep has all of these points"
     shown = points[:MOST_ROWS]
-    text = show.table([list(points[0].values), *([_shown(v) for v in point.values.values()] for point in shown)])
+    rows = [[_shown(value) for value in point.values.values()] for point in shown]
+    text = show.table([list(points[0].values), *rows])
     more = f"\nand {len(points) - len(shown)} more" if len(points) > len(shown) else ""
     return f"{text}{more}\n{len(points)} points, all checked; nothing was submitted"
 
@@ -96,7 +97,8 @@ def _value(each: PointStanding, metric: str) -> float | None:
 def _ranked(found: Sequence[PointStanding], metric: str) -> list[PointStanding]:
     """Return the points that have the metric, the best first."""
     sign = 1 if metric.startswith("-") else -1
-    return sorted((e for e in found if _value(e, metric) is not None), key=lambda e: sign * (_value(e, metric) or 0.0))
+    measured = [each for each in found if _value(each, metric) is not None]
+    return sorted(measured, key=lambda each: sign * (_value(each, metric) or 0.0))
 
 
 # ------------------------------------------------------------------------------------------------------------- verbs
@@ -113,9 +115,11 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
     if len(found) > MOST_ROWS and not args.all:
         # Those that somebody may want to look at: what has failed, what works, then the best.
         order = {id(each): number for number, each in enumerate(_ranked(found, metric))}
-        last = len(found)
-        shown = sorted(found, key=lambda e: (not e.is_to_retry, e.state != RunState.RUNNING, order.get(id(e), last)))
-        shown = shown[:MOST_ROWS]
+
+        def interest(each: PointStanding) -> tuple[bool, bool, int]:
+            return not each.is_to_retry, each.state != RunState.RUNNING, order.get(id(each), len(found))
+
+        shown = sorted(found, key=interest)[:MOST_ROWS]
     print(_table(shown, metric))
     if len(shown) < len(found):
         print(f"and {len(found) - len(shown)} more: --all shows them")
@@ -161,8 +165,10 @@ def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
         raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}{known}")
     else:
         print(_table(ranked, metric))
-        print(f"best: {' '.join(f'{key}={_shown(value)}' for key, value in ranked[0].point.values.items())}")
-        print(f"  {metric.removeprefix('-')} {_value(ranked[0], metric):g} in run {ranked[0].run.id}")
+        best = ranked[0]
+        values = [f"{key}={_shown(value)}" for key, value in best.point.values.items()]
+        print(f"best: {' '.join(values)}")
+        print(f"  {metric.removeprefix('-')} {_value(best, metric):g} in run {best.run.id}")
     return None if ranked else EXIT_FAILED
 
 
@@ -217,9 +223,10 @@ def _table(found: Sequence[PointStanding], metric: str) -> str:
         step, total = each.row.get("step"), each.row.get("total_steps")
         steps = "" if step is None else f"{step}/{total or '?'}"
         value = _value(each, metric)
+        figure = "" if value is None else f"{value:.4g}"
         values = [_shown(each.point.values.get(key, "")) for key in keys]
         job = each.job_id if each.row.get("executor", "slurm") == "slurm" else each.row["executor"]
-        rows.append([each.run.id[-8:], *values, each.state, job or "", steps, "" if value is None else f"{value:.4g}"])
+        rows.append([each.run.id[-8:], *values, each.state, job or "", steps, figure])
     return show.table([head, *rows])
 
 

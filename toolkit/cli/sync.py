@@ -29,7 +29,8 @@ def send(runs: Sequence[RunDir], name: str, project: str | None, *, follow: bool
 
     With ``follow`` again until all runs have ended. A tracker that is away meanwhile is tried again.
     """
-    left, seen, away = list(runs), dict[RunDir, tuple[bool, float]](), set[RunDir]()
+    left, away = list(runs), set[RunDir]()
+    seen: dict[RunDir, tuple[bool, float]] = {}
     while left:
         for run in list(left):
             is_over = run.result([]) is not None  # before the look at its metrics: nothing is missed

@@ -101,7 +101,8 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
 def page(told: Mapping[str, Any]) -> str:
     """Return the figures of an evaluation, beside those that the run itself recorded at this step."""
     own = told["recorded"]
-    lines = [f"step {told['step']} of {told['name']}/{told['run']}, weights: {told['weights']}, on {told['device']}"]
+    run = f"{told['name']}/{told['run']}"
+    lines = [f"step {told['step']} of {run}, weights: {told['weights']}, on {told['device']}"]
     width = max(map(len, told["metrics"]))
     for name, value in told["metrics"].items():
         beside = f"   (the run's own: {own[name]:.6g})" if name in own else ""
@@ -110,16 +111,17 @@ def page(told: Mapping[str, Any]) -> str:
         # A line for each class, and their means: each class counts as much as another.
         rows = told["classes"]
         names = ("recall", "precision", "f1")
-        column = min(max(len(str(row["class"])) for row in rows), 24)
-        table = [f"{'class':<{max(column, 5)}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
+        column = max(5, min(max(len(str(row["class"])) for row in rows), 24))
+        table = [f"{'class':<{column}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
         means: dict[str, Any] = {"class": "mean", "samples": sum(row["samples"] for row in rows), "taken_for": None}
         for name in names:
             known = [row[name] for row in rows if row[name] is not None]
             means[name] = sum(known) / len(known) if known else None
         for row in (*rows, means):
             recall, precision, f1 = ("-" if row[name] is None else f"{row[name]:.4f}" for name in names)
-            named = f"{str(row['class'])[:24]:<{max(column, 5)}}"
-            table.append(f"{named} {row['samples']:>8} {recall:>8} {precision:>10} {f1:>8}  {row['taken_for'] or '-'}")
+            named, mistaken = str(row["class"])[:24], row["taken_for"] or "-"
+            figures = f"{row['samples']:>8} {recall:>8} {precision:>10} {f1:>8}"
+            table.append(f"{named:<{column}} {figures}  {mistaken}")
         lines += ["", *table]
     return "\n".join(lines)
 

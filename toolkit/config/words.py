@@ -20,7 +20,9 @@ def choose(key: str, value: str, choices: Mapping[str, Choice]) -> Choice:
 def one_of(key: str, value: str, valid: Iterable[str]) -> None:
     names = list(valid)
     if value not in names:
-        shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])} and {len(names) - 12} more"
+        shown = ", ".join(names[:12])
+        if len(names) > 12:
+            shown += f" and {len(names) - 12} more"
         raise ConfigError(f"{key}: there is no {value!r}; {nearest(value, names)}valid: {shown}")
 
 

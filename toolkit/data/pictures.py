@@ -119,9 +119,10 @@ class Photographs:
         return len(self._targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        pixels, *rest = self.unfinished(index)
-        images, _ = self.finish((pixels[None], *(box[None] for box in rest[:-1]), rest[-1]))
-        return images[0], rest[-1]
+        pixels, *boxes, target = self.unfinished(index)
+        # Finish it as a batch of one.
+        images, _ = self.finish((pixels[None], *(box[None] for box in boxes), target))
+        return images[0], target
 
     def unfinished(self, index: int) -> tuple[Any, ...]:
         """Return pixels (h, w, c) uint8, the edges (4,) of what is erased, if anything may be, and the class."""
@@ -136,7 +137,9 @@ class Photographs:
         for box in boxes:
             top, left, bottom, right = box.to(images.device)[:, :, None].unbind(1)
             rows, columns = (torch.arange(edge, device=images.device) for edge in images.shape[-2:])
-            is_inside = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
+            in_rows = (rows >= top) & (rows < bottom)
+            in_columns = (columns >= left) & (columns < right)
+            is_inside = in_rows[:, :, None] & in_columns[:, None]
             images.masked_fill_(is_inside[:, None], 0)
         return images, targets
 
@@ -160,7 +163,9 @@ class Photographs:
         drawn = self._eraser.make_params([pixels.permute(2, 0, 1)])
         top, left = drawn["i"], drawn["j"]
         # Without a value, none of the rectangles that were drawn has fitted.
-        return torch.tensor([top, left, top + drawn["h"], left + drawn["w"]]) * (drawn["v"] is not None)
+        if drawn["v"] is None:
+            return torch.zeros(4, dtype=torch.int64)
+        return torch.tensor([top, left, top + drawn["h"], left + drawn["w"]])
 
 
 def training_transform(config: ImageConfig, size: int) -> Any:
@@ -187,7 +192,8 @@ def training_transform(config: ImageConfig, size: int) -> Any:
     def transform(pixels: Tensor) -> Tensor:
         pixels = pixels.permute(2, 0, 1)
         at = crop.make_params([pixels])
-        cut = pixels[:, at["top"] : at["top"] + at["height"], at["left"] : at["left"] + at["width"]]
+        bottom, right = at["top"] + at["height"], at["left"] + at["width"]
+        cut = pixels[:, at["top"] : bottom, at["left"] : right]
         # The channels stay last: torchvision would first copy the pixels to planes, which takes half of the time.
         cut = cut[None].contiguous(memory_format=torch.channels_last)
         resized = v2.functional.resize(cut, [size, size], interpolation, antialias=True)[0]

@@ -173,9 +173,13 @@ def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
     Among them are means over steps before and after a resume, and evaluations, for which all ranks' buffers count.
     """
     mine, other = _logged(one), _logged(two)
-    odd = sorted(point for point in mine.keys() | other.keys() if mine.get(point) != other.get(point))
-    texts = [f"{tag} in step {step} ({mine.get((step, tag))} and {other.get((step, tag))})" for step, tag in odd]
-    return {"curves": listing(texts, 3)} if odd else {}
+    texts = []
+    for point in sorted(mine.keys() | other.keys()):
+        ours, theirs = mine.get(point), other.get(point)
+        if ours != theirs:
+            step, tag = point
+            texts.append(f"{tag} in step {step} ({ours} and {theirs})")
+    return {"curves": listing(texts, 3)} if texts else {}
 
 
 def _logged(run: RunDir) -> dict[tuple[int, str], float]:

@@ -119,8 +119,12 @@ class JobProcesses:
             by_root[root] = by_root.get(root, 0.0) + process.family_cpu_s
             if pid in self._start_up_s or self._is_starter(pid, process):
                 self._start_up_s[pid] = process.family_cpu_s
-            each = (*self._memory(pid), *self._transfers(pid))
-            memory, shared, read, written = memory + each[0], shared + each[1], read + each[2], written + each[3]
+            own_memory, own_shared = self._memory(pid)
+            own_read, own_written = self._transfers(pid)
+            memory += own_memory
+            shared += own_shared
+            read += own_read
+            written += own_written
         # Find how much of ``memory`` was counted more than once: a fork has most pages in common with its parent.
         pids = {*processes}
         is_due = self._looks % EXACT_EVERY == 0 or pids != self._exact_pids

@@ -40,8 +40,12 @@ class NodesReport:
     @property
     def slow(self) -> dict[str, str]:
         """The nodes that are slower than the others, each with what is slow."""
-        texts = {host: [f.text for f in each if f.check in SPEEDS and f.text] for host, each in self.findings.items()}
-        return {host: "; ".join(slow) for host, slow in texts.items() if slow}
+        slow = {}
+        for host, findings in self.findings.items():
+            texts = [finding.text for finding in findings if finding.check in SPEEDS and finding.text]
+            if texts:
+                slow[host] = "; ".join(texts)
+        return slow
 
     @property
     def is_fine(self) -> bool:

@@ -56,7 +56,8 @@ def random_state() -> tuple[Any, ...]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors.append(torch.cuda.get_rng_state())
     legacy: Any = np.random.get_state()
-    return (*(tensor.numpy().tobytes() for tensor in tensors), random.getstate(), legacy[1].tobytes(), *legacy[2:])
+    of_torch = [tensor.numpy().tobytes() for tensor in tensors]
+    return (*of_torch, random.getstate(), legacy[1].tobytes(), *legacy[2:])
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class Span:
     def at_share(self, share: float) -> str:
         """Return the number at this share of the span. Six digits: equal values must be equal as text."""
         if self.is_log:
-            return f"{math.exp(math.log(self.least) + share * math.log(self.most / self.least)):.6g}"
+            exponent = math.log(self.least) + share * math.log(self.most / self.least)
+            return f"{math.exp(exponent):.6g}"
         return f"{self.least + share * (self.most - self.least):.6g}"
 
 
@@ -73,8 +74,10 @@ def parse(key: str, text: str) -> Axis | None:
     # Pieces of a list may be ranges: 8,16,range(32,128,32).
     counts = sum(len(axis) if isinstance(axis, Discrete) else 1 for axis in axes)
     refuse_many(counts, key)
-    pieces = zip(split(key, text), axes, strict=True)
-    return of_list([each for piece, axis in pieces for each in ([piece] if axis is None else map(str, axis.texts))])  # type: ignore[union-attr]
+    texts: list[str] = []
+    for piece, axis in zip(split(key, text), axes, strict=True):
+        texts += map(str, axis.texts) if isinstance(axis, Discrete) else [piece]
+    return of_list(texts)
 
 
 def of_list(texts: Sequence[str]) -> Discrete:

@@ -95,8 +95,12 @@ def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
     for name in {point.run.partition("/")[0] for point in points}:
         parent = sweep.runs / name
         there[name] = {path.name for path in parent.iterdir()} if parent.is_dir() else set()
-    parts = ((point.run, *point.run.partition("/")[::2]) for point in points)
-    return [run for run, name, id_ in parts if id_ in there[name] and (sweep.runs / run / "config.yaml").exists()]
+    started = []
+    for point in points:
+        name, _, id_ = point.run.partition("/")
+        if id_ in there[name] and (sweep.runs / point.run / "config.yaml").exists():
+            started.append(point.run)
+    return started
 
 
 def may_start_again(run: RunDir, ask: Ask) -> bool:

@@ -114,7 +114,8 @@ def _extend(trained: Trained, rows: Sequence[_Text], vocabulary: int, sampling: 
             batch[place, : len(row.ids)] = torch.tensor(row.ids)
         with precision(trained):
             logits = trained.model(batch.to(trained.device))
+        ends = [len(row.ids) - 1 for row in going]
         # A model with more outputs than the tokenizer has tokens was never trained on the others.
-        last = logits[range(len(going)), [len(row.ids) - 1 for row in going], :vocabulary].float().cpu()
+        last = logits[range(len(going)), ends, :vocabulary].float().cpu()
         for row, outputs in zip(going, last, strict=True):
             row.ids.append(sampling.choose(outputs, row.draw))

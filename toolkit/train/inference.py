@@ -205,7 +205,8 @@ def by_class(trained: Trained) -> list[dict[str, Any]]:
     table = taken.view(count, count)
     rows = []
     for number, name in enumerate(classes):
-        right, samples, chosen = int(table[number, number]), int(table[number].sum()), int(table[:, number].sum())
+        right = int(table[number, number])
+        samples, chosen = int(table[number].sum()), int(table[:, number].sum())
         others = table[number].clone()
         others[number] = 0
         rows.append(

@@ -43,11 +43,14 @@ def _facts() -> dict[str, Any]:
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the facts as rows of a table, each number with the variable it came from."""
     names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
-    rows = [("", "VALUE", "FROM"), *((name, str(facts[name]), str(facts["sources"].get(name, ""))) for name in names)]
+    sources = facts["sources"]
+    rows = [("", "VALUE", "FROM")]
+    rows += [(name, str(facts[name]), str(sources.get(name, ""))) for name in names]
     rows += [(name, value, "set for the rank") for name, value in sorted(facts["environment"].items())]
     for interface in facts["interfaces"]:
         mbps = interface["speed_mbps"]
         speed = f", {mbps / 1000:g} Gb/s" if mbps else ""
         rows.append(("interface", interface["name"], f"{interface['operstate']}{speed}"))
-    rows += [("infiniband", f"{p['device']}:{p['port']}", f"{p['rate_gbps']:g} Gb/s") for p in facts["infiniband"]]
+    for port in facts["infiniband"]:
+        rows.append(("infiniband", f"{port['device']}:{port['port']}", f"{port['rate_gbps']:g} Gb/s"))
     return rows

@@ -50,7 +50,8 @@ def run(args: Namespace) -> None:
         if len(found) > 1:
             print(f"{'' if number == 0 else chr(10)}{generation.shortened(row['prompt'])}:")
         # A model of bytes may write what a terminal takes for a command.
-        print("".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in row["text"]))
+        harmless = [mark if mark.isprintable() or mark in "\n\t" else repr(mark)[1:-1] for mark in row["text"]]
+        print("".join(harmless))
 
 
 def _check(args: Namespace) -> None:

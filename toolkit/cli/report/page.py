@@ -59,8 +59,8 @@ def _head(facts: ReportFacts) -> Html:
 def _key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     figures = facts.figures
     if figures["step"] is not None:
-        total = figures["total_steps"]
-        yield "step", f"{figures['step']:,}" + (f" of {total:,}" if total and total != figures["step"] else "")
+        step, total = figures["step"], figures["total_steps"]
+        yield "step", f"{step:,} of {total:,}" if total and total != step else f"{step:,}"
     if figures.get("epoch") is not None:
         yield "epoch", str(figures["epoch"])
     if (wall_s := sum((facts.told["goodput"] or {}).get(part, 0.0) for part in goodput.PARTS)) > 0:
@@ -90,7 +90,8 @@ def _about(facts: ReportFacts, number: str) -> Iterator[tuple[str, str, Html]]:
 def _config(facts: ReportFacts) -> Html:
     if not facts.config:
         return element("p", "The config cannot be read.", class_="soft")
-    rows = [(key, element("td", value[:500], class_="long")) for key, value in list(facts.config.items())[:MOST_KEYS]]
+    shown = list(facts.config.items())[:MOST_KEYS]
+    rows = [(key, element("td", value[:500], class_="long")) for key, value in shown]
     hidden = len(facts.config) - len(rows)
     more = element("p", f"{hidden} more keys are in {facts.run.config}", class_="soft") if hidden else ""
     return join(

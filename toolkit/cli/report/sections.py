@@ -216,9 +216,13 @@ def node_map(facts: ReportFacts) -> Html:
     shown = list(dict.fromkeys([*first, *nodes]))[:MOST_NODES]
     if not shown:
         return element("p", "No nodes are known.", class_="soft")
+
     # By their numbers: node9 comes before node10.
-    heads = {host: host.rstrip("0123456789") for host in shown}
-    shown.sort(key=lambda host: (host not in first, heads[host], int(host[len(heads[host]) :] or 0)))
+    def place(host: str) -> tuple[bool, str, int]:
+        head = host.rstrip("0123456789")
+        return host not in first, head, int(host[len(head) :] or 0)
+
+    shown.sort(key=place)
     used = [{*attempt.nodes} for attempt in attempts]
     rows = []
     for host in shown:

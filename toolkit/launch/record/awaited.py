@@ -57,7 +57,8 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     jobs = sorted({job for each in awaited if each.result is None or each.is_again for job in each.jobs})
     answers = show_jobs(jobs) if jobs else {}
     # A job that is missing in the answer is newer than the answer.
-    going = {job for job in jobs if job not in answers or ((row := answers[job]) is not None and not row.is_over)}
+    going = {job for job in jobs if job not in answers}
+    going |= {job for job, row in answers.items() if row is not None and not row.is_over}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"
@@ -114,7 +115,8 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
             continue
         # Ids of whole arrays: there may be thousands of points.
         own = array.job_of(index, listed)
-        jobs = tuple(dict.fromkeys(base_id(job) for job in (*([own] if own else ()), *ownership.jobs_of(run))))
+        of_point = [*([own] if own else ()), *ownership.jobs_of(run)]
+        jobs = tuple(dict.fromkeys(map(base_id, of_point)))
         if result is not None:
             yield UnfinishedRun(run, result, jobs, is_again=sweep_folder.is_again(run, array, listed))
         elif listed is not None and listed.executor == "local" and works_here:

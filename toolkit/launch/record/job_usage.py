@@ -104,7 +104,7 @@ def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
     gpus = [gpu for usage in every for gpu in usage.gpus]
     gpus_now = [gpu for usage in now for gpu in usage.gpus]
     held_s = sum(usage.until - usage.since for usage in every)
-    host, biggest = max(((host, usage) for (host, _), usage in samples.items()), key=lambda it: it[1].most_memory_bytes)
+    (host, _), biggest = max(samples.items(), key=lambda item: item[1].most_memory_bytes)
     return asked.replace(
         since=min(usage.since for usage in every),
         until=max(usage.until for usage in every),

@@ -56,7 +56,9 @@ def compare(texts: Mapping[str, str]) -> dict[str, str]:
     """Return the same by what the nodes have printed."""
     slow: dict[str, list[str]] = {}
     for kind, words in _WORDS.items():
-        speeds = {(host, gpu): speed for host, text in texts.items() for gpu, speed in enumerate(_speeds(text, kind))}
+        speeds: dict[tuple[str, int], float] = {}
+        for host, text in texts.items():
+            speeds |= {(host, gpu): speed for gpu, speed in enumerate(_speeds(text, kind))}
         if len(speeds) < LEAST_GPUS:
             continue
         usual = statistics.median(speeds.values())

@@ -161,7 +161,8 @@ class _ProjectFiles:
         """Raise RequestError, naming the largest files, if the sources are too large."""
         total = sum(size for size, _ in self._sizes)
         if total > MAX_BYTES:
-            largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in sorted(self._sizes)[:-4:-1])
+            three = sorted(self._sizes, reverse=True)[:3]
+            largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in three)
             raise RequestError(
                 f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
                 f"list data and outputs in .gitignore; the largest: {largest}"
