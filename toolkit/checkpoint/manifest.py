@@ -277,7 +277,8 @@ def check_cover(name: str, record: TensorRecord) -> None:
     for part in record.parts:
         if not len(part.offsets) == len(part.shape) == len(record.shape):
             raise ValueError(f"{name}: part {part.shape} at {part.offsets} of {record.shape}: dimensions differ")
-        if any(o + s > whole for o, s, whole in zip(part.offsets, part.shape, record.shape, strict=True)):
+        spans = zip(part.offsets, part.shape, record.shape, strict=True)
+        if any(offset + size > whole for offset, size, whole in spans):
             raise ValueError(f"{name}: part {part.shape} at {part.offsets} stands outside {record.shape}")
     # Parts inside the tensor that add up to its size and share no element leave no gap.
     filled = sum(math.prod(part.shape) for part in record.parts)

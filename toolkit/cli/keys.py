@@ -76,10 +76,13 @@ def page(config: str, overrides: Sequence[str]) -> str:
 def words_by_key() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes if these are known."""
     keys = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
-    hints = {key.name: key.hint for key in _keys(keys, "", defaults_of(keys, _REQUIRED), defaults_of(keys, _REQUIRED))}
-    flags = {name: ("true", "false") for name, hint in hints.items() if hint is bool}
-    words = {"data.name": schema.DATASETS, **WORDS}
-    return {name: [str(word) for word in flags.get(name, words.get(name, ()))] for name in hints}
+    defaults = defaults_of(keys, _REQUIRED)
+    known: dict[str, Sequence[object]] = {"data.name": schema.DATASETS, **WORDS}
+    words = {}
+    for key in _keys(keys, "", defaults, defaults):
+        of_key = ("true", "false") if key.hint is bool else known.get(key.name, ())
+        words[key.name] = [str(word) for word in of_key]
+    return words
 
 
 def _about(source: PythonSource, kind: Any) -> str:

@@ -223,17 +223,20 @@ def _damage_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _why_lines(rows: list[dict[str, Any]]) -> str:
-    lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != RunState.COMPLETED]
-    bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
-    ailing = [(row["run"], f"node {host}: {what}") for row in rows for host, what in row["ailing_nodes"].items()]
-    dead = [
-        (row["run"], f"rank {rank} died ({how}); the run went on without it")
-        for row in rows
-        for rank, how in row["lost_ranks"].items()
-    ]
-    losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
-    changed = [(row["run"], text) for row in rows for text in changes.lines(row["changes"])]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *changed, *bad, *ailing, *dead])
+    # By kind, so that those of many runs stand together.
+    why, losses, changed, bad, ailing, dead = (list[str]() for _ in range(6))
+    for row in rows:
+        run = f"\n{row['run']}: "
+        if row["why"] and row["state"] != RunState.COMPLETED:
+            why.append(run + row["why"])
+        if text := loss_remark(row["metrics"]):
+            losses.append(run + text)
+        changed += [run + text for text in changes.lines(row["changes"])]
+        bad += [f"{run}{host} is not used: {reason}" for host, reason in row["bad_nodes"].items()]
+        ailing += [f"{run}node {host}: {what}" for host, what in row["ailing_nodes"].items()]
+        for rank, how in row["lost_ranks"].items():
+            dead.append(f"{run}rank {rank} died ({how}); the run went on without it")
+    return "".join([*why, *losses, *changed, *bad, *ailing, *dead])
 
 
 def loss_remark(metrics: Any) -> str:

@@ -126,8 +126,10 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
     Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
     """
     innermost = {pid: stack[0] for pid in pids if (stack := stacks.main_stack(texts[pid]))}
-    launchers = {pid for pid, frame in innermost.items() if any(part in frame.filename for part in _LAUNCHERS)}
-    others = {*innermost} - launchers
+    others = set()
+    for pid, frame in innermost.items():
+        if not any(part in frame.filename for part in _LAUNCHERS):
+            others.add(pid)
     # A process that a script has started is no script itself.
     scripts = [pid for pid in innermost if pid in others and parents[pid] not in others]
     working = [pid for pid in scripts if "/torch/distributed/" not in innermost[pid].filename]

@@ -145,9 +145,15 @@ class RunSync:
     def _send_batch(self, record: SyncRecord, batch: list[MetricsLine], has: Has | None) -> SyncRecord:
         end = batch[-1].end
         record = self._write(record.replace(sending=end, sending_tail=self._tail(end)))
-        missing = [_without(line, has) for line in batch] if has else batch
-        if any(line.values for line in missing):
-            self._tracker.send([line for line in missing if line.values])
+        missing = batch
+        if has:
+            missing = []
+            for line in batch:
+                values = {tag: value for tag, value in line.values.items() if not has(line.step, tag)}
+                missing.append(replace(line, values=values))
+        missing = [line for line in missing if line.values]
+        if missing:
+            self._tracker.send(missing)
         points = record.points + sum(len(line.values) for line in batch)
         return self._write(record.replace(end=end, tail=self._tail(end), step=batch[-1].step, points=points))
 
@@ -197,10 +203,6 @@ class RunSync:
             yield
 
 
-def _without(line: MetricsLine, has: Has) -> MetricsLine:
-    return replace(line, values={tag: value for tag, value in line.values.items() if not has(line.step, tag)})
-
-
 def final_step(run: RunDir) -> float:
     """Return the last step whose line will not be written again by a resume.
 
@@ -218,7 +220,11 @@ def final_step(run: RunDir) -> float:
 
 def csv_rows(runs: Sequence[RunDir], damage: list[str]) -> Iterator[list[str]]:
     """Yield the rows of a table of all points, with a column for each tag; the first row is the head."""
-    tags = sorted({tag for run in runs for line in lines.read(lines.path_of(run), damage) for tag in line.values})
+    known: set[str] = set()
+    for run in runs:
+        for line in lines.read(lines.path_of(run), damage):
+            known |= line.values.keys()
+    tags = sorted(known)
     yield ["run", "step", "wall_time", *tags]
     for run in runs:
         for line in lines.read(lines.path_of(run), damage):

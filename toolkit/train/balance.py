@@ -71,7 +71,8 @@ class Balance:
         if began is not None and newest <= began and min(own_s) > 0:
             measured = [count / seconds for count, seconds in zip(counts, own_s, strict=True)]
             before = self._speeds or measured
-            self._speeds = [FRESH * new + (1 - FRESH) * old for new, old in zip(measured, before, strict=True)]
+            both = zip(measured, before, strict=True)
+            self._speeds = [FRESH * new + (1 - FRESH) * old for new, old in both]
             better = shares(self._speeds, self._loader.global_batch_size, self._least, self._most)
             if _slowest(better, self._speeds) <= (1 - WORTH) * _slowest(counts, self._speeds):
                 # Workers may already have batches up to ``ahead`` steps in hand.

@@ -41,9 +41,12 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 def table(caption: str, head: Iterable[object], rows: Iterable[Iterable[object]], **attributes: object) -> Html:
     """Return a table whose first column names the rows. It scrolls by itself, also by the keyboard."""
-    cells = (element("tr", element("th", first, scope="row"), *map(cell, rest)) for first, *rest in rows)
-    top = element("tr", *(element("th", name, scope="col") for name in head))
-    body = element("table", element("caption", caption), element("thead", top), element("tbody", *cells), **attributes)
+    lines = []
+    for first, *rest in rows:
+        lines.append(element("tr", element("th", first, scope="row"), *map(cell, rest)))
+    names = [element("th", name, scope="col") for name in head]
+    top = element("thead", element("tr", *names))
+    body = element("table", element("caption", caption), top, element("tbody", *lines), **attributes)
     return element("div", body, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 

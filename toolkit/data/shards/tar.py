@@ -117,8 +117,10 @@ class TarBlock(runs.RunBlock):
         details, sample = self.file.scan.details, self.first + number
         found: dict[str, Any] = {KEY: details["keys"][sample].decode()}
         first, stop = details["firsts"][sample : sample + 2].tolist()
-        kinds, places = details["kinds"][first:stop].tolist(), details["members"][first:stop].tolist()
+        kinds = details["kinds"][first:stop].tolist()
+        places = details["members"][first:stop].tolist()
         for kind, (_, begin, size) in zip(kinds, places, strict=True):
-            if (name := kind.decode()) in self.columns:
-                found[name] = bytes(self.content[begin - self.base : begin - self.base + size])
+            name, at = kind.decode(), begin - self.base
+            if name in self.columns:
+                found[name] = bytes(self.content[at : at + size])
         return {name: found[name] for name in self.columns}

@@ -100,7 +100,8 @@ class TokenWindows:
         # The windows between two that are held out are a run of tokens, in which a window may begin anywhere.
         first = (run * self._every + 1) * self._length
         last = (min((run + 1) * self._every, self._windows) - 1) * self._length
-        moved = int(torch.randint(-(self._length // 2), self._length // 2 + 1, ()))
+        half = self._length // 2
+        moved = int(torch.randint(-half, half + 1, ()))
         return min(max(first + place * self._length + moved, first), last)
 
     def fingerprint(self) -> str:

@@ -13,7 +13,8 @@ def html_of(run: RunDir) -> str:
     """Return state, progress and figures of the run. Damaged files are named; Slurm is not asked."""
     damage: list[str] = []
     status, result = run.status(damage), run.result(damage)
-    at, state = status.progress, (status.state or RunState.QUEUED) if result is None else result.state
+    at = status.progress
+    state = (status.state or RunState.QUEUED) if result is None else result.state
     step = at.step if result is None or result.step is None else result.step
     metrics = at.metrics if result is None or not result.metrics else result.metrics
     rows = [("run", f"{run.name}/{run.id}"), ("state", str(state)), ("folder", str(run.path))]
@@ -21,8 +22,10 @@ def html_of(run: RunDir) -> str:
         rows.append(("step", f"{step} of {at.total_steps or '?'}"))
     if result is None and at.eta_s is not None and state.has_ranks:
         rows.append(("time left", as_clock(at.eta_s)))
-    rows += [(name, "not a number" if value is None else f"{value:.4g}") for name, value in sorted(metrics.items())]
-    rows += [("why", result.why)] if result is not None and result.why else []
+    for name, value in sorted(metrics.items()):
+        rows.append((name, "not a number" if value is None else f"{value:.4g}"))
+    if result is not None and result.why:
+        rows.append(("why", result.why))
     rows += [("damaged", text) for text in damage]
     bar = ""
     if at.total_steps:

@@ -33,7 +33,10 @@ def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
     whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
     every = gather_objects({name: _describe(entry.value) for name, entry in whole.items()})
     names = dict.fromkeys(name for of_rank in every for name in of_rank)
-    shared = {name: _entry(whole.get(name), [of_rank.get(name) for of_rank in every]) for name in names}
+    shared: dict[str, Entry] = {}
+    for name in names:
+        by_rank = [of_rank.get(name) for of_rank in every]
+        shared[name] = _entry(whole.get(name), by_rank)
     return {name: entry for name, entry in own.items() if name not in whole} | shared
 
 
