@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -77,7 +77,7 @@ def words_by_key() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes if these are known."""
     keys = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
     defaults = defaults_of(keys, _REQUIRED)
-    known: dict[str, Sequence[object]] = {"data.name": schema.DATASETS, **WORDS}
+    known: dict[str, Collection[object]] = {"data.name": schema.DATASETS, **WORDS}
     words = {}
     for key in _keys(keys, "", defaults, defaults):
         of_key = ("true", "false") if key.hint is bool else known.get(key.name, ())
