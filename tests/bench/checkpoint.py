@@ -28,8 +28,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.bench import record
 from toolkit import logs
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Replicated
@@ -147,7 +147,7 @@ def loading(weights: Weights, folder: Path) -> dict[str, float]:
     found["torch.load"] = time.perf_counter() - started
     state = {name: Replicated(torch.empty_like(value)) for name, value in weights.items()}
     started = time.perf_counter()
-    load(CheckpointStore(folder / "ours/checkpoints"), state, rank=0, world_size=1, kv=None)
+    load(CheckpointFolder(folder / "ours/checkpoints"), state, rank=0, world_size=1, kv=None)
     found["ours, verified"] = time.perf_counter() - started
     return found
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.waiting import PATIENCE, wait_for
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 
 pytestmark = pytest.mark.dist
 

@@ -22,7 +22,7 @@ from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # n
 from tests.waiting import PATIENCE
 from toolkit import chaos, rundir
 from toolkit.chaos import Fault
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 
@@ -76,12 +76,12 @@ def test_a_rank_killed_at_any_operation_of_its_saves_resumes_from_a_whole_checkp
         folder.mkdir()
         with pytest.raises(AssertionError, match="rank 0:\nthe process ended without an answer"):
             run_ranks(RANKS, suffer, folder, [asdict(Fault("SIGKILL", point))])
-        store = CheckpointStore(folder / "checkpoints")
-        assert all(store.verify(path) for path in store.list())
+        checkpoints = CheckpointFolder(folder / "checkpoints")
+        assert all(checkpoints.verify(path) for path in checkpoints.list())
         for result, state in run_ranks(RANKS, train, folder):
             assert result == undisturbed[1]
             assert_same(state, undisturbed[2])
-        assert not [*store.folder.glob("*.tmp-*")]
+        assert not [*checkpoints.folder.glob("*.tmp-*")]
         assert logged(folder, "train/loss") == logged(undisturbed[0], "train/loss")
 
 
@@ -98,9 +98,9 @@ def test_a_disk_that_is_full_for_a_while_ends_no_training(
         for result, state in run_ranks(RANKS, suffer, folder, [asdict(Fault("ENOSPC", point, count=3))]):
             assert result == undisturbed[1]
             assert_same(state, undisturbed[2])
-        store = CheckpointStore(folder / "checkpoints")
-        assert store.verify(store.list()[0]).step == result.step
-        assert not [*store.folder.glob("*.tmp-*")]
+        checkpoints = CheckpointFolder(folder / "checkpoints")
+        assert checkpoints.verify(checkpoints.list()[0]).step == result.step
+        assert not [*checkpoints.folder.glob("*.tmp-*")]
 
 
 def test_a_slow_disk_changes_nothing_but_the_time(undisturbed: Any, tmp_path: Path) -> None:  # noqa: F811

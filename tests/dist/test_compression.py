@@ -31,8 +31,8 @@ from tests.dist.strategy_cases import (
     token_loss,
 )
 from tests.unit.checkpoint.ranks import tensor_of
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import DataConfig, StrategyConfig, TrainConfig
 from toolkit.data.datasets import build_datasets
@@ -362,7 +362,7 @@ def train_and_save(session: Session, folder: Path, kind: str) -> dict[str, Tenso
     for step in range(3):
         strategy.step(part(strategy.share, step), 0.1)
     save(
-        CheckpointStore(folder),
+        CheckpointFolder(folder),
         3,
         strategy.state(),
         {},
@@ -375,8 +375,8 @@ def train_and_save(session: Session, folder: Path, kind: str) -> dict[str, Tenso
 
 def resume(session: Session, folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     strategy = compressed(session, kind, compression_rank=1, compression_average=0.5)
-    store = CheckpointStore(folder)
-    loaded = load(store, strategy.state(), rank=session.rank, world_size=session.world_size, kv=session.store)
+    checkpoints = CheckpointFolder(folder)
+    loaded = load(checkpoints, strategy.state(), rank=session.rank, world_size=session.world_size, kv=session.store)
     assert loaded is not None
     assert loaded.step == 3
     strategy.loaded(loaded.values)

@@ -34,8 +34,8 @@ from tests.dist.foreign_models import (
 )
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import rates, whole
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
@@ -112,7 +112,7 @@ def test_a_sample_of_models_trains_as_on_one_process_or_is_refused() -> None:
 
 def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
     """A checkpoint of layers in parts, as the next two strategies read it; the first one's state, and theirs."""
-    store, found = CheckpointStore(folder), list[Any]()
+    checkpoints, found = CheckpointFolder(folder), list[Any]()
     for name in ("tensor", "tensor x shards", "ddp"):
         config = STRATEGIES[name]
         plan = dict(FUSED) if config.name == "tensor" else {}
@@ -121,13 +121,13 @@ def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
         strategy.build(make, OPTIMIZERS["adamw"], of_pairs(cross_entropy), batch(strategy.share, 0))
         place = {"rank": session.rank, "world_size": session.world_size, "kv": session.store}
         if found:
-            loaded = load(store, strategy.state(), attempt=len(found), **place)  # type: ignore[arg-type]
+            loaded = load(checkpoints, strategy.state(), attempt=len(found), **place)  # type: ignore[arg-type]
             assert loaded is not None
             strategy.loaded({**loaded.values, "step": 2})
         else:
             for step in range(2):
                 strategy.step(batch(strategy.share, step), rates(step))
-            save(store, 2, strategy.state(), {}, attempt=0, check_replicas=True, **place)  # type: ignore[arg-type]
+            save(checkpoints, 2, strategy.state(), {}, attempt=0, check_replicas=True, **place)  # type: ignore[arg-type]
         found.append(values(strategy.state()))
         strategy.step(batch(strategy.share, 2), rates(2))
         found[-1] |= {f"then {name}": value for name, value in values(strategy.state()).items()}

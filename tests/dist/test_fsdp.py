@@ -32,8 +32,8 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
+from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.manifest import file_name
-from toolkit.checkpoint.store import newest_step
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session

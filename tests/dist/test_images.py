@@ -18,7 +18,7 @@ from torch import Tensor
 from jobs.classify import Classify, Params
 from tests.dist.ranks import in_run, run_ranks
 from tests.unit.checkpoint.ranks import tensor_of
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, DataConfig, ImageConfig, JobConfig, ModelConfig, TrainConfig
 from toolkit.ranks.session import Session
 from toolkit.rundir import TRACE_VARIABLE, RunDir

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.dist.script_ranks import PRELOAD, ROOT, ScriptServer
 from tests.dist.test_own_scripts import LOOPS
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
@@ -53,8 +53,8 @@ class Script:
 
     def saved(self, run: str) -> list[int]:
         """The steps of the run's checkpoints, each verified byte by byte."""
-        store = CheckpointStore(self._folder / run / "checkpoints")
-        return [store.verify(path).step for path in reversed(store.list())]
+        checkpoints = CheckpointFolder(self._folder / run / "checkpoints")
+        return [checkpoints.verify(path).step for path in reversed(checkpoints.list())]
 
     def must_end_alike(self, one: str, other: str) -> None:
         mine, others = self.end(one), self.end(other)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waiting import PATIENCE, nobody_left, processes_with, wait_for
 from toolkit import rundir
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.run_files import FirstFailure, RunStatus
 from toolkit.rundir import RunDir
 

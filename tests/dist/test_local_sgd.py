@@ -31,7 +31,7 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
-from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
@@ -301,8 +301,8 @@ def test_inside_a_round_other_ranks_and_ddp_are_refused_with_what_to_do(tmp_path
             assert "step-00000005 was made inside a round of local_sgd" in message
             assert "only local_sgd on 3 ranks" in message
             assert "or from step-00000003, which is at a round's end" in message
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert [path.name for path in store.list()] == ["step-00000005", "step-00000003"], "nothing was moved"
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    assert [path.name for path in checkpoints.list()] == ["step-00000005", "step-00000003"], "nothing was moved"
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_a_checkpoint_inside_a_round_has_the_mean_as_the_model(tmp_path: Path) -
     from toolkit.checkpoint import whole
 
     run_ranks(WORLD, train_up_to(AVERAGE, 5), tmp_path)
-    path = CheckpointStore(tmp_path / "checkpoints").list()[0]
-    manifest = CheckpointStore(path.parent).manifest(path)
+    path = CheckpointFolder(tmp_path / "checkpoints").list()[0]
+    manifest = CheckpointFolder(path.parent).manifest(path)
     _, records = whole.model_tensors(manifest.tensors)
     assert records.keys() == plain_images().state_dict().keys()
     replicas = [f"replica/rank{rank}/1.weight" for rank in range(WORLD)]

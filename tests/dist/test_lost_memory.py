@@ -19,9 +19,9 @@ from tests.dist.test_trainer import assert_same, die_after, logged, plain_model,
 from toolkit import node_memory
 from toolkit.agent import state_memory
 from toolkit.agent.state_memory import NodeFiles
+from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.reader import Loaded
-from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session

@@ -22,7 +22,7 @@ import torch
 
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_resume_check import Images, judge, model, note_attempt
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.diagnose.resume_compare import compare

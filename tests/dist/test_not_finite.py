@@ -15,7 +15,7 @@ from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.data.permutation import ShuffledOrder
 from toolkit.errors import ConfigError
@@ -71,9 +71,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 def saved(run_dir: Path) -> dict[int, bool]:
     """The steps of the checkpoints, newest first, and whether their weights are finite, as they say and as they are."""
-    store, found = CheckpointStore(run_dir / "checkpoints"), {}
-    for path in store.list():
-        manifest = store.verify(path)
+    checkpoints, found = CheckpointFolder(run_dir / "checkpoints"), {}
+    for path in checkpoints.list():
+        manifest = checkpoints.verify(path)
         found[manifest.step] = bool(manifest.meta["finite"])
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import in_run, run_ranks, stop_all
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.errors import StoppedError

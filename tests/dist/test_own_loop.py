@@ -28,7 +28,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecal
 
 from tests.dist.ranks import in_run, run_ranks
 from toolkit.checkpoint import manifest, whole
-from toolkit.checkpoint.store import committed, newest_step
+from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch

@@ -22,7 +22,7 @@ from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_mod
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.checkpoint.exchange import Exchange
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.errors import ConfigError, StoppedError
@@ -257,8 +257,8 @@ def test_a_run_without_its_dead_workers_has_the_bits_of_the_run_with_all(
     assert [name for name, value in undisturbed[2].items() if not torch.equal(state[name], value)] == []
     assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
     assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert [store.verify(path).step for path in store.list()] == [10, 8]
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    assert [checkpoints.verify(path).step for path in checkpoints.list()] == [10, 8]
 
 
 def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_path: Path) -> None:

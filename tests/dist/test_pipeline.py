@@ -35,8 +35,8 @@ from tests.dist.strategy_cases import (
 from tests.dist.test_fsdp import image_model
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.export import export
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
@@ -210,16 +210,16 @@ def save_it(session: Session, folder: Path) -> dict[str, Tensor]:
     strategy = built("pipeline x replicas", session, noisy_model, "adamw", size=16)
     for step in range(2):
         strategy.step(part(strategy.share, step, 16), rates(step))
-    store, ranks = CheckpointStore(folder), session.world_size
-    save(store, 2, strategy.state(), {}, rank=session.rank, world_size=ranks, kv=session.store)
+    checkpoints, ranks = CheckpointFolder(folder), session.world_size
+    save(checkpoints, 2, strategy.state(), {}, rank=session.rank, world_size=ranks, kv=session.store)
     return snapshot(strategy)
 
 
 def load_it(session: Session, folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     strategy = built(name, session, lambda: noisy_model().apply(_zero), "adamw", size=16)
     state = strategy.state()
-    store, ranks = CheckpointStore(folder), session.world_size
-    loaded = load(store, state, rank=session.rank, world_size=ranks, kv=session.store)
+    checkpoints, ranks = CheckpointFolder(folder), session.world_size
+    loaded = load(checkpoints, state, rank=session.rank, world_size=ranks, kv=session.store)
     assert loaded is not None
     strategy.loaded(loaded.values)
     return snapshot(strategy), {name: value.clone() for name, value in strategy.live().items()}

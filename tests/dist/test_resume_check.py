@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import PATIENCE
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches

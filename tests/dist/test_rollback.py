@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, logged
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import ShuffledOrder
@@ -104,8 +104,8 @@ def test_after_bad_steps_in_a_row_weights_are_the_last_checkpoints_and_data_go_o
 
 
 def test_no_checkpoint_is_made_of_weights_that_are_about_to_be_given_up(told: Any) -> None:
-    store = CheckpointStore(told[0] / "undisturbed" / "checkpoints")
-    assert [store.verify(path).step for path in store.list()] == [10, 4]
+    checkpoints = CheckpointFolder(told[0] / "undisturbed" / "checkpoints")
+    assert [checkpoints.verify(path).step for path in checkpoints.list()] == [10, 4]
 
 
 def receipts(run_dir: Path) -> list[dict[str, Any]]:

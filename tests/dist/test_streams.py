@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import in_run, run_ranks
 from tests.unit.data.streams import YieldedLines
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import ConfigError

@@ -24,7 +24,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import BATCH, CONFIG, train
 from tests.waiting import wait_for
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.data.loader import Loader
 from toolkit.metrics import sinks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
-from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
@@ -270,8 +270,8 @@ def test_all_ranks_save_at_the_step_that_rank_0s_clock_makes_them_agree_on(undis
     for result, state in run_ranks(3, train_by_the_clock, tmp_path):
         assert result == undisturbed[1]
         assert_same(state, undisturbed[2])
-    store = CheckpointStore(tmp_path / "checkpoints")
-    steps = [store.verify(path).step for path in store.list()]
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    steps = [checkpoints.verify(path).step for path in checkpoints.list()]
     assert steps[0] == 10
     assert 3 <= len(steps) < 10, steps
 
@@ -287,9 +287,9 @@ def test_the_best_checkpoint_by_a_metric_is_saved_and_stays_also_through_a_resta
     for result, state in run_ranks(3, partial(train, checkpoint=WITH_BEST), tmp_path):
         assert result == undisturbed[1]
         assert_same(state, undisturbed[2])
-    store = CheckpointStore(tmp_path / "checkpoints")
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     best = min(losses, key=lambda step: losses[step])
-    manifests = {store.verify(path).step: store.manifest(path) for path in store.list()}
+    manifests = {checkpoints.verify(path).step: checkpoints.manifest(path) for path in checkpoints.list()}
     assert best == min(losses), "an early one, which the newer ones must not push out"
     assert manifests.keys() == {10, 8, best}
     assert manifests[best].meta["metrics"]["eval/loss"] == losses[best]

@@ -24,7 +24,7 @@ import pytest
 from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
-from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
@@ -307,9 +307,9 @@ def left_nothing_behind(site: Site, run: RunDir) -> None:
 def tensors(run: RunDir, step: int) -> tuple[Any, dict[str, bytes]]:
     """What the last checkpoint holds, every bit of it, verified."""
     assert newest_step(run.checkpoints) == step
-    store = CheckpointStore(run.checkpoints)
-    manifest = store.verify(store.path(step))
-    return manifest.tensors, {name: (store.path(step) / name).read_bytes() for name in manifest.files}
+    checkpoints = CheckpointFolder(run.checkpoints)
+    manifest = checkpoints.verify(checkpoints.path(step))
+    return manifest.tensors, {name: (checkpoints.path(step) / name).read_bytes() for name in manifest.files}
 
 
 def test_after_three_random_faults_the_weights_are_those_of_an_undisturbed_run(site: Site) -> None:

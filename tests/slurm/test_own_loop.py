@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
@@ -73,8 +73,8 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     assert (result.state, result.step) == ("completed", STEPS)
     causes = [(attempt.cause, attempt.decision) for attempt in run.attempts()]
     assert [decision for _, decision in causes] == ["requeue", "restart", "finish"]
-    stores = [CheckpointStore(each.checkpoints) for each in (quick, run)]
-    mine, other = (store.verify(store.list()[0]) for store in stores)
+    stores = [CheckpointFolder(each.checkpoints) for each in (quick, run)]
+    mine, other = (checkpoints.verify(checkpoints.list()[0]) for checkpoints in stores)
     assert (mine.step, mine.meta["epoch"]) == (other.step, other.meta["epoch"]) == (STEPS, 14)
     assert mine.tensors == other.tensors
 

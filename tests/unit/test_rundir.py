@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import error_file, fsio, rundir
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.launch.start.children import open_log
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
@@ -224,8 +224,8 @@ def _part(run: RunDir) -> Path:
         pytest.param(lambda run: open_log(run.logs / "agent-node1.log"), id="an agent's log"),
         pytest.param(lambda run: JsonlSink(run.tensorboard / "metrics.jsonl", None), id="metrics"),
         pytest.param(lambda run: TensorBoardSink(run.tensorboard), id="TensorBoard"),
-        pytest.param(lambda run: CheckpointStore(run.checkpoints).write(_part(run), []), id="a rank's part"),
-        pytest.param(lambda run: CheckpointStore(run.checkpoints).begin(5), id="a checkpoint"),
+        pytest.param(lambda run: CheckpointFolder(run.checkpoints).write(_part(run), []), id="a rank's part"),
+        pytest.param(lambda run: CheckpointFolder(run.checkpoints).begin(5), id="a checkpoint"),
         pytest.param(lambda run: rundir.remember_job(run, "box-1"), id="which job serves it"),
     ],
 )

@@ -23,6 +23,7 @@ import torch
 from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.manifest import (
     FILES,
     CorruptCheckpointError,
@@ -32,7 +33,6 @@ from toolkit.checkpoint.manifest import (
     check_parts,
     is_of_rank,
 )
-from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
 from toolkit.errors import CheckpointError, listing
 from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State, pieces_of
@@ -55,7 +55,7 @@ class Loaded:
 
 
 def load(
-    store: CheckpointStore,
+    checkpoints: CheckpointFolder,
     state: State | Callable[[Manifest], State],
     *,
     rank: int,
@@ -79,13 +79,13 @@ def load(
     is found it moves damaged checkpoints aside, and it removes what dead writers left over. `read_only` (evaluation,
     export: perhaps beside a live writer, perhaps another user's run) checks no owner and changes no file.
     """
-    number = store.next_conversation()
-    topic = f"checkpoint/{store.folder.name}/{attempt}"
+    number = checkpoints.next_conversation()
+    topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
-    reader = _RankReader(store, state, rank, world_size)
+    reader = _RankReader(checkpoints, state, rank, world_size)
     if rank:
         return _follow(reader, talk)
-    with failures_told(talk, f"no checkpoint was loaded from {store.folder}"):
+    with failures_told(talk, f"no checkpoint was loaded from {checkpoints.folder}"):
         loaded = _lead(reader, talk, read_only, newest)
         talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
         return loaded
@@ -95,22 +95,22 @@ def load(
 class _RankReader:
     """One rank's part in a load."""
 
-    store: CheckpointStore
+    checkpoints: CheckpointFolder
     places: State | Callable[[Manifest], State]
     rank: int
     world_size: int
 
     def read(self, name: str) -> Loaded:
         """Verify and fill this rank's part of the checkpoint `name`."""
-        path = self.store.named(name)
+        path = self.checkpoints.named(name)
         # Rank 0 checks for all ranks what does not depend on the rank: file sizes, and a library's files.
-        manifest = self.store.manifest(path, sizes=self.rank == 0)
+        manifest = self.checkpoints.manifest(path, sizes=self.rank == 0)
         records = manifest.tensors.items() if self.rank == 0 else ()
         files = {name: record for name, record in records if name.startswith(FILES)}
         # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
         headers = manifest.headers[self.rank :: self.world_size]
         check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
-        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.store.moved)
+        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.checkpoints.moved)
 
 
 def fill_state(
@@ -153,14 +153,14 @@ def fill_state(
 
 def _lead(reader: _RankReader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
     """Run rank 0's side: propose checkpoints, newest first, until all ranks have verified one."""
-    store, skipped = reader.store, dict[str, str]()
+    checkpoints, skipped = reader.checkpoints, dict[str, str]()
     # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
     if not read_only:
-        store.refuse_of_others(store.folder)
-        store.sweep()
-    for path in (path for path in store.list() if newest is None or step_of(path) <= newest):
+        checkpoints.refuse_of_others(checkpoints.folder)
+        checkpoints.sweep()
+    for path in (path for path in checkpoints.list() if newest is None or step_of(path) <= newest):
         if not read_only:
-            store.refuse_of_others(path)
+            checkpoints.refuse_of_others(path)
         loaded, reason = _propose(reader, talk, path.name)
         if loaded is None:
             skipped[path.name] = reason
@@ -168,7 +168,7 @@ def _lead(reader: _RankReader, talk: Exchange, read_only: bool, newest: int | No
             continue
         # A good one is found: only now is it safe to move the damaged ones out of the way.
         for name in () if read_only else skipped:
-            store.reject(store.folder / name, skipped[name])
+            checkpoints.reject(checkpoints.folder / name, skipped[name])
         log.info("resuming from %s", path)
         return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, skipped)
     # Checkpoints exist, but none is good: do not start again from step 0 silently.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from toolkit import fsio, logs, trust
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.folder import CheckpointFolder, file_errors, step_of
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore, file_errors, step_of
 from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
@@ -26,7 +26,7 @@ class SecondPlace:
 
     def __init__(self, folder: Path, keep: Keep, moved: Callable[[], None] = lambda: None) -> None:
         """Set up, without touching a file. ``moved`` is called for each piece copied while a caller waits for it."""
-        self.store = CheckpointStore(folder, keep, moved=lambda: moved() if self._is_awaited else None)
+        self.checkpoints = CheckpointFolder(folder, keep, moved=lambda: moved() if self._is_awaited else None)
         self._is_awaited = False
         self._waiting: Path | None = None
         self._thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class SecondPlace:
                 self._thread = threading.Thread(target=self._copy_all, name="second-place", daemon=True)
                 self._thread.start()
 
-    def fetch(self, home: CheckpointStore) -> None:
+    def fetch(self, home: CheckpointFolder) -> None:
         """Copy the newest checkpoint back if it is newer than all valid ones at ``home``.
 
         Call it before an attempt loads. A failure is logged, not raised.
@@ -48,17 +48,17 @@ class SecondPlace:
         self._is_awaited = True
         try:
             self._refuse_of_others()
-            self.store.sweep()
+            self.checkpoints.sweep()
             valid = (home.valid(path) for path in home.list())
             newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
             # The newest alone decides: if it is not newer than home's, no other is.
-            for path in self.store.list()[:1]:
+            for path in self.checkpoints.list()[:1]:
                 if step_of(path) > newest:
-                    self.store.refuse_of_others(path)
+                    self.checkpoints.refuse_of_others(path)
                     log.warning("%s is newer than anything in %s: copied back", path, home.folder)
-                    _copy(self.store, path, home)
+                    _copy(self.checkpoints, path, home)
         except CheckpointError as error:
-            log.error("%s is no help: %s", self.store.folder, error)
+            log.error("%s is no help: %s", self.checkpoints.folder, error)
         finally:
             self._is_awaited = False
 
@@ -79,25 +79,25 @@ class SecondPlace:
                     return
             try:
                 self._refuse_of_others()
-                if not self.store.is_committed(step_of(path)):
-                    with file_errors("creating", self.store.folder):
-                        fsio.make_dir(self.store.folder)
-                    _copy(CheckpointStore(path.parent), path, self.store)
-                    self.store.prune()
+                if not self.checkpoints.is_committed(step_of(path)):
+                    with file_errors("creating", self.checkpoints.folder):
+                        fsio.make_dir(self.checkpoints.folder)
+                    _copy(CheckpointFolder(path.parent), path, self.checkpoints)
+                    self.checkpoints.prune()
             except CheckpointError as error:
                 if path.exists():  # else it was pruned meanwhile: there is a newer one
-                    log.error("%s has no copy in %s: %s", path, self.store.folder, error)
+                    log.error("%s has no copy in %s: %s", path, self.checkpoints.folder, error)
 
     def _refuse_of_others(self) -> None:
         """Raise CheckpointError where another user may place a checkpoint, with right digests, for this run to load."""
         try:
-            with file_errors("looking at", self.store.folder):
-                trust.refuse_of_others(self.store.folder, "checkpoint.copy_to")
+            with file_errors("looking at", self.checkpoints.folder):
+                trust.refuse_of_others(self.checkpoints.folder, "checkpoint.copy_to")
         except RequestError as error:
             raise CheckpointError(str(error)) from error
 
 
-def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:
+def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder) -> None:
     manifest = source.manifest(path)
     temporary = target.begin(manifest.step)
     try:

@@ -20,8 +20,8 @@ from torch import Tensor
 from toolkit import origin
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
+from toolkit.checkpoint.folder import committed
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.store import committed
 from toolkit.errors import CheckpointError
 from toolkit.origin import Origin
 

@@ -11,8 +11,8 @@ import torch
 
 from toolkit import logs
 from toolkit.checkpoint import tensors
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
@@ -83,7 +83,7 @@ def from_newest(paths: Sequence[Path], use: Callable[[Path, Manifest], T]) -> tu
     reasons = list[str]()
     for path in paths:
         try:
-            return path, use(path, CheckpointStore(path.parent).manifest(path))
+            return path, use(path, CheckpointFolder(path.parent).manifest(path))
         except CorruptCheckpointError as error:
             log.warning("%s is damaged, the next older one is tried: %s", path.name, error)
             reasons.append(f"\n  {path}: {error}")

@@ -21,6 +21,7 @@ from toolkit import logs
 from toolkit.checkpoint import header, tensors
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import (
     Manifest,
     TensorPart,
@@ -32,7 +33,6 @@ from toolkit.checkpoint.manifest import (
     parse_tensor,
     parse_value,
 )
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, listing
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
@@ -42,7 +42,7 @@ KINDS = {Replicated: "replicated", PerRank: "per_rank", Sharded: "sharded"}
 
 
 def save(
-    store: CheckpointStore,
+    checkpoints: CheckpointFolder,
     step: int,
     state: State,
     meta: Mapping[str, Json],
@@ -69,16 +69,16 @@ def save(
 
     `write_files` is called on every rank with the new folder, and writes a library's own checkpoint into folders in it.
     """
-    number = store.next_conversation()
-    topic = f"checkpoint/{store.folder.name}/{attempt}"
+    number = checkpoints.next_conversation()
+    topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
     if rank:
-        return _follow(store, step, state, talk, rank, check_replicas, write_files)
-    return _lead(store, step, state, meta, talk, world_size, write_files)
+        return _follow(checkpoints, step, state, talk, rank, check_replicas, write_files)
+    return _lead(checkpoints, step, state, meta, talk, world_size, write_files)
 
 
 def _lead(
-    store: CheckpointStore,
+    checkpoints: CheckpointFolder,
     step: int,
     state: State,
     meta: Mapping[str, Json],
@@ -87,18 +87,18 @@ def _lead(
     write_files: Callable[[Path], None] | None,
 ) -> Path:
     """Run rank 0's side: begin, write with the others, commit, tell them, prune."""
-    if store.is_committed(step):
+    if checkpoints.is_committed(step):
         talk.tell({"done": True, "step": step})
-        return store.path(step)
+        return checkpoints.path(step)
     # From here on the others wait for rank 0, so every failure is sent to them.
     with failures_told(talk, f"the checkpoint of step {step} was not written"):
-        folder = store.begin(step)
+        folder = checkpoints.begin(step)
         talk.tell({"folder": folder.name, "step": step})
         try:
             if write_files is not None:
                 write_files(folder)
             # Write rank 0's part while the others write theirs, then compare and merge the reports.
-            own = _write_own(store, folder, 0, state)
+            own = _write_own(checkpoints, folder, 0, state)
             reports = talk.gather()
             for rank, report in reports.items():
                 _check_replicas(state, own, rank, report["replicas"])
@@ -110,18 +110,18 @@ def _lead(
             # Copies of shards are compared last: any rank may have written the original.
             for rank, report in reports.items():
                 _check_copies(manifest, rank, report["replicas"])
-            final = store.commit(folder, manifest)
+            final = checkpoints.commit(folder, manifest)
         except Exception:
-            store.abandon(folder)
+            checkpoints.abandon(folder)
             raise
     talk.tell({"done": True})
     # Older checkpoints go only now that the newest is on disk. No other rank waits for it.
-    _prune(store)
+    _prune(checkpoints)
     return final
 
 
 def _follow(
-    store: CheckpointStore,
+    checkpoints: CheckpointFolder,
     step: int,
     state: State,
     talk: Exchange,
@@ -132,14 +132,14 @@ def _follow(
     """Run every other rank's side. A failure is reported first, and raised once rank 0 has told all ranks."""
     begun = talk.listen()
     if begun.get("done"):
-        return store.path(step)
+        return checkpoints.path(step)
     try:
         if begun["step"] != step:
             raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
-        folder = store.named(begun["folder"])
+        folder = checkpoints.named(begun["folder"])
         if write_files is not None:
             write_files(folder)
-        part = _write_own(store, folder, rank, state)
+        part = _write_own(checkpoints, folder, rank, state)
         talk.report({"part": part.to_json(), "replicas": _replica_digests(state) if check_replicas else None})
     except Exception as error:
         talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})
@@ -148,13 +148,13 @@ def _follow(
         raise
     # Rank 0 answers once it has committed; its error is raised here.
     talk.listen()
-    return store.path(step)
+    return checkpoints.path(step)
 
 
-def _prune(store: CheckpointStore) -> None:
+def _prune(checkpoints: CheckpointFolder) -> None:
     """Remove old checkpoints, or log why not. A surplus checkpoint must not end a run whose newest one is safe."""
     try:
-        store.prune()
+        checkpoints.prune()
     except CheckpointError as error:
         log.warning("older checkpoints stay: %s", error)
 
@@ -181,7 +181,7 @@ class _WrittenPart:
         )
 
 
-def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) -> _WrittenPart:
+def _write_own(checkpoints: CheckpointFolder, folder: Path, rank: int, state: State) -> _WrittenPart:
     """Write this rank's tensors into `folder`. A rank without tensors (all but rank 0 under ddp) makes no file."""
     held: dict[str, Entry] = {}
     widths: dict[str, int] = {}
@@ -200,7 +200,7 @@ def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) ->
     head = _head(wide_first)
     written: dict[str, TensorRecord] = {}
     path = folder / file_name(rank)
-    store.write(path, _stream(wide_first, path.name, head, written))
+    checkpoints.write(path, _stream(wide_first, path.name, head, written))
     # The manifest keeps the order of the state, and so do exports.
     records = {name: written[name] for name in held}
     size_bytes = len(head) + sum(part.size_bytes for record in records.values() for part in record.parts)

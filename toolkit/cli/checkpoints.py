@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import fsio
+from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, step_of
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
 from toolkit.cli.arguments import new_path
 from toolkit.cli.show import table
 from toolkit.config import load_config
@@ -24,9 +24,9 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
 
     The latter are damaged, or left over.
     """
-    store = CheckpointStore(run.checkpoints)
-    found = [_row(store, path) for path in store.list()]
-    for path in _odd(store):
+    checkpoints = CheckpointFolder(run.checkpoints)
+    found = [_row(checkpoints, path) for path in checkpoints.list()]
+    for path in _odd(checkpoints):
         problem = "is being written, or was left over"
         if is_name_of_committed(path):
             problem = "is damaged: it has no manifest.json"
@@ -38,10 +38,10 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
     return found
 
 
-def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
+def _row(checkpoints: CheckpointFolder, path: Path) -> dict[str, Any]:
     row = {"name": path.name, "step": step_of(path), "saved": path.stat().st_mtime, "problem": None}
     try:
-        manifest = store.manifest(path)
+        manifest = checkpoints.manifest(path)
     except CheckpointError as error:
         # Without its manifest only the folder itself tells something.
         return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
@@ -51,9 +51,9 @@ def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
     return {**row, "size_bytes": size, "ranks": manifest.world_size, "torch": manifest.versions.get("torch")}
 
 
-def _odd(store: CheckpointStore) -> list[Path]:
-    good = {*store.list()}
-    return sorted(path for path in store.folder.glob("step-*") if path not in good)
+def _odd(checkpoints: CheckpointFolder) -> list[Path]:
+    good = {*checkpoints.list()}
+    return sorted(path for path in checkpoints.folder.glob("step-*") if path not in good)
 
 
 def _size(path: Path) -> int:
@@ -76,7 +76,7 @@ def page(found: list[dict[str, Any]]) -> str:
 
 def pick(run: RunDir, text: str | None) -> list[Path]:
     """Return the checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
-    return _pick(run, list(CheckpointStore(run.checkpoints).list()), text)
+    return _pick(run, list(CheckpointFolder(run.checkpoints).list()), text)
 
 
 def _pick(run: RunDir, there: list[Path], text: str | None) -> list[Path]:
@@ -110,11 +110,11 @@ def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
 
     Checkpoints without a manifest are included.
     """
-    store = CheckpointStore(run.checkpoints)
-    broken = [path for path in _odd(store) if is_name_of_committed(path)]
-    for path in _pick(run, [*store.list(), *broken], text):
+    checkpoints = CheckpointFolder(run.checkpoints)
+    broken = [path for path in _odd(checkpoints) if is_name_of_committed(path)]
+    for path in _pick(run, [*checkpoints.list(), *broken], text):
         try:
-            store.verify(path)
+            checkpoints.verify(path)
         except CheckpointError as error:
             yield path, str(error)
         else:
@@ -123,7 +123,7 @@ def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
 
 def diff(one: Path, two: Path) -> list[str]:
     """Return a line for each thing in which two checkpoints differ, by their digests. Verifies both."""
-    mine, other = (CheckpointStore(path.parent).verify(path) for path in (one, two))
+    mine, other = (CheckpointFolder(path.parent).verify(path) for path in (one, two))
     lines = _diff_mapping("tensor", _tensors(mine), _tensors(other))
     lines += _diff_mapping("value", _values(mine), _values(other))
     return lines + _diff_mapping("meta", mine.meta, other.meta)
@@ -201,8 +201,8 @@ def prune(run: RunDir, keep: int) -> list[Path]:
         raise RequestError(f"run {run.id} is {state}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint
     # --keep replaces only the number of newest ones; the config's other rules hold.
-    store = CheckpointStore(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
-    odd = _odd(store)
+    checkpoints = CheckpointFolder(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
+    odd = _odd(checkpoints)
     for path in odd:
         fsio.remove_tree(path)
-    return [*store.prune(), *odd]
+    return [*checkpoints.prune(), *odd]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from toolkit.checkpoint.store import newest_step, resume_words
+from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run

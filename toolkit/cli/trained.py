@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import staging
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
@@ -49,11 +49,11 @@ def choose(run: RunDir, text: str) -> list[Path]:
 
 def _best(run: RunDir, keep: Keep) -> Path:
     """Return the best checkpoint of those evaluated when they were saved; of equals the oldest, like `Keep`."""
-    store = CheckpointStore(run.checkpoints)
+    checkpoints = CheckpointFolder(run.checkpoints)
     ranked = []
-    for path in store.list():
+    for path in checkpoints.list():
         try:
-            manifest = store.manifest(path)
+            manifest = checkpoints.manifest(path)
         except CheckpointError:
             continue
         figure = keep.figure(manifest.meta.get("metrics") or {})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import newest_step, resume_words
+from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.cli import cause, slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import node_history, nodes

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.diagnose.resume_report import RECORDED, CheckPlan, CheckReport
 from toolkit.errors import JobFailedError, listing
 from toolkit.rundir import RunDir
@@ -158,8 +158,8 @@ def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
 
 def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
     """Compare every byte of the last checkpoints, verified."""
-    stores = [CheckpointStore(run.checkpoints) for run in (one, two)]
-    mine, other = (store.verify(store.list()[0]) for store in stores)
+    both = [CheckpointFolder(run.checkpoints) for run in (one, two)]
+    mine, other = (each.verify(each.list()[0]) for each in both)
     if mine.step != other.step:
         return {"last checkpoint": f"of step {mine.step} and of step {other.step}"}
     names = sorted(mine.tensors.keys() | other.tensors.keys())

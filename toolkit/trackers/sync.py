@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from toolkit import fsio, logs, records
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.config import shown
 from toolkit.errors import RequestError
 from toolkit.metrics import lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.reader import Loaded, load
-from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.data.loader import Batches
 from toolkit.hang import activity
@@ -39,16 +39,16 @@ class Checkpoints:
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
         self._session.activity.phase = activity.LOADING
-        store = self.saver.store
+        checkpoints = self.saver.checkpoints
         # A copy in memory, newer than the disk, is there only after a restart inside the job.
-        loaded = self.copies.load(newest_step(store.folder))
+        loaded = self.copies.load(newest_step(checkpoints.folder))
         is_on_disk = loaded is None
         if loaded is None:
             loaded = self._load()
             if loaded is not None and loaded.skipped and self._has_second_place:
                 loaded = self._load()  # the damaged ones are set aside now, so their copies can be fetched
         elif self._session.is_main:
-            store.sweep()
+            checkpoints.sweep()
         self.saver.set_timer()
         if loaded is None:
             return None
@@ -58,7 +58,7 @@ class Checkpoints:
         if is_on_disk:
             self.saver.resume_from(loaded.step)
         else:
-            self.saver.newest = newest_step(store.folder)
+            self.saver.newest = newest_step(checkpoints.folder)
         return loaded
 
     def roll_back(self, step: int, newest: int) -> int | None:
@@ -76,14 +76,14 @@ class Checkpoints:
 
     def _load(self) -> Loaded | None:
         if self.saver.second is not None:  # rank 0 only; the other ranks wait in the load meanwhile
-            self.saver.second.fetch(self.saver.store)
-        refuse_another_run(self.saver.store, self._state, self._session.world_size)
+            self.saver.second.fetch(self.saver.checkpoints)
+        refuse_another_run(self.saver.checkpoints, self._state, self._session.world_size)
         return self._read(None)
 
     def _read(self, newest: int | None) -> Loaded | None:
         session = self._session
         return load(
-            self.saver.store,
+            self.saver.checkpoints,
             self._state.places(),
             rank=session.rank,
             world_size=session.world_size,

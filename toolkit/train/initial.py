@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit import logs, origin
 from toolkit.checkpoint import weights, whole
-from toolkit.checkpoint.store import committed
+from toolkit.checkpoint.folder import committed
 from toolkit.checkpoint.weights import Weights
 from toolkit.config import ModelConfig
 from toolkit.errors import ConfigError, RequestError, listing, nearest

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import logs
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import SAME_STATE, goes_on_with
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.ranks.state import Json
@@ -17,13 +17,13 @@ from toolkit.train.state import MESH, TrainingState
 log = logs.get(__name__)
 
 
-def refuse_another_run(store: CheckpointStore, state: TrainingState, world_size: int) -> None:
+def refuse_another_run(checkpoints: CheckpointFolder, state: TrainingState, world_size: int) -> None:
     """Raise ConfigError where the newest readable checkpoint does not fit this run. Nothing is filled yet.
 
     Without this check another model would fail later, with a list of tensors that says less.
     """
-    for path in store.list():
-        manifest = _manifest(store, path)
+    for path in checkpoints.list():
+        manifest = _manifest(checkpoints, path)
         if manifest is None:
             continue
         refuse_other_identity(manifest.meta.get("identity", {}), state.identity, path)
@@ -35,7 +35,7 @@ def refuse_another_run(store: CheckpointStore, state: TrainingState, world_size:
                 f"Go on with {then} ranks (cluster.nodes x cluster.tasks_per_node), or start a new run with "
                 "`toolkit submit`"
             )
-        _refuse_inside_a_round(store, state, manifest, path, world_size)
+        _refuse_inside_a_round(checkpoints, state, manifest, path, world_size)
         return
 
 
@@ -53,7 +53,7 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 
 
 def _refuse_inside_a_round(
-    store: CheckpointStore, state: TrainingState, manifest: Manifest, path: Path, now: int
+    checkpoints: CheckpointFolder, state: TrainingState, manifest: Manifest, path: Path, now: int
 ) -> None:
     # Replicas that differ can go on only under the same strategy and on as many ranks.
     then, strategy = manifest.world_size, state.source
@@ -63,8 +63,8 @@ def _refuse_inside_a_round(
         return
     # Name a checkpoint at a round's end as a way out, if there is one.
     way_out = ""
-    for other in store.list():
-        readable = _manifest(store, other)
+    for other in checkpoints.list():
+        readable = _manifest(checkpoints, other)
         if readable is not None and not _is_inside_a_round(readable):
             way_out = f", or from {other.name}, which is at a round's end: move the newer ones away"
             break
@@ -76,10 +76,10 @@ def _refuse_inside_a_round(
     )
 
 
-def _manifest(store: CheckpointStore, path: Path) -> Manifest | None:
+def _manifest(checkpoints: CheckpointFolder, path: Path) -> Manifest | None:
     """Return the manifest; None for a damaged one, which the load will skip and report."""
     try:
-        return store.manifest(path, sizes=False)
+        return checkpoints.manifest(path, sizes=False)
     except CheckpointError:
         return None
 

@@ -11,9 +11,9 @@ from typing import Any
 from toolkit import fsio, logs, trust
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.second_place import SecondPlace
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError
@@ -39,7 +39,7 @@ class Saver:
         self._config = config
         self._timer: threading.Timer | None = None
         self._blocked_s = 0.0
-        self.store = CheckpointStore(
+        self.checkpoints = CheckpointFolder(
             RunDir(session.run_dir).checkpoints, _keep(config), is_ours=session.owns_run, moved=self._moved
         )
         # Only rank 0 copies checkpoints to the second place.
@@ -47,7 +47,7 @@ class Saver:
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = SecondPlace(folder / "checkpoints", self.store.keep, session.activity.note_progress)
+            self.second = SecondPlace(folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress)
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
@@ -70,13 +70,13 @@ class Saver:
 
     def configure(self) -> None:
         """Take the config's values again: some of them may have changed."""
-        self.store.keep = _keep(self._config)
+        self.checkpoints.keep = _keep(self._config)
         if self.second is not None:
-            self.second.store.keep = self.store.keep
+            self.second.checkpoints.keep = self.checkpoints.keep
 
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
-        intervals = (self._config.every_steps, self.store.keep.every)
+        intervals = (self._config.every_steps, self.checkpoints.keep.every)
         return any(isinstance(every, int) and step % every == 0 for every in intervals)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -84,7 +84,7 @@ class Saver:
 
         ``metrics`` are equal on all ranks.
         """
-        keep = self.store.keep
+        keep = self.checkpoints.keep
         if keep.best is None:
             return False
         figure = keep.figure(metrics)
@@ -187,7 +187,7 @@ class Saver:
         """
         self.newest = step
         if self.second is not None:
-            self.second.copy(self.store.path(step))
+            self.second.copy(self.checkpoints.path(step))
 
     def finish(self) -> None:
         """Wait for the copies to the second place. Called at the end of a training, after the last save."""
@@ -204,7 +204,7 @@ class Saver:
     def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
         started, session = time.monotonic(), self._session
         path = save(
-            self.store,
+            self.checkpoints,
             step,
             state,
             meta,
@@ -232,7 +232,7 @@ class Saver:
     def _succeed(self, step: int) -> None:
         self.newest, self._has_saved = step, True
         if self.second is not None:
-            self.second.copy(self.store.path(step))
+            self.second.copy(self.checkpoints.path(step))
         if self._failed:
             log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import HashStore
 
 from toolkit import chaos
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import Loaded, load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import Entry, Replicated, State
 
@@ -33,14 +33,14 @@ def on_ranks(count: int, body: Callable[[int, HashStore], Any]) -> list[Any]:
         return list(pool.map(run, range(count)))
 
 
-def alone(store: CheckpointStore, step: int, state: State, **meta: Any) -> Path:
+def alone(checkpoints: CheckpointFolder, step: int, state: State, **meta: Any) -> Path:
     """Save with one rank."""
-    return save(store, step, state, meta, rank=0, world_size=1, kv=None)
+    return save(checkpoints, step, state, meta, rank=0, world_size=1, kv=None)
 
 
-def load_alone(store: CheckpointStore, state: State, *, read_only: bool = False) -> Loaded | None:
+def load_alone(checkpoints: CheckpointFolder, state: State, *, read_only: bool = False) -> Loaded | None:
     """Load with one rank."""
-    return load(store, state, rank=0, world_size=1, kv=None, read_only=read_only)
+    return load(checkpoints, state, rank=0, world_size=1, kv=None, read_only=read_only)
 
 
 def weights(value: float) -> State:

@@ -12,26 +12,26 @@ import pytest
 
 from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, tensor_of, weights
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.chaos
 
 
-def filled(folder: Path, *steps: int) -> CheckpointStore:
+def filled(folder: Path, *steps: int) -> CheckpointFolder:
     folder.mkdir(exist_ok=True)
-    store = CheckpointStore(folder / "checkpoints", Keep(2))
+    checkpoints = CheckpointFolder(folder / "checkpoints", Keep(2))
     for step in steps:
-        alone(store, step, weights(float(step)))
-    return store
+        alone(checkpoints, step, weights(float(step)))
+    return checkpoints
 
 
 def operations_of_a_save(folder: Path) -> list[tuple[str, str]]:
     """The file operations of the third save, which removes the first checkpoint."""
-    store, seen = filled(folder, 100, 200), list[tuple[str, str]]()
+    checkpoints, seen = filled(folder, 100, 200), list[tuple[str, str]]()
     with file_operations(lambda name, path: seen.append((name, Path(path).name))):
-        alone(store, 300, weights(300.0))
+        alone(checkpoints, 300, weights(300.0))
     return seen
 
 
@@ -40,7 +40,7 @@ def test_killed_between_any_two_file_operations_the_newest_committed_one_loads(t
     assert total > 10
     steps = []
     for k in range(total):
-        store, count = filled(tmp_path / str(k), 100, 200), 0
+        checkpoints, count = filled(tmp_path / str(k), 100, 200), 0
 
         def die_at_k(name: str, path: str, k: int = k) -> None:
             nonlocal count
@@ -49,17 +49,17 @@ def test_killed_between_any_two_file_operations_the_newest_committed_one_loads(t
                 raise Killed
 
         with pytest.raises(Killed), file_operations(die_at_k):
-            alone(store, 300, weights(300.0))
-        store, state = CheckpointStore(tmp_path / str(k) / "checkpoints"), weights(0.0)
-        loaded = load_alone(store, state)
+            alone(checkpoints, 300, weights(300.0))
+        checkpoints, state = CheckpointFolder(tmp_path / str(k) / "checkpoints"), weights(0.0)
+        loaded = load_alone(checkpoints, state)
         assert loaded
         assert float(tensor_of(state["model/weight"]).unique().item()) == loaded.step
         assert loaded.skipped == {}
-        assert not list(store.folder.glob("*.tmp-*"))  # swept
-        assert all(store.verify(path) for path in store.list())  # none is half removed
-        assert len(store.list()) >= 2
-        alone(store, 300, weights(300.0))
-        assert newest_step(store.folder) == 300
+        assert not list(checkpoints.folder.glob("*.tmp-*"))  # swept
+        assert all(checkpoints.verify(path) for path in checkpoints.list())  # none is half removed
+        assert len(checkpoints.list()) >= 2
+        alone(checkpoints, 300, weights(300.0))
+        assert newest_step(checkpoints.folder) == 300
         steps.append(loaded.step)
     assert steps == sorted(steps)  # once committed it stays so
     assert {200, 300} == set(steps)
@@ -83,39 +83,39 @@ def test_an_old_checkpoint_is_not_deleted_before_the_new_one_is_durable(tmp_path
 
 
 def test_a_left_over_temporary_folder_does_not_block_later_saves(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100)
-    left = store.folder / "step-00000200.tmp-0badcafe"
+    checkpoints = filled(tmp_path, 100)
+    left = checkpoints.folder / "step-00000200.tmp-0badcafe"
     left.mkdir()
     (left / "rank-00000.safetensors").write_bytes(b"half")
-    alone(store, 200, weights(200.0))
-    assert newest_step(store.folder) == 200
+    alone(checkpoints, 200, weights(200.0))
+    assert newest_step(checkpoints.folder) == 200
     assert left.exists()  # only the start of an attempt may conclude that its writer is dead
-    assert store.sweep() == [left]
+    assert checkpoints.sweep() == [left]
     assert not left.exists()
 
 
 def test_the_sweep_leaves_what_this_store_is_writing(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100)
-    writing = store.begin(200)
-    assert store.sweep() == []
+    checkpoints = filled(tmp_path, 100)
+    writing = checkpoints.begin(200)
+    assert checkpoints.sweep() == []
     assert writing.is_dir()
 
 
 def test_saving_a_committed_step_again_changes_nothing(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100)
+    checkpoints = filled(tmp_path, 100)
     seen: list[str] = []
     with file_operations(lambda name, path: seen.append(name)):
-        assert alone(store, 100, weights(999.0)) == store.path(100)
+        assert alone(checkpoints, 100, weights(999.0)) == checkpoints.path(100)
     assert seen == []
 
 
 def test_keep_counts_valid_checkpoints_only(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100, 200)
-    os.truncate(store.path(200) / "rank-00000.safetensors", 3)
-    alone(store, 300, weights(300.0))
-    assert [path.name for path in store.list()] == ["step-00000300", "step-00000200", "step-00000100"]
-    alone(store, 400, weights(400.0))
-    assert [path.name for path in store.list()] == ["step-00000400", "step-00000300", "step-00000200"]
+    checkpoints = filled(tmp_path, 100, 200)
+    os.truncate(checkpoints.path(200) / "rank-00000.safetensors", 3)
+    alone(checkpoints, 300, weights(300.0))
+    assert [path.name for path in checkpoints.list()] == ["step-00000300", "step-00000200", "step-00000100"]
+    alone(checkpoints, 400, weights(400.0))
+    assert [path.name for path in checkpoints.list()] == ["step-00000400", "step-00000300", "step-00000200"]
 
 
 def test_keeping_one_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -129,64 +129,65 @@ def test_keeping_one_checkpoint_is_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("operation", ["mkdir", "open", "fsync", "replace", "rename"])
 def test_a_file_error_names_the_path_and_what_to_do(tmp_path: Path, number: int, advice: str, operation: str) -> None:
-    store = filled(tmp_path, 100)
+    checkpoints = filled(tmp_path, 100)
 
     def fail(name: str, path: str) -> None:
         if name == operation:
             raise OSError(number, os.strerror(number), path)
 
     with file_operations(fail), pytest.raises(CheckpointError, match=advice) as caught:
-        alone(store, 200, weights(200.0))
-    assert str(store.folder) in str(caught.value)
+        alone(checkpoints, 200, weights(200.0))
+    assert str(checkpoints.folder) in str(caught.value)
     assert os.strerror(number) in str(caught.value)
-    assert newest_step(store.folder) == 100
-    assert not list(store.folder.glob("*.tmp-*"))
+    assert newest_step(checkpoints.folder) == 100
+    assert not list(checkpoints.folder.glob("*.tmp-*"))
 
 
 def test_a_save_beside_many_kept_checkpoints_reads_the_newest_manifests_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a thousand that stay, reading all their manifests took 5.4 s of every save."""
-    store = CheckpointStore(tmp_path / "checkpoints", Keep(2, every=1))
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", Keep(2, every=1))
     read = list[Path]()
     plain = manifests.read
     monkeypatch.setattr(manifests, "read", lambda path: read.append(path) or plain(path))
     for step in range(1, 21):
         read.clear()
-        alone(store, step, weights(float(step)))
-        store.prune()
+        alone(checkpoints, step, weights(float(step)))
+        checkpoints.prune()
     assert sorted({path.name for path in read}) == ["step-00000019", "step-00000020"]
-    assert len(store.list()) == 20
+    assert len(checkpoints.list()) == 20
 
 
 def test_of_the_newest_checkpoints_one_that_was_damaged_since_does_not_count(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", Keep(2))
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", Keep(2))
     for step in (1, 2):
-        alone(store, step, weights(float(step)))
-        store.prune()
-    (store.path(2) / "rank-00000.safetensors").write_bytes(b"")
-    alone(store, 3, weights(3.0))
-    store.prune()
-    assert [path.name for path in store.list()] == ["step-00000003", "step-00000002", "step-00000001"]
+        alone(checkpoints, step, weights(float(step)))
+        checkpoints.prune()
+    (checkpoints.path(2) / "rank-00000.safetensors").write_bytes(b"")
+    alone(checkpoints, 3, weights(3.0))
+    checkpoints.prune()
+    assert [path.name for path in checkpoints.list()] == ["step-00000003", "step-00000002", "step-00000001"]
 
 
 def test_a_checkpoint_that_cannot_be_pruned_does_not_fail_the_save(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100, 200)
+    checkpoints = filled(tmp_path, 100, 200)
 
     def fail(name: str, path: str) -> None:
         if name == "unlink":
             raise OSError(errno.EACCES, "Permission denied", path)
 
     with file_operations(fail):
-        alone(store, 300, weights(300.0))
-    assert newest_step(store.folder) == 300
+        alone(checkpoints, 300, weights(300.0))
+    assert newest_step(checkpoints.folder) == 300
 
 
 def test_the_newest_step_is_found_without_torch(tmp_path: Path) -> None:
-    store = filled(tmp_path, 100, 200)
+    checkpoints = filled(tmp_path, 100, 200)
     code = (
-        "import sys, pathlib; from toolkit.checkpoint.store import CheckpointStore, newest_step;"
-        f"path = pathlib.Path({str(store.folder)!r}); CheckpointStore(path).verify(CheckpointStore(path).list()[0]);"
+        "import sys, pathlib; from toolkit.checkpoint.folder import CheckpointFolder, newest_step;"
+        f"path = pathlib.Path({str(checkpoints.folder)!r}); saved = CheckpointFolder(path);"
+        "saved.verify(saved.list()[0]);"
         "print(newest_step(path), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

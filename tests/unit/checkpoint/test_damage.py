@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError
 from toolkit.ranks.state import PerRank, Replicated
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.chaos
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    """A store with the steps 100 and 200, whose weights are 100.0 and 200.0."""
-    store = CheckpointStore(tmp_path / "checkpoints")
-    alone(store, 100, weights(100.0))
-    alone(store, 200, weights(200.0))
-    return store
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    """A folder with the steps 100 and 200, whose weights are 100.0 and 200.0."""
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    alone(checkpoints, 100, weights(100.0))
+    alone(checkpoints, 200, weights(200.0))
+    return checkpoints
 
 
-def loaded_value(store: CheckpointStore) -> float:
+def loaded_value(checkpoints: CheckpointFolder) -> float:
     state = weights(0.0)
-    assert load_alone(store, state)
+    assert load_alone(checkpoints, state)
     return float(tensor_of(state["model/weight"]).unique().item())
 
 
@@ -56,83 +56,85 @@ def rewrite(folder: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.soak)])
-def test_each_flipped_bit_in_any_file_is_detected_on_load(store: CheckpointStore, count: int) -> None:
-    files = sorted(store.path(200).iterdir())
+def test_each_flipped_bit_in_any_file_is_detected_on_load(checkpoints: CheckpointFolder, count: int) -> None:
+    files = sorted(checkpoints.path(200).iterdir())
     bits = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
     seed = random.randrange(10**6)
     print(f"seed {seed}, {len(bits)} bits in {len(files)} files")
     undetected = []
     for path, bit in random.Random(seed).sample(bits, count):
         flip(path, bit)
-        loaded = load_alone(store, weights(0.0), read_only=True)
+        loaded = load_alone(checkpoints, weights(0.0), read_only=True)
         if loaded is None or loaded.step != 100:
             undetected.append((path.name, bit))
         flip(path, bit)
     assert undetected == []
-    assert store.verify(store.path(200)).step == 200
+    assert checkpoints.verify(checkpoints.path(200)).step == 200
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_skipped_and_moved_aside(
-    store: CheckpointStore, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    checkpoints: CheckpointFolder, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    flip(store.path(200) / name, 77)
-    assert loaded_value(store) == 100.0
+    flip(checkpoints.path(200) / name, 77)
+    assert loaded_value(checkpoints) == 100.0
     assert any("skipping step-00000200" in m and name in m for m in caplog.messages)
-    assert [path.name.split(".bad-")[0] for path in store.folder.glob("*.bad-*")] == ["step-00000200"]
-    alone(store, 200, weights(201.0))  # the step can be saved again
-    assert loaded_value(store) == 201.0
+    assert [path.name.split(".bad-")[0] for path in checkpoints.folder.glob("*.bad-*")] == ["step-00000200"]
+    alone(checkpoints, 200, weights(201.0))  # the step can be saved again
+    assert loaded_value(checkpoints) == 201.0
 
 
 @pytest.mark.parametrize("missing", [1, 47, 49, None])
-def test_a_truncated_file_is_detected(store: CheckpointStore, missing: int | None) -> None:
-    file = store.path(200) / "rank-00000.safetensors"
+def test_a_truncated_file_is_detected(checkpoints: CheckpointFolder, missing: int | None) -> None:
+    file = checkpoints.path(200) / "rank-00000.safetensors"
     size = file.stat().st_size
     left = size - (size if missing is None else missing)
     os.truncate(file, left)
     with pytest.raises(CorruptCheckpointError, match=f"has {left} bytes instead of {size}"):
-        store.verify(store.path(200))
-    assert loaded_value(store) == 100.0
+        checkpoints.verify(checkpoints.path(200))
+    assert loaded_value(checkpoints) == 100.0
 
 
-def test_a_longer_file_and_a_missing_one_are_detected(store: CheckpointStore) -> None:
-    data = store.path(200) / "rank-00000.safetensors"
+def test_a_longer_file_and_a_missing_one_are_detected(checkpoints: CheckpointFolder) -> None:
+    data = checkpoints.path(200) / "rank-00000.safetensors"
     size = data.stat().st_size
     data.write_bytes(data.read_bytes() + b"\0")
     with pytest.raises(CorruptCheckpointError, match=f"{size + 1} bytes instead of {size}"):
-        store.verify(store.path(200))
+        checkpoints.verify(checkpoints.path(200))
     data.unlink()
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors cannot be read: No such file"):
-        store.verify(store.path(200))
+        checkpoints.verify(checkpoints.path(200))
 
 
-def test_without_a_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(store: CheckpointStore) -> None:
-    (store.path(200) / manifests.NAME).unlink()
-    assert newest_step(store.folder) == 100
-    assert loaded_value(store) == 100.0
-    alone(store, 200, weights(202.0))
-    assert loaded_value(store) == 202.0
+def test_without_a_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(
+    checkpoints: CheckpointFolder,
+) -> None:
+    (checkpoints.path(200) / manifests.NAME).unlink()
+    assert newest_step(checkpoints.folder) == 100
+    assert loaded_value(checkpoints) == 100.0
+    alone(checkpoints, 200, weights(202.0))
+    assert loaded_value(checkpoints) == 202.0
 
 
-def test_when_all_are_damaged_the_run_stops_instead_of_starting_anew(store: CheckpointStore) -> None:
-    for path in store.list():
+def test_when_all_are_damaged_the_run_stops_instead_of_starting_anew(checkpoints: CheckpointFolder) -> None:
+    for path in checkpoints.list():
         flip(path / "rank-00000.safetensors", 5)
     for _attempt in range(2):  # nothing is moved, so the next attempt does not start at step 0 either
         with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good, and all were left in place"):
-            load_alone(store, weights(0.0))
-    assert len(store.list()) == 2
+            load_alone(checkpoints, weights(0.0))
+    assert len(checkpoints.list()) == 2
 
 
-def test_read_only_loading_changes_no_file(store: CheckpointStore) -> None:
-    flip(store.path(200) / "rank-00000.safetensors", 5)
-    (store.folder / "step-00000300.tmp-0badcafe").mkdir()
-    before = sorted(store.folder.rglob("*"))
-    loaded = load_alone(store, weights(0.0), read_only=True)
+def test_read_only_loading_changes_no_file(checkpoints: CheckpointFolder) -> None:
+    flip(checkpoints.path(200) / "rank-00000.safetensors", 5)
+    (checkpoints.folder / "step-00000300.tmp-0badcafe").mkdir()
+    before = sorted(checkpoints.folder.rglob("*"))
+    loaded = load_alone(checkpoints, weights(0.0), read_only=True)
     assert loaded
     assert loaded.step == 100
     assert list(loaded.skipped) == ["step-00000200"]
-    assert sorted(store.folder.rglob("*")) == before
+    assert sorted(checkpoints.folder.rglob("*")) == before
 
 
 def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> None:
@@ -140,13 +142,13 @@ def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> 
         return {"w": Replicated(torch.full((2,), value)), f"own/rank{rank}": PerRank(torch.full((2,), value))}
 
     def write(rank: int, kv: HashStore) -> None:
-        store = CheckpointStore(tmp_path)
+        checkpoints = CheckpointFolder(tmp_path)
         for step in (1, 2):
-            save(store, step, state(rank, float(step)), {}, rank=rank, world_size=3, kv=kv)
+            save(checkpoints, step, state(rank, float(step)), {}, rank=rank, world_size=3, kv=kv)
 
     def read(rank: int, kv: HashStore) -> tuple[int, list[str], float]:
         live = state(rank, 0.0)
-        loaded = load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
+        loaded = load(CheckpointFolder(tmp_path), live, rank=rank, world_size=3, kv=kv)
         return loaded.step, list(loaded.skipped), float(live["w"].value[0])
 
     on_ranks(3, write)
@@ -155,12 +157,12 @@ def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> 
     assert on_ranks(3, read) == [(1, ["step-00000002"], 1.0)] * 3
 
 
-def test_a_newer_format_is_refused_naming_both_versions(store: CheckpointStore) -> None:
-    path = store.path(200) / manifests.NAME
+def test_a_newer_format_is_refused_naming_both_versions(checkpoints: CheckpointFolder) -> None:
+    path = checkpoints.path(200) / manifests.NAME
     path.write_bytes(manifests._frame(3, b'{"all": "new"}'))
     with pytest.raises(CheckpointError, match="has format 3 and this toolkit reads up to format 2"):
-        load_alone(store, weights(0.0))
-    assert len(store.list()) == 2
+        load_alone(checkpoints, weights(0.0))
+    assert len(checkpoints.list()) == 2
 
 
 class Bomb:
@@ -173,12 +175,12 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_forged_manifest_runs_no_code(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_forged_manifest_runs_no_code(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
-    (store.path(200) / manifests.NAME).write_bytes(bomb)
-    (store.path(100) / "rank-00000.safetensors").write_bytes(bomb)
+    (checkpoints.path(200) / manifests.NAME).write_bytes(bomb)
+    (checkpoints.path(100) / "rank-00000.safetensors").write_bytes(bomb)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good"):
-        load_alone(store, weights(0.0))
+        load_alone(checkpoints, weights(0.0))
     assert not (tmp_path / "ran").exists()
 
 
@@ -188,45 +190,47 @@ BAD_NAMES += ["library/..", "./library", "library/./x", "library//x", "library/"
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_file_name_that_leads_elsewhere_is_refused(store: CheckpointStore, name: Any) -> None:
+def test_a_file_name_that_leads_elsewhere_is_refused(checkpoints: CheckpointFolder, name: Any) -> None:
     def forge(fields: Any) -> None:
         fields["files"] = {str(name): 48}
         fields["tensors"]["model/weight"]["parts"][0]["file"] = name
 
-    rewrite(store.path(200), forge)
+    rewrite(checkpoints.path(200), forge)
     with pytest.raises(CorruptCheckpointError, match=r"not of the form rank-00000\.safetensors"):
-        store.verify(store.path(200))
+        checkpoints.verify(checkpoints.path(200))
 
 
-def test_a_symbolic_link_in_place_of_a_file_is_refused(store: CheckpointStore) -> None:
-    data = store.path(200) / "rank-00000.safetensors"
+def test_a_symbolic_link_in_place_of_a_file_is_refused(checkpoints: CheckpointFolder) -> None:
+    data = checkpoints.path(200) / "rank-00000.safetensors"
     data.rename(data.with_name("elsewhere"))
     more = data.with_name("elsewhere").stat().st_size - len("elsewhere")
     data.symlink_to("./" * (more // 2) + "/" * (more % 2) + "elsewhere")
     assert data.lstat().st_size == data.stat().st_size  # the size alone does not tell
     with pytest.raises(CorruptCheckpointError):
-        store.verify(store.path(200))
-    assert loaded_value(store) == 100.0
+        checkpoints.verify(checkpoints.path(200))
+    assert loaded_value(checkpoints) == 100.0
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("start", -8), ("start", 8), ("size_bytes", 1 << 60), ("size_bytes", "48"), ("crc32", None), ("shape", [9, 9])],
 )
-def test_ranges_that_lie_are_refused_before_memory_is_taken(store: CheckpointStore, key: str, value: Any) -> None:
-    rewrite(store.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update({key: value}))
+def test_ranges_that_lie_are_refused_before_memory_is_taken(
+    checkpoints: CheckpointFolder, key: str, value: Any
+) -> None:
+    rewrite(checkpoints.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update({key: value}))
     with pytest.raises(CorruptCheckpointError, match="is no manifest of format 2"):
-        store.verify(store.path(200))
+        checkpoints.verify(checkpoints.path(200))
 
 
-def test_a_manifest_nested_too_deeply_is_damage_and_no_crash(store: CheckpointStore) -> None:
+def test_a_manifest_nested_too_deeply_is_damage_and_no_crash(checkpoints: CheckpointFolder) -> None:
     body = b"[" * 200_000
-    (store.path(200) / manifests.NAME).write_bytes(manifests._frame(2, body))
+    (checkpoints.path(200) / manifests.NAME).write_bytes(manifests._frame(2, body))
     with pytest.raises(CorruptCheckpointError):
-        store.verify(store.path(200))
+        checkpoints.verify(checkpoints.path(200))
 
 
-def test_a_renamed_checkpoint_is_not_taken_for_another_step(store: CheckpointStore) -> None:
-    store.path(200).rename(store.path(900))
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(checkpoints: CheckpointFolder) -> None:
+    checkpoints.path(200).rename(checkpoints.path(900))
     with pytest.raises(CorruptCheckpointError, match="holds step 200"):
-        store.verify(store.path(900))
+        checkpoints.verify(checkpoints.path(900))

@@ -20,8 +20,8 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
 from toolkit.checkpoint import header, whole
 from toolkit.checkpoint.export import export
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.ranks.state import Entry, PerRank, Replicated, Sharded, State
@@ -66,38 +66,38 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def exported(folder: Path, form: str, *, everything: bool = False) -> Path:
-    (path,) = CheckpointStore(folder / "checkpoints").list()
+    (path,) = CheckpointFolder(folder / "checkpoints").list()
     target = folder / FORMS[form]
-    manifest = CheckpointStore(path.parent).manifest(path)
+    manifest = CheckpointFolder(path.parent).manifest(path)
     export(path, manifest, target, form, run="20260102-030405-abcd", everything=everything)
     return target
 
 
 def test_the_average_is_exported_if_there_is_one_unless_raw_weights_are_requested(tmp_path: Path) -> None:
     """For the run's figures, `keep_best` and `toolkit export` are those of the average."""
-    store = CheckpointStore(tmp_path / "checkpoints")
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     plain, both = ({"model/w": Replicated(torch.zeros(2))}, {"ema/w": Replicated(torch.ones(2))})
     for step, state in ((100, plain), (200, plain | both)):
-        alone(store, step, state)
-    newest, older = store.list()
+        alone(checkpoints, step, state)
+    newest, older = checkpoints.list()
     found = {}
     for path, weights in ((newest, None), (newest, "average"), (newest, "raw"), (older, None)):
         target = tmp_path / f"{path.name}-{weights}.safetensors"
-        count, chosen = export(path, store.manifest(path), target, "safetensors", run="this one", weights=weights)
+        count, chosen = export(path, checkpoints.manifest(path), target, "safetensors", run="this one", weights=weights)
         with safe_open(target, "pt") as file:
             assert (count, file.metadata()["weights"]) == (1, chosen)
         found[path.name, weights] = chosen, load_file(target)["w"].sum().item()
     average, raw = ("average", 2.0), ("raw", 0.0)
     assert [*found.values()] == [average, average, raw, raw]
     with pytest.raises(RequestError, match="there is no moving average of the weights"):
-        export(older, store.manifest(older), tmp_path / "x.pt", "torch", run="this one", weights="average")
+        export(older, checkpoints.manifest(older), tmp_path / "x.pt", "torch", run="this one", weights="average")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_loaded_from_its_export(tmp_path: Path, form: str) -> None:
     model = Tied()
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(model))
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(model))
     expected = model.state_dict()
     found = read_back(exported(tmp_path, form), form, expected)
     assert same(found, expected)
@@ -117,7 +117,7 @@ def test_what_ranks_shared_is_whole_again(tmp_path: Path, form: str) -> None:
             "model/rows": Sharded(rows[a:b].clone(), (5, 4), (a, 0)),
             "model/columns": Sharded(columns[:, 2 * rank : 2 * rank + 2].clone(), (2, 6), (0, 2 * rank)),
         }
-        return save(CheckpointStore(tmp_path / "checkpoints"), 3, state, {}, rank=rank, world_size=3, kv=kv)
+        return save(CheckpointFolder(tmp_path / "checkpoints"), 3, state, {}, rank=rank, world_size=3, kv=kv)
 
     assert len(set(on_ranks(3, run))) == 1
     expected = {"rows": rows, "columns": columns}
@@ -128,7 +128,7 @@ def test_what_ranks_shared_is_whole_again(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_all_tensors_come_under_the_checkpoints_names(tmp_path: Path, form: str) -> None:
     state = entries(Tied())
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, state)
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, state)
     tensors = {name: entry.value for name, entry in state.items() if isinstance(entry.value, Tensor)}
     target = exported(tmp_path, form, everything=True)
     found = read_back(target, form, tensors)
@@ -141,7 +141,7 @@ def test_all_tensors_come_under_the_checkpoints_names(tmp_path: Path, form: str)
 
 
 def test_safetensors_say_which_step_of_which_run_they_are(tmp_path: Path) -> None:
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(Tied()))
     with safe_open(exported(tmp_path, "safetensors"), "pt") as file:
         about = file.metadata()
     assert about["format"] == "pt"
@@ -157,7 +157,7 @@ def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_
         state[f"model/{name}"] = Replicated(bits.view(dtype))
         state[f"model/{name}/empty"] = Replicated(torch.empty(0, 3, dtype=dtype))
         state[f"model/{name}/scalar"] = Replicated(bits.view(dtype)[0].clone())
-    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 1, state)
     found = load_file(exported(tmp_path, "safetensors"))
     assert len(found) == len(state)
     for name, value in found.items():
@@ -171,20 +171,20 @@ def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_
 
 def test_a_type_that_safetensors_has_not_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model/w": Replicated(torch.ones(2, dtype=torch.complex128))}
-    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 1, state)
     with pytest.raises(CheckpointError, match=r"w is of type complex128, which safetensors has not; export to a \.pt"):
         exported(tmp_path, "safetensors")
 
 
 def test_a_state_without_a_model_is_refused_saying_what_there_is(tmp_path: Path) -> None:
-    alone(CheckpointStore(tmp_path / "checkpoints"), 1, {"net/w": Replicated(torch.ones(2))})
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 1, {"net/w": Replicated(torch.ones(2))})
     with pytest.raises(CheckpointError, match=r"has no tensors named model/\.\.\., see --all; there are: net/w"):
         exported(tmp_path, "torch")
 
 
 def test_safetensors_are_written_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"model/{i}": Replicated(torch.full((4,), float(i))) for i in range(9)}
-    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 1, state)
     seen, most, plain = list[Callable[[], Tensor | None]](), list[int](), whole.read
 
     def read(*args: object) -> Tensor:
@@ -201,7 +201,7 @@ def test_safetensors_are_written_one_tensor_at_a_time(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("form", FORMS)
 def test_of_a_damaged_checkpoint_nothing_is_exported(tmp_path: Path, form: str) -> None:
-    path = alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    path = alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(Tied()))
     file = path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-40] + bytes(40))
     before = sorted(tmp_path.iterdir())
@@ -212,7 +212,7 @@ def test_of_a_damaged_checkpoint_nothing_is_exported(tmp_path: Path, form: str) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, form: str) -> None:
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(Tied()))
     before = sorted(tmp_path.iterdir())
 
     def full(operation: str, path: str) -> None:
@@ -226,7 +226,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, form: str) ->
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_there_is_not_overwritten(tmp_path: Path, form: str) -> None:
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(Tied()))
     (tmp_path / FORMS[form]).write_text("mine")
     with pytest.raises(CheckpointError, match="File exists"):
         exported(tmp_path, form)
@@ -235,9 +235,9 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, form: str) -> None:
 
 
 def test_a_type_that_this_torch_has_not_is_named(tmp_path: Path) -> None:
-    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
-    (path,) = CheckpointStore(tmp_path / "checkpoints").list()
-    record = CheckpointStore(path.parent).manifest(path).tensors["model/head.bias"]
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 200, entries(Tied()))
+    (path,) = CheckpointFolder(tmp_path / "checkpoints").list()
+    record = CheckpointFolder(path.parent).manifest(path).tensors["model/head.bias"]
     object.__setattr__(record, "dtype", "save")
     with pytest.raises(CheckpointError, match=r"model/head\.bias is of type save, which torch"):
         whole.read(path, "model/head.bias", record)

@@ -14,9 +14,9 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import on_ranks, tensor_of
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.export import export
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded, load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
@@ -61,7 +61,7 @@ def bits(value: torch.Tensor) -> bytes:
 def test_a_checkpoint_of_each_format_is_read_bit_for_bit(golden: Path) -> None:
     def read(rank: int, kv: HashStore) -> tuple[Loaded, State]:
         live = zeroed(rank)
-        found = load(CheckpointStore(golden), live, rank=rank, world_size=2, kv=kv, read_only=True)
+        found = load(CheckpointFolder(golden), live, rank=rank, world_size=2, kv=kv, read_only=True)
         assert found
         return found, live
 
@@ -84,10 +84,10 @@ def test_a_checkpoint_of_each_format_is_read_bit_for_bit(golden: Path) -> None:
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda folder: folder.name)
 def test_a_checkpoint_of_each_format_is_verified_and_exported(golden: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(golden)
-    (path,) = store.list()
+    checkpoints = CheckpointFolder(golden)
+    (path,) = checkpoints.list()
     target = tmp_path / "all.safetensors"
-    export(path, store.verify(path), target, "safetensors", run="this one", everything=True)
+    export(path, checkpoints.verify(path), target, "safetensors", run="this one", everything=True)
     exported = load_file(target)
     expected = {**state(0), **state(1), "model/shards": Replicated(torch.from_numpy(SHARDED.copy()))}
     values = {name: entry.value for name, entry in expected.items() if isinstance(entry.value, torch.Tensor)}
@@ -99,12 +99,12 @@ def test_a_run_goes_on_from_a_checkpoint_of_format_1_in_the_newest_format(tmp_pa
     shutil.copytree(GOLDEN[0], tmp_path / "run")
 
     def resume(rank: int, kv: HashStore) -> Path:
-        store, live = CheckpointStore(tmp_path / "run", Keep(2)), zeroed(rank)
-        assert load(store, live, rank=rank, world_size=2, kv=kv, read_only=True)
-        return save(store, 43, live, {}, rank=rank, world_size=2, kv=kv)
+        checkpoints, live = CheckpointFolder(tmp_path / "run", Keep(2)), zeroed(rank)
+        assert load(checkpoints, live, rank=rank, world_size=2, kv=kv, read_only=True)
+        return save(checkpoints, 43, live, {}, rank=rank, world_size=2, kv=kv)
 
     assert on_ranks(2, resume) == [tmp_path / "run/step-00000043"] * 2
-    newest, oldest = map(manifests.read, CheckpointStore(tmp_path / "run").list())
+    newest, oldest = map(manifests.read, CheckpointFolder(tmp_path / "run").list())
     assert [*newest.files] == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert [*oldest.files] == ["rank-00000.bin", "rank-00001.bin"]
     for name, record in oldest.tensors.items():

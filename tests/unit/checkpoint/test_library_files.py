@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import load_alone, on_ranks
 from tests.unit.checkpoint.test_damage import flip
 from toolkit import fsio
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, read
 from toolkit.checkpoint.second_place import SecondPlace
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError
 
@@ -33,9 +33,11 @@ def write(rank: int) -> Callable[[Path], None]:
     return write_files
 
 
-def save_by(store: CheckpointStore, step: int, write_of: Callable[[int], Callable[[Path], None]] = write) -> list[Any]:
+def save_by(
+    checkpoints: CheckpointFolder, step: int, write_of: Callable[[int], Callable[[Path], None]] = write
+) -> list[Any]:
     def body(rank: int, kv: HashStore) -> Path:
-        own = CheckpointStore(store.folder)
+        own = CheckpointFolder(checkpoints.folder)
         write_files = write_of(rank)
         return save(
             own, step, {}, {}, rank=rank, world_size=2, kv=kv, attempt=step, timeout_s=20, write_files=write_files
@@ -45,34 +47,34 @@ def save_by(store: CheckpointStore, step: int, write_of: Callable[[int], Callabl
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints")
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
 
 
-def test_the_files_of_all_ranks_are_committed_with_their_sizes_and_digests(store: CheckpointStore) -> None:
-    assert save_by(store, 7) == [store.path(7)] * 2
-    manifest = store.verify(store.path(7))
+def test_the_files_of_all_ranks_are_committed_with_their_sizes_and_digests(checkpoints: CheckpointFolder) -> None:
+    assert save_by(checkpoints, 7) == [checkpoints.path(7)] * 2
+    manifest = checkpoints.verify(checkpoints.path(7))
     assert manifest.files == {"lib/deep/weights": 1000, "lib/empty": 0, "lib/rank0": 6, "lib/rank1": 6}
-    loaded = load_alone(store, {})
+    loaded = load_alone(checkpoints, {})
     assert loaded is not None
-    assert loaded.path == store.path(7)
-    assert (store.path(7) / "lib/rank1").stat().st_mode & 0o777 == fsio.FILE_MODE
+    assert loaded.path == checkpoints.path(7)
+    assert (checkpoints.path(7) / "lib/rank1").stat().st_mode & 0o777 == fsio.FILE_MODE
 
 
 @pytest.mark.parametrize("name", ["lib/rank0", "lib/deep/weights"])
 def test_a_flipped_bit_in_a_librarys_file_makes_a_resume_take_the_checkpoint_before(
-    store: CheckpointStore, name: str
+    checkpoints: CheckpointFolder, name: str
 ) -> None:
-    save_by(store, 7)
-    save_by(store, 8)
-    flip(store.path(8) / name, 3)
-    loaded = load_alone(store, {})
+    save_by(checkpoints, 7)
+    save_by(checkpoints, 8)
+    flip(checkpoints.path(8) / name, 3)
+    loaded = load_alone(checkpoints, {})
     assert loaded is not None
     assert (loaded.step, list(loaded.skipped)) == (7, ["step-00000008"])
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_save_in_which_one_ranks_library_fails_commits_nothing(store: CheckpointStore, bad: int) -> None:
+def test_a_save_in_which_one_ranks_library_fails_commits_nothing(checkpoints: CheckpointFolder, bad: int) -> None:
     def write_of(rank: int) -> Callable[[Path], None]:
         def fail(folder: Path) -> None:
             write(rank)(folder)
@@ -80,13 +82,13 @@ def test_a_save_in_which_one_ranks_library_fails_commits_nothing(store: Checkpoi
 
         return fail if rank == bad else write(rank)
 
-    ended = save_by(store, 7, write_of)
+    ended = save_by(checkpoints, 7, write_of)
     assert isinstance(ended[bad], Exception)
     assert "no space" in str(ended[0])
-    assert store.list() == []
+    assert checkpoints.list() == []
 
 
-def test_a_link_in_what_a_library_has_written_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_link_in_what_a_library_has_written_is_refused(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
     def write_of(rank: int) -> Callable[[Path], None]:
         def link(folder: Path) -> None:
             write(rank)(folder)
@@ -95,26 +97,26 @@ def test_a_link_in_what_a_library_has_written_is_refused(store: CheckpointStore,
 
         return link
 
-    (said, _) = save_by(store, 7, write_of)
+    (said, _) = save_by(checkpoints, 7, write_of)
     assert isinstance(said, CheckpointError)
     assert "lib/link is a link" in str(said)
-    assert store.list() == []
+    assert checkpoints.list() == []
 
 
-def test_a_second_place_has_the_files_of_a_library_too(store: CheckpointStore, tmp_path: Path) -> None:
-    save_by(store, 7)
-    second = SecondPlace(tmp_path / "second", store.keep)
-    second.copy(store.path(7))
+def test_a_second_place_has_the_files_of_a_library_too(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
+    save_by(checkpoints, 7)
+    second = SecondPlace(tmp_path / "second", checkpoints.keep)
+    second.copy(checkpoints.path(7))
     second.wait()
-    copies = CheckpointStore(tmp_path / "second")
-    assert copies.verify(copies.path(7)) == store.verify(store.path(7))
+    copies = CheckpointFolder(tmp_path / "second")
+    assert copies.verify(copies.path(7)) == checkpoints.verify(checkpoints.path(7))
 
 
-def test_a_manifest_whose_library_file_leads_elsewhere_is_damage(store: CheckpointStore) -> None:
-    save_by(store, 7)
-    path = store.path(7) / "manifest.json"
-    manifest = read(store.path(7))
+def test_a_manifest_whose_library_file_leads_elsewhere_is_damage(checkpoints: CheckpointFolder) -> None:
+    save_by(checkpoints, 7)
+    path = checkpoints.path(7) / "manifest.json"
+    manifest = read(checkpoints.path(7))
     assert "lib/rank0" in json.dumps(manifest.encode().decode())
     path.write_bytes(manifest.encode().replace(b"lib/rank0", b"../rank0x"))
     with pytest.raises(CorruptCheckpointError):
-        store.verify(store.path(7))
+        checkpoints.verify(checkpoints.path(7))

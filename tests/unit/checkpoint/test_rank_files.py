@@ -22,9 +22,9 @@ from tests.unit.checkpoint.test_damage import flip
 from tests.unit.checkpoint.test_roundtrip import dense_dtypes, random_bits, same_bits
 from toolkit.checkpoint import header
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State, pieces_of
 
@@ -57,7 +57,7 @@ def sharded(rank: int, ranks: int) -> State:
 
 def put(folder: Path, step: int, state: States, ranks: int) -> Path:
     def run(rank: int, kv: HashStore) -> Path:
-        return save(CheckpointStore(folder), step, state(rank, ranks), {}, rank=rank, world_size=ranks, kv=kv)
+        return save(CheckpointFolder(folder), step, state(rank, ranks), {}, rank=rank, world_size=ranks, kv=kv)
 
     (path,) = set(on_ranks(ranks, run))
     return path
@@ -88,7 +88,7 @@ def test_safetensors_reads_what_each_rank_has_written(tmp_path: Path, state: Sta
 
 def test_the_manifest_and_the_header_give_one_place_for_each_tensor(tmp_path: Path) -> None:
     path = put(tmp_path, 3, sharded, 3)
-    manifest = CheckpointStore(tmp_path).verify(path)
+    manifest = CheckpointFolder(tmp_path).verify(path)
     assert [*manifest.tensors] == [*sharded(0, 3)]  # in the order of the state, whatever that in the file is
     for name, record in manifest.tensors.items():
         for part in record.parts:
@@ -101,7 +101,7 @@ def test_the_manifest_and_the_header_give_one_place_for_each_tensor(tmp_path: Pa
 def test_types_that_safetensors_lacks_are_stored_as_bytes_and_all_are_aligned(tmp_path: Path) -> None:
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3)]
     state = {f"{dtype}/{shape}": random_bits(dtype, shape) for dtype in dense_dtypes() for shape in shapes}
-    path = alone(CheckpointStore(tmp_path), 1, {name: Replicated(value) for name, value in state.items()})
+    path = alone(CheckpointFolder(tmp_path), 1, {name: Replicated(value) for name, value in state.items()})
     found = read(path / manifests.file_name(0))
     assert found.keys() == state.keys()
     foreign = {value.dtype for value in state.values()} - header.TYPES.keys()
@@ -112,7 +112,7 @@ def test_types_that_safetensors_lacks_are_stored_as_bytes_and_all_are_aligned(tm
             assert (stored.dtype, stored.shape) == (torch.uint8, (*value.shape, value.element_size()))
             stored = stored.view(value.dtype).reshape(value.shape)
         assert same_bits(stored, value), name
-    starts = CheckpointStore(tmp_path).verify(path).tensors.items()
+    starts = CheckpointFolder(tmp_path).verify(path).tensors.items()
     assert [name for name, record in starts if record.parts[0].start % min(8, state[name].element_size())] == []
 
 
@@ -131,16 +131,16 @@ def test_pieces_of_one_tensor_are_told_apart_by_their_places(tmp_path: Path) -> 
 
 
 def test_each_flipped_bit_of_a_header_is_refused_by_the_files_name(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    file = alone(store, 1, weights(1.0)) / manifests.file_name(0)
-    (part,) = store.manifest(file.parent).headers
+    checkpoints = CheckpointFolder(tmp_path)
+    file = alone(checkpoints, 1, weights(1.0)) / manifests.file_name(0)
+    (part,) = checkpoints.manifest(file.parent).headers
     assert file.read_bytes()[part.size_bytes :] == np.ones(12, np.float32).tobytes()
     for bit in range(8 * part.size_bytes):
         flip(file, bit)
         with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors is damaged: its header"):
-            store.verify(file.parent)
+            checkpoints.verify(file.parent)
         flip(file, bit)
-    assert store.verify(file.parent).step == 1
+    assert checkpoints.verify(file.parent).step == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -160,7 +160,7 @@ def test_at_a_resume_each_header_is_read_by_one_rank_and_damage_counts_for_all(
 
     def resume(rank: int, kv: HashStore) -> tuple[int, str]:
         live = sharded(rank, ranks)
-        loaded = load(CheckpointStore(tmp_path), live, rank=rank, world_size=ranks, kv=kv, read_only=True)
+        loaded = load(CheckpointFolder(tmp_path), live, rank=rank, world_size=ranks, kv=kv, read_only=True)
         return loaded.step, loaded.skipped["step-00000002"]
 
     for step, reason in on_ranks(ranks, resume):
@@ -171,12 +171,12 @@ def test_at_a_resume_each_header_is_read_by_one_rank_and_damage_counts_for_all(
 
 def test_a_file_of_another_program_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     """Equal tensors under another header: the bytes must be those that were committed."""
-    store = CheckpointStore(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     state = weights(2.0)
-    file = alone(store, 1, state) / manifests.file_name(0)
+    file = alone(checkpoints, 1, state) / manifests.file_name(0)
     safetensors.numpy.save_file({"model/weight": tensor_of(state["model/weight"]).numpy()}, file)
     with pytest.raises(CorruptCheckpointError):
-        store.verify(file.parent)
+        checkpoints.verify(file.parent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.bool], ids=str)

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks, tensor_of, weights
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.folder import CheckpointFolder, file_errors
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore, file_errors
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
@@ -30,7 +30,7 @@ def messages(outcomes: list[object]) -> list[str]:
 
 
 def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
-    paths = on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
+    paths = on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
     assert paths == [tmp_path / "step-00000003"] * 2
     names = sorted(p.name for p in paths[0].iterdir())
     assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
@@ -38,17 +38,17 @@ def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
 
 def test_at_a_resume_rank_0_alone_looks_at_the_files_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,000 ranks each looked at 1,000 files, twice."""
-    on_ranks(3, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=3, kv=kv))
+    on_ranks(3, lambda r, kv: save(CheckpointFolder(tmp_path), 3, own(r), {}, rank=r, world_size=3, kv=kv))
     looked = list[int]()
     plain = manifests.check_sizes
     monkeypatch.setattr(manifests, "check_sizes", lambda *of: looked.append(1) or plain(*of))
-    found = on_ranks(3, lambda r, kv: load(CheckpointStore(tmp_path), own(r), rank=r, world_size=3, kv=kv))
+    found = on_ranks(3, lambda r, kv: load(CheckpointFolder(tmp_path), own(r), rank=r, world_size=3, kv=kv))
     assert [getattr(loaded, "step", loaded) for loaded in found] == [3, 3, 3]
     assert len(looked) == 1
 
 
 def test_a_rank_that_holds_only_replicas_writes_no_file(tmp_path: Path) -> None:
-    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(1.0), {}, rank=r, world_size=2, kv=kv))
+    on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, weights(1.0), {}, rank=r, world_size=2, kv=kv))
     assert sorted(p.name for p in (tmp_path / "step-00000003").iterdir()) == ["manifest.json", "rank-00000.safetensors"]
 
 
@@ -56,19 +56,19 @@ def test_the_store_holds_no_more_keys_after_many_saves_than_after_one(tmp_path: 
     kept = list[int]()
 
     def run(rank: int, kv: HashStore) -> None:
-        store = CheckpointStore(tmp_path)
+        checkpoints = CheckpointFolder(tmp_path)
         for step in range(1, 6):
-            save(store, step, own(rank), {}, rank=rank, world_size=2, kv=kv)
+            save(checkpoints, step, own(rank), {}, rank=rank, world_size=2, kv=kv)
             if rank == 0:
                 kept.append(kv.num_keys())
-        load(store, own(rank), rank=rank, world_size=2, kv=kv)
+        load(checkpoints, own(rank), rank=rank, world_size=2, kv=kv)
 
     assert on_ranks(2, run) == [None, None]
     assert max(kept) <= kept[0] + 2  # the other rank may have spoken in the next save already
 
 
-class FullDisk(CheckpointStore):
-    """A store whose disk is full for the file of one rank."""
+class FullDisk(CheckpointFolder):
+    """A folder whose disk is full for the file of one rank."""
 
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
         """Fails as `fsio.write_stream` does."""
@@ -79,25 +79,25 @@ class FullDisk(CheckpointStore):
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_cannot_write_is_reported_to_all(tmp_path: Path, failing: int) -> None:
     def run(rank: int, kv: HashStore) -> Path:
-        store = (FullDisk if rank == failing else CheckpointStore)(tmp_path)
-        return save(store, 3, own(rank), {}, rank=rank, world_size=3, kv=kv)
+        checkpoints = (FullDisk if rank == failing else CheckpointFolder)(tmp_path)
+        return save(checkpoints, 3, own(rank), {}, rank=rank, world_size=3, kv=kv)
 
     texts = messages(on_ranks(3, run))
     assert len(set(texts)) == 1
     assert f"rank-0000{failing}.safetensors failed (No space left on device)" in texts[0]
     assert "free space there" in texts[0]
     assert failing == 0 or f"rank {failing} on " in texts[0]
-    assert CheckpointStore(tmp_path).list() == []
+    assert CheckpointFolder(tmp_path).list() == []
 
 
 def test_after_a_failed_save_the_same_ranks_can_save_the_step(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
-        store = CheckpointStore(tmp_path)
+        checkpoints = CheckpointFolder(tmp_path)
         unwritable: Any = object()
         bad = {"w": Replicated(torch.zeros(1)), "x": Replicated(unwritable if rank == 0 else None)}
         with pytest.raises(CheckpointError):
-            save(store, 3, bad, {}, rank=rank, world_size=2, kv=kv)
-        return save(store, 3, own(rank), {}, rank=rank, world_size=2, kv=kv)
+            save(checkpoints, 3, bad, {}, rank=rank, world_size=2, kv=kv)
+        return save(checkpoints, 3, own(rank), {}, rank=rank, world_size=2, kv=kv)
 
     assert on_ranks(2, run) == [tmp_path / "step-00000003"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
@@ -107,7 +107,7 @@ def test_silent_ranks_are_named_on_all_ranks_that_wait(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path | None:
         if rank in (1, 3):
             return None
-        return save(CheckpointStore(tmp_path), 3, own(rank), {}, rank=rank, world_size=4, kv=kv, timeout_s=1.0)
+        return save(CheckpointFolder(tmp_path), 3, own(rank), {}, rank=rank, world_size=4, kv=kv, timeout_s=1.0)
 
     outcomes = on_ranks(4, run)
     texts = messages([outcomes[0], outcomes[2]])
@@ -116,14 +116,14 @@ def test_silent_ranks_are_named_on_all_ranks_that_wait(tmp_path: Path) -> None:
 
 def test_a_rank_that_hears_nothing_from_rank_0_does_not_wait_for_ever(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 heard nothing about its checkpoint from rank 0 for 0\.2 s"):
-        save(CheckpointStore(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=HashStore(), timeout_s=0.1)
+        save(CheckpointFolder(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=HashStore(), timeout_s=0.1)
 
 
 def test_replicas_that_have_drifted_apart_are_named(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore, *, check: bool = True) -> Path:
         state = {"same": Replicated(torch.ones(2)), "drifted": Replicated(torch.ones(2) * (1 + rank * 1e-7))}
-        store = CheckpointStore(tmp_path)
-        return save(store, 3, state, {}, rank=rank, world_size=2, kv=kv, check_replicas=check)
+        checkpoints = CheckpointFolder(tmp_path)
+        return save(checkpoints, 3, state, {}, rank=rank, world_size=2, kv=kv, check_replicas=check)
 
     texts = messages(on_ranks(2, run))
     assert all("drifted declared as replicated, but rank 1 and rank 0 hold different values" in t for t in texts)
@@ -132,7 +132,7 @@ def test_replicas_that_have_drifted_apart_are_named(tmp_path: Path) -> None:
 
 def test_numbers_that_differ_are_no_replicas(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
-        return save(CheckpointStore(tmp_path), 3, {"n": Replicated(rank)}, {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3, {"n": Replicated(rank)}, {}, rank=rank, world_size=2, kv=kv)
 
     assert all("n declared as replicated" in text for text in messages(on_ranks(2, run)))
 
@@ -140,7 +140,7 @@ def test_numbers_that_differ_are_no_replicas(tmp_path: Path) -> None:
 def test_ranks_with_different_names_are_refused(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
         state = {f"w{rank}": Replicated(torch.ones(1))}
-        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
 
     assert all("rank 1 declares other replicated values" in text for text in messages(on_ranks(2, run)))
 
@@ -159,7 +159,7 @@ def test_shards_that_do_not_make_up_the_tensor_are_refused(
     def run(rank: int, kv: HashStore) -> Path:
         start, stop = parts[rank]
         state = {"w": Sharded(torch.zeros(stop - start, 2), (3, 2), (start, 0))}
-        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
 
     assert all(complaint in text for text in messages(on_ranks(2, run)))
 
@@ -167,41 +167,41 @@ def test_shards_that_do_not_make_up_the_tensor_are_refused(
 def test_two_ranks_with_the_same_per_rank_name_are_refused(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
         state = {"residual": PerRank(torch.zeros(2))}
-        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
 
     assert all("two ranks declare residual as their own" in text for text in messages(on_ranks(2, run)))
 
 
 def test_ranks_at_different_steps_are_refused(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
-        return save(CheckpointStore(tmp_path), 3 + rank, own(rank), {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3 + rank, own(rank), {}, rank=rank, world_size=2, kv=kv)
 
     assert "it saves step 4 while rank 0 saves step 3" in messages(on_ranks(2, run))[0]
 
 
 def test_per_rank_values_are_refused_at_another_world_size(tmp_path: Path) -> None:
-    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
+    on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
     with pytest.raises(CheckpointError, match="it holds values of each of 2 ranks, and now there are 1"):
-        load(CheckpointStore(tmp_path), own(0), rank=0, world_size=1, kv=None)
+        load(CheckpointFolder(tmp_path), own(0), rank=0, world_size=1, kv=None)
 
 
 def test_replicated_state_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
-    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
+    on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
 
     def read(rank: int, kv: HashStore) -> float:
         live = weights(0.0)
-        assert load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
+        assert load(CheckpointFolder(tmp_path), live, rank=rank, world_size=3, kv=kv)
         return float(tensor_of(live["model/weight"]).mean())
 
     assert on_ranks(3, read) == [7.0] * 3
 
 
 def test_a_rank_with_another_model_stops_all_ranks(tmp_path: Path) -> None:
-    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
+    on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
 
     def read(rank: int, kv: HashStore) -> object:
         live = weights(0.0) if rank == 0 else {"model/weight": Replicated(torch.zeros(9))}
-        return load(CheckpointStore(tmp_path), live, rank=rank, world_size=2, kv=kv)
+        return load(CheckpointFolder(tmp_path), live, rank=rank, world_size=2, kv=kv)
 
     texts = messages(on_ranks(2, read))
     assert all("does not fit this model and strategy" in text and "rank 1 on" in text for text in texts)
@@ -209,7 +209,7 @@ def test_a_rank_with_another_model_stops_all_ranks(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_none_on_all_ranks(tmp_path: Path) -> None:
     def read(rank: int, kv: HashStore) -> object:
-        return load(CheckpointStore(tmp_path), own(rank), rank=rank, world_size=2, kv=kv)
+        return load(CheckpointFolder(tmp_path), own(rank), rank=rank, world_size=2, kv=kv)
 
     assert on_ranks(2, read) == [None, None]
 
@@ -217,9 +217,9 @@ def test_no_checkpoint_is_none_on_all_ranks(tmp_path: Path) -> None:
 def test_a_conversation_of_an_earlier_attempt_in_the_same_store_is_not_heard(tmp_path: Path) -> None:
     kv = HashStore()
     with pytest.raises(CheckpointError, match="no word"):  # attempt 1: rank 1 never comes
-        save(CheckpointStore(tmp_path), 3, own(0), {}, rank=0, world_size=2, kv=kv, timeout_s=0.05)
+        save(CheckpointFolder(tmp_path), 3, own(0), {}, rank=0, world_size=2, kv=kv, timeout_s=0.05)
     with pytest.raises(CheckpointError, match="heard nothing"):  # attempt 2 must not take that error for its own
-        save(CheckpointStore(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=kv, timeout_s=0.05, attempt=2)
+        save(CheckpointFolder(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=kv, timeout_s=0.05, attempt=2)
 
 
 def copies(rank: int, value: float = 1.0) -> State:
@@ -230,10 +230,10 @@ def copies(rank: int, value: float = 1.0) -> State:
 
 def test_a_part_that_several_ranks_hold_is_written_once_and_read_by_all(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> torch.Tensor:
-        store = CheckpointStore(tmp_path)
-        save(store, 3, copies(rank), {}, rank=rank, world_size=4, kv=kv)
+        checkpoints = CheckpointFolder(tmp_path)
+        save(checkpoints, 3, copies(rank), {}, rank=rank, world_size=4, kv=kv)
         state = copies(rank, 0.0)
-        load(store, state, rank=rank, world_size=4, kv=kv)
+        load(checkpoints, state, rank=rank, world_size=4, kv=kv)
         return state["w"].value  # type: ignore[return-value]
 
     for rank, value in enumerate(on_ranks(4, run)):
@@ -244,7 +244,7 @@ def test_a_part_that_several_ranks_hold_is_written_once_and_read_by_all(tmp_path
 
 def test_copies_of_a_part_that_have_drifted_apart_are_refused_with_name_and_rank(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> None:
-        save(CheckpointStore(tmp_path), 3, copies(rank, 1.0 + (rank == 3)), {}, rank=rank, world_size=4, kv=kv)
+        save(CheckpointFolder(tmp_path), 3, copies(rank, 1.0 + (rank == 3)), {}, rank=rank, world_size=4, kv=kv)
 
     for message in messages(on_ranks(4, run)):
         assert "w: rank 3 holds another value than the rank that writes its part" in message
@@ -258,23 +258,23 @@ def averaged(rank: int, value: float) -> State:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_what_averages_starts_from_the_mean_of_all_ranks_at_another_world_size(tmp_path: Path, ranks: int) -> None:
-    on_ranks(3, lambda r, kv: save(CheckpointStore(tmp_path), 3, averaged(r, 1.5), {}, rank=r, world_size=3, kv=kv))
+    on_ranks(3, lambda r, kv: save(CheckpointFolder(tmp_path), 3, averaged(r, 1.5), {}, rank=r, world_size=3, kv=kv))
 
     def run(rank: int, kv: HashStore) -> torch.Tensor:
         state = averaged(rank, 0.0)
-        load(CheckpointStore(tmp_path), state, rank=rank, world_size=ranks, kv=kv)
+        load(CheckpointFolder(tmp_path), state, rank=rank, world_size=ranks, kv=kv)
         return state[f"residual/rank{rank}/w"].value  # type: ignore[return-value]
 
     assert [found.tolist() for found in on_ranks(ranks, run)] == [[[2.5] * 3] * 2] * ranks
-    same = on_ranks(3, lambda r, kv: load(CheckpointStore(tmp_path), averaged(r, 0.0), rank=r, world_size=3, kv=kv))
+    same = on_ranks(3, lambda r, kv: load(CheckpointFolder(tmp_path), averaged(r, 0.0), rank=r, world_size=3, kv=kv))
     assert not [outcome for outcome in same if isinstance(outcome, Exception)]
 
 
 def test_beside_what_averages_another_world_size_is_refused_for_what_does_not(tmp_path: Path) -> None:
     both = [{**averaged(rank, 0.0), **own(rank)} for rank in range(2)]
-    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, both[r], {}, rank=r, world_size=2, kv=kv))
+    on_ranks(2, lambda r, kv: save(CheckpointFolder(tmp_path), 3, both[r], {}, rank=r, world_size=2, kv=kv))
     with pytest.raises(CheckpointError, match="it holds values of each of 2 ranks, and now there are 1"):
-        load(CheckpointStore(tmp_path), both[0], rank=0, world_size=1, kv=None)
+        load(CheckpointFolder(tmp_path), both[0], rank=0, world_size=1, kv=None)
     missing = {**averaged(0, 0.0), "residual/rank0/v": PerRank(torch.zeros(1), averages=True)}
     with pytest.raises(CheckpointError, match="residual/rank1/v is not in the checkpoint"):
-        load(CheckpointStore(tmp_path), missing, rank=0, world_size=1, kv=None)
+        load(CheckpointFolder(tmp_path), missing, rank=0, world_size=1, kv=None)

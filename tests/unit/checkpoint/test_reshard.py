@@ -17,9 +17,9 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks
 from toolkit.checkpoint import tensors
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import TensorPart
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import Sharded, State
 
@@ -39,9 +39,9 @@ def rows(*edges: int) -> list[Cut]:
 def put(folder: Path, step: int, whole: npt.NDArray[Any], cuts: list[Cut]) -> None:
     def run(rank: int, kv: HashStore) -> Path:
         state = {"w": shard(whole, cuts[rank])}
-        return save(CheckpointStore(folder), step, state, {}, rank=rank, world_size=len(cuts), kv=kv)
+        return save(CheckpointFolder(folder), step, state, {}, rank=rank, world_size=len(cuts), kv=kv)
 
-    assert set(on_ranks(len(cuts), run)) == {CheckpointStore(folder).path(step)}
+    assert set(on_ranks(len(cuts), run)) == {CheckpointFolder(folder).path(step)}
 
 
 def got(folder: Path, like: npt.NDArray[Any], cuts: list[Cut]) -> list[tuple[int, npt.NDArray[Any]]]:
@@ -49,7 +49,7 @@ def got(folder: Path, like: npt.NDArray[Any], cuts: list[Cut]) -> list[tuple[int
 
     def run(rank: int, kv: HashStore) -> tuple[int, npt.NDArray[Any]]:
         live = shard(np.zeros_like(like), cuts[rank])
-        loaded = load(CheckpointStore(folder), {"w": live}, rank=rank, world_size=len(cuts), kv=kv)
+        loaded = load(CheckpointFolder(folder), {"w": live}, rank=rank, world_size=len(cuts), kv=kv)
         return loaded.step, live.value.numpy()
 
     return on_ranks(len(cuts), run)
@@ -103,11 +103,11 @@ def test_types_that_numpy_does_not_have_are_cut_bit_for_bit(tmp_path: Path, dtyp
 
     def part(rank: int, kv: HashStore) -> Path:
         state = {"w": Sharded(cut[rank * 2 : rank * 2 + 2], (4, 3), (2 * rank, 0))}
-        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
 
     assert on_ranks(2, part) == [tmp_path / "step-00000003"] * 2
     live = torch.zeros(3, 2 * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    load_alone(CheckpointStore(tmp_path), {"w": Sharded(live, (4, 3), (1, 1))})
+    load_alone(CheckpointFolder(tmp_path), {"w": Sharded(live, (4, 3), (1, 1))})
     assert torch.equal(live.view(torch.uint8), whole[1:, dtype.itemsize :])
 
 
@@ -115,7 +115,7 @@ def test_a_shard_that_is_no_block_of_memory_is_filled(tmp_path: Path) -> None:
     whole = np.arange(12.0).reshape(6, 2)
     put(tmp_path, 3, whole, rows(0, 1, 6))
     live = torch.zeros(2, 3).double().t()
-    load_alone(CheckpointStore(tmp_path), {"w": Sharded(live, (6, 2), (0, 0))})
+    load_alone(CheckpointFolder(tmp_path), {"w": Sharded(live, (6, 2), (0, 0))})
     assert np.array_equal(live.numpy(), whole[:3])
 
 
@@ -160,7 +160,7 @@ def test_damage_in_a_part_that_one_rank_needs_makes_all_ranks_fall_back(tmp_path
 
 def test_a_shard_of_another_tensor_is_refused(tmp_path: Path) -> None:
     state: State = {"w": Sharded(torch.zeros(2, 2), (2, 2), (0, 0))}
-    alone(CheckpointStore(tmp_path), 1, state)
+    alone(CheckpointFolder(tmp_path), 1, state)
     other: State = {"w": Sharded(torch.zeros(2, 2), (3, 2), (1, 0))}
     with pytest.raises(Exception, match=r"w is float32 \(2, 2\) in the checkpoint and float32 \(3, 2\) here"):
-        load_alone(CheckpointStore(tmp_path), other)
+        load_alone(CheckpointFolder(tmp_path), other)

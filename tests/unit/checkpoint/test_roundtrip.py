@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
@@ -46,18 +46,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls some of its types experimental
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
     saved = {f"{dtype}/{shape}": random_bits(dtype, shape) for dtype in dense_dtypes() for shape in shapes}
     assert {"torch.bfloat16/()", "torch.bool/(5,)", "torch.complex64/(5,)", "torch.float8_e4m3fn/(5,)"} <= saved.keys()
-    alone(store, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
+    alone(checkpoints, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
     live = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
-    assert load_alone(store, {name: Replicated(tensor) for name, tensor in live.items()})
+    assert load_alone(checkpoints, {name: Replicated(tensor) for name, tensor in live.items()})
     assert [name for name in saved if not same_bits(saved[name], live[name])] == []
 
 
 def test_views_parameters_and_lazy_conjugates_come_back_equal(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     base = torch.randn(6, 4)
     saved = {
         "transposed": base.t(),
@@ -66,22 +66,22 @@ def test_views_parameters_and_lazy_conjugates_come_back_equal(tmp_path: Path) ->
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
     }
-    alone(store, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
+    alone(checkpoints, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
     live = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     live["transposed"] = torch.zeros(6, 4).t()  # not contiguous on the way in either
     live["parameter"] = torch.nn.Parameter(torch.zeros(6, 4))
-    load_alone(store, {name: Replicated(tensor) for name, tensor in live.items()})
+    load_alone(checkpoints, {name: Replicated(tensor) for name, tensor in live.items()})
     assert [name for name in saved if not torch.equal(saved[name], live[name])] == []
 
 
 def test_meta_and_values_come_back_as_json(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     state = {
         "optim/groups": Replicated([{"lr": 0.1, "betas": [0.9, 0.95], "name": "é"}]),
         "model/w": Replicated(torch.ones(1)),
     }
-    path = alone(store, 7, state, epoch=2, note=None)
-    loaded = load_alone(store, state)
+    path = alone(checkpoints, 7, state, epoch=2, note=None)
+    loaded = load_alone(checkpoints, state)
     assert loaded
     assert (loaded.step, loaded.path, loaded.skipped) == (7, path, {})
     assert loaded.meta == {"epoch": 2, "note": None}
@@ -90,7 +90,7 @@ def test_meta_and_values_come_back_as_json(tmp_path: Path) -> None:
 
 def test_no_checkpoint_gives_none_and_leaves_the_state_alone(tmp_path: Path) -> None:
     state = weights(3.0)
-    assert load_alone(CheckpointStore(tmp_path / "never made"), state) is None
+    assert load_alone(CheckpointFolder(tmp_path / "never made"), state) is None
     assert torch.equal(tensor_of(state["model/weight"]), torch.full((3, 4), 3.0))
 
 
@@ -108,10 +108,10 @@ def test_shards_and_per_rank_values_of_three_ranks_come_back(tmp_path: Path) -> 
         }
 
     def run(rank: int, kv: HashStore) -> tuple[State, object]:
-        store = CheckpointStore(tmp_path)
-        save(store, 5, state(rank, whole), {}, rank=rank, world_size=3, kv=kv)
+        checkpoints = CheckpointFolder(tmp_path)
+        save(checkpoints, 5, state(rank, whole), {}, rank=rank, world_size=3, kv=kv)
         live = state(rank, torch.zeros(5, 2))
-        return live, load(store, live, rank=rank, world_size=3, kv=kv)
+        return live, load(checkpoints, live, rank=rank, world_size=3, kv=kv)
 
     for rank, (live, loaded) in enumerate(on_ranks(3, run)):
         for name, entry in state(rank, whole).items():
@@ -121,7 +121,7 @@ def test_shards_and_per_rank_values_of_three_ranks_come_back(tmp_path: Path) -> 
 
 
 def test_folders_are_0700_and_files_0600(tmp_path: Path) -> None:
-    path = alone(CheckpointStore(tmp_path / "checkpoints"), 1, weights(1.0))
+    path = alone(CheckpointFolder(tmp_path / "checkpoints"), 1, weights(1.0))
     modes = {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()}
     assert modes == {0o600}
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -140,20 +140,20 @@ def test_folders_are_0700_and_files_0600(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_an_error_and_no_older_one_is_tried(
     tmp_path: Path, live: State, complaint: str
 ) -> None:
-    store = CheckpointStore(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     for step in (1, 2):
-        alone(store, step, {"a": Replicated(torch.ones(2))})
+        alone(checkpoints, step, {"a": Replicated(torch.ones(2))})
     with pytest.raises(CheckpointError, match=complaint):
-        load_alone(store, live)
-    assert len(store.list()) == 2
+        load_alone(checkpoints, live)
+    assert len(checkpoints.list()) == 2
 
 
 def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"embedding\.grad is a Tensor of layout torch\.sparse_coo"):
-        alone(CheckpointStore(tmp_path), 1, {"embedding.grad": Replicated(torch.eye(3).to_sparse())})
+        alone(CheckpointFolder(tmp_path), 1, {"embedding.grad": Replicated(torch.eye(3).to_sparse())})
 
 
 def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only JSON is stored beside tensors"):
-        alone(CheckpointStore(tmp_path), 1, {"odd": Replicated({1, 2})})  # type: ignore[arg-type]
+        alone(CheckpointFolder(tmp_path), 1, {"odd": Replicated({1, 2})})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

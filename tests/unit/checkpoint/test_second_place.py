@@ -16,17 +16,17 @@ from tests.unit.checkpoint.test_damage import flip
 from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
 from toolkit import fsio
+from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.second_place import SecondPlace
-from toolkit.checkpoint.store import CheckpointStore, step_of
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> CheckpointStore:
-    store = CheckpointStore(tmp_path / "home", Keep(3))
+def home(tmp_path: Path) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(tmp_path / "home", Keep(3))
     for step in (50, 100, 200):
-        alone(store, step, weights(float(step)))
-    return store
+        alone(checkpoints, step, weights(float(step)))
+    return checkpoints
 
 
 @pytest.fixture
@@ -36,18 +36,18 @@ def second(tmp_path: Path) -> SecondPlace:
 
 def steps(folder: Path) -> list[int]:
     """Of the checkpoints there, every byte verified."""
-    store = CheckpointStore(folder)
-    return [store.verify(path).step for path in store.list()]
+    checkpoints = CheckpointFolder(folder)
+    return [checkpoints.verify(path).step for path in checkpoints.list()]
 
 
-def copied(second: SecondPlace, home: CheckpointStore, *wanted: int) -> None:
+def copied(second: SecondPlace, home: CheckpointFolder, *wanted: int) -> None:
     for step in wanted:
         second.copy(home.path(step))
         second.wait()
 
 
 def test_a_copy_is_the_same_in_every_byte_and_as_private(
-    home: CheckpointStore, second: SecondPlace, tmp_path: Path
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path
 ) -> None:
     copied(second, home, 200)
     there = tmp_path / "second" / home.path(200).name
@@ -57,13 +57,13 @@ def test_a_copy_is_the_same_in_every_byte_and_as_private(
     assert [oct(p.stat().st_mode & 0o777) for p in (there, *there.iterdir())] == ["0o700", "0o600", "0o600"]
 
 
-def test_so_many_copies_stay_as_at_home(home: CheckpointStore, second: SecondPlace, tmp_path: Path) -> None:
+def test_so_many_copies_stay_as_at_home(home: CheckpointFolder, second: SecondPlace, tmp_path: Path) -> None:
     copied(second, home, 50, 100, 200)
     assert steps(tmp_path / "second") == [200, 100]
 
 
 def test_a_damaged_checkpoint_is_not_copied(
-    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(home.path(200) / "rank-00000.safetensors", 77)
     copied(second, home, 200)
@@ -87,7 +87,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_of_those_that_wait_for_a_slow_disk_only_the_newest_is_copied(
-    home: CheckpointStore, second: SecondPlace, tmp_path: Path, slow: threading.Event
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path, slow: threading.Event
 ) -> None:
     second.copy(home.path(50))
     wait_for(lambda: [*(tmp_path / "second").glob("step-00000050.tmp-*")], 20, "the first one to be begun")
@@ -99,7 +99,7 @@ def test_of_those_that_wait_for_a_slow_disk_only_the_newest_is_copied(
 
 
 def test_a_full_disk_there_is_told_and_nobody_waits(
-    home: CheckpointStore,
+    home: CheckpointFolder,
     second: SecondPlace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,7 +117,7 @@ def test_a_full_disk_there_is_told_and_nobody_waits(
     assert steps(tmp_path / "second") == [200]
 
 
-def test_what_home_has_lost_comes_back(home: CheckpointStore, second: SecondPlace) -> None:
+def test_what_home_has_lost_comes_back(home: CheckpointFolder, second: SecondPlace) -> None:
     copied(second, home, 200)
     for path in home.list():
         shutil.rmtree(path)
@@ -129,7 +129,7 @@ def test_what_home_has_lost_comes_back(home: CheckpointStore, second: SecondPlac
     assert float(tensor_of(state["model/weight"]).unique().item()) == 200.0
 
 
-def test_what_home_has_itself_is_not_fetched(home: CheckpointStore, second: SecondPlace) -> None:
+def test_what_home_has_itself_is_not_fetched(home: CheckpointFolder, second: SecondPlace) -> None:
     copied(second, home, 100, 200)
     inode = home.path(200).stat().st_ino
     second.fetch(home)
@@ -137,7 +137,7 @@ def test_what_home_has_itself_is_not_fetched(home: CheckpointStore, second: Seco
     assert [step_of(path) for path in home.list()] == [200, 100, 50]
 
 
-def test_a_damaged_one_of_which_half_a_file_is_missing_is_replaced(home: CheckpointStore, second: SecondPlace) -> None:
+def test_a_damaged_one_of_which_half_a_file_is_missing_is_replaced(home: CheckpointFolder, second: SecondPlace) -> None:
     copied(second, home, 200)
     os.truncate(home.path(200) / "rank-00000.safetensors", 7)
     second.fetch(home)
@@ -145,7 +145,7 @@ def test_a_damaged_one_of_which_half_a_file_is_missing_is_replaced(home: Checkpo
 
 
 def test_a_damaged_copy_does_not_come_home(
-    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copied(second, home, 200)
     flip(tmp_path / "second" / home.path(200).name / "rank-00000.safetensors", 77)
@@ -155,17 +155,17 @@ def test_a_damaged_copy_does_not_come_home(
     assert "is no help" in caplog.text
 
 
-def test_what_a_killed_writer_left_there_is_swept(home: CheckpointStore, second: SecondPlace, tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_there_is_swept(home: CheckpointFolder, second: SecondPlace, tmp_path: Path) -> None:
     (tmp_path / "second" / "step-00000100.tmp-0badcafe").mkdir(parents=True)
     second.fetch(home)
     assert list((tmp_path / "second").iterdir()) == []
 
 
 def test_a_checkpoint_that_somebody_else_has_put_there_is_not_copied_back(
-    home: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With right digests: who may write at the second place could choose what a run goes on with."""
-    alone(CheckpointStore(tmp_path / "second"), 900, weights(900.0))
+    alone(CheckpointFolder(tmp_path / "second"), 900, weights(900.0))
     for strange in (tmp_path / "second", tmp_path / "second/step-00000900"):
         with monkeypatch.context() as patch:
             give(STRANGER, [strange], patch)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_somebody_else_has_put_there_is_not_copied_back(
 
 
 def test_nothing_is_copied_to_where_others_may_write(
-    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "second").mkdir()
     (tmp_path / "second").chmod(0o777)

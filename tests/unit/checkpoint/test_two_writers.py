@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import alone, file_operations, load_alone, weights
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import CheckpointError
 
 pytestmark = pytest.mark.chaos
 
 
-def interrupted(store: CheckpointStore, at: int, other: Callable[[], object]) -> int:
+def interrupted(checkpoints: CheckpointFolder, at: int, other: Callable[[], object]) -> int:
     """Save step 300 and let the ``other`` act between two file operations; returns how many operations there were."""
     count = 0
 
@@ -26,7 +26,7 @@ def interrupted(store: CheckpointStore, at: int, other: Callable[[], object]) ->
 
     with file_operations(seen):
         try:
-            alone(store, 300, weights(300.0))
+            alone(checkpoints, 300, weights(300.0))
         except CheckpointError:  # the other one was first, or took its files away
             return count
     return count
@@ -34,24 +34,24 @@ def interrupted(store: CheckpointStore, at: int, other: Callable[[], object]) ->
 
 @pytest.mark.parametrize("step", [300, 400], ids=["the same step", "another step"])
 def test_two_writers_leave_whole_checkpoints_only_whoever_comes_when(tmp_path: Path, step: int) -> None:
-    whole = CheckpointStore(tmp_path / "whole")
+    whole = CheckpointFolder(tmp_path / "whole")
     alone(whole, 100, weights(100.0))
     total = interrupted(whole, 0, lambda: None)
     assert total > 10
     for at in range(1, total + 1):
-        mine, theirs = (CheckpointStore(tmp_path / str(at)) for _ in range(2))
+        mine, theirs = (CheckpointFolder(tmp_path / str(at)) for _ in range(2))
         alone(mine, 100, weights(100.0))
         interrupted(mine, at, lambda theirs=theirs: alone(theirs, step, weights(float(step))))  # type: ignore[misc]
-        store, state = CheckpointStore(tmp_path / str(at)), weights(0.0)
-        assert all(store.verify(path) for path in store.list())
-        loaded = load_alone(store, state)
+        checkpoints, state = CheckpointFolder(tmp_path / str(at)), weights(0.0)
+        assert all(checkpoints.verify(path) for path in checkpoints.list())
+        loaded = load_alone(checkpoints, state)
         assert loaded is not None
         assert loaded.step == step, "the other one returned, so its step is committed"
         assert float(state["model/weight"].value.unique().item()) == loaded.step  # type: ignore[union-attr]
 
 
 def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path) -> None:
-    old, new = (CheckpointStore(tmp_path) for _ in range(2))
+    old, new = (CheckpointFolder(tmp_path) for _ in range(2))
     folder = old.begin(300)
     assert new.sweep() == [folder]
     with pytest.raises(CheckpointError, match="has vanished"):
@@ -62,7 +62,7 @@ def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path
 @pytest.mark.parametrize("at", range(1, 30))
 def test_an_attempt_that_starts_while_an_earlier_one_still_writes_is_not_disturbed(tmp_path: Path, at: int) -> None:
     """It sweeps what it takes for left over; the earlier one's save then fails, and nothing half is committed."""
-    old, new = (CheckpointStore(tmp_path) for _ in range(2))
+    old, new = (CheckpointFolder(tmp_path) for _ in range(2))
     alone(old, 100, weights(100.0))
     interrupted(old, at, lambda: load_alone(new, weights(0.0)))
     assert all(new.verify(path) for path in new.list())

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.unit.checkpoint.ranks import alone, blank, weights
 from toolkit import origin, rundir
 from toolkit.checkpoint.export import export
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.weights import read
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.ranks.state import Replicated
@@ -86,7 +86,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run = rundir.create("digits")
     run.config.write_text("")
     for step in (100, 200):
-        alone(CheckpointStore(run.checkpoints), step, weights(float(step)))
+        alone(CheckpointFolder(run.checkpoints), step, weights(float(step)))
     return run
 
 
@@ -126,8 +126,8 @@ def test_of_an_export_with_everything_in_it_the_models_weights_are_read(
     run: RunDir, tmp_path: Path, form: str, name: str
 ) -> None:
     state = {**weights(7.0), "optim/weight/momentum": Replicated(torch.ones(3, 4))}
-    path = alone(CheckpointStore(run.checkpoints), 300, state)
-    manifest = CheckpointStore(run.checkpoints).manifest(path)
+    path = alone(CheckpointFolder(run.checkpoints), 300, state)
+    manifest = CheckpointFolder(run.checkpoints).manifest(path)
     export(path, manifest, tmp_path / name, form, run=run.id, everything=True)
     assert value(read(origin.find(str(tmp_path / name)))[1]) == 7.0
 

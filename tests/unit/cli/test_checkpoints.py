@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.unit.checkpoint.ranks import blank, weights
 from toolkit import rundir
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
@@ -39,9 +39,9 @@ def made(name: str, *steps: int) -> RunDir:
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "completed"}))
     run.write_result(RunResult.from_json({"state": "completed"}))
-    store = CheckpointStore(run.checkpoints, Keep(9))
+    checkpoints = CheckpointFolder(run.checkpoints, Keep(9))
     for step in steps:
-        save(store, step, weights(float(step)), {"samples": step}, rank=0, world_size=1, kv=None)
+        save(checkpoints, step, weights(float(step)), {"samples": step}, rank=0, world_size=1, kv=None)
     return run
 
 

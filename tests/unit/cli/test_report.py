@@ -17,7 +17,7 @@ from tests.unit.checkpoint.ranks import alone, weights
 from tests.unit.cli.test_why import attempt
 from toolkit import config as configs
 from toolkit import fsio, rundir
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.cli.report import browser
 from toolkit.cli.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart
@@ -103,7 +103,7 @@ def run() -> RunDir:
         attempt(2, "completed", "finish", nodes="node[1,3]", step_start=40, step_end=90, **later, goodput=spent)
     )
     nodes.remember(run, "node2", "its agent fell silent")
-    alone(CheckpointStore(run.checkpoints), 90, weights(1.0))
+    alone(CheckpointFolder(run.checkpoints), 90, weights(1.0))
     run.write_result(RunResult.from_json({"state": "completed", "step": 90, "metrics": {"eval/accuracy": 0.9}}))
     return run
 

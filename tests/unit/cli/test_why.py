@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.checkpoint.ranks import alone, weights
 from toolkit import fsio, rundir
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.run_files import AttemptRecord, RunResult, RunStatus
@@ -51,7 +51,7 @@ def attempt(number: int, cause: str, decision: str, **more: Any) -> AttemptRecor
 
 
 def saved(run: RunDir, step: int) -> None:
-    alone(CheckpointStore(run.checkpoints), step, weights(1.0))
+    alone(CheckpointFolder(run.checkpoints), step, weights(1.0))
 
 
 def told_by_rank(run: RunDir, number: int, rank: int, words: str, at: float) -> None:

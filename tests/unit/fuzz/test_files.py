@@ -24,8 +24,8 @@ from tests.unit.launch.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.agent.die_with_parent import SIGNALS
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest, TensorPart, TensorRecord, ValueRecord
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig
 from toolkit.errors import ToolkitError
 from toolkit.launch.job import nodes
@@ -123,11 +123,11 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
 
 
 def _checkpoint(run: RunDir, step: int) -> None:
-    store = CheckpointStore(run.checkpoints)
-    folder = store.begin(step)
+    checkpoints = CheckpointFolder(run.checkpoints)
+    folder = checkpoints.begin(step)
     file, data = "rank-00000.safetensors", bytes(range(1, 49))
     head = safetensors.numpy.save({"w": np.frombuffer(data, np.float32).reshape(3, 4)}).removesuffix(data)
-    store.write(folder / file, [memoryview(head), memoryview(data)])
+    checkpoints.write(folder / file, [memoryview(head), memoryview(data)])
     header = TensorPart(file, 0, len(head), (0,), (len(head),), zlib.crc32(head))
     part = TensorPart(file, len(head), 48, (0, 0), (3, 4), zlib.crc32(data))
     record = TensorRecord("replicated", "float32", (3, 4), (part,))
@@ -135,7 +135,7 @@ def _checkpoint(run: RunDir, step: int) -> None:
     meta = {"metrics": {"eval/accuracy": 0.5}, "evaluated": step, "samples": 64 * step, "identity": {"job": "x"}}
     versions = {"torch": "2.0", "toolkit": "0.1"}
     files = {file: len(head) + 48}
-    store.commit(folder, Manifest(step, 1, versions, meta, files, {"w": record}, {"v": value}, (header,)))
+    checkpoints.commit(folder, Manifest(step, 1, versions, meta, files, {"w": record}, {"v": value}, (header,)))
 
 
 class Folder:

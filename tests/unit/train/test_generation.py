@@ -21,8 +21,8 @@ from jobs.models import mlp
 from tests.unit.checkpoint.ranks import blank
 from toolkit import config as configs
 from toolkit import rundir
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.data.tokens.writer import Encoder, tokenize
@@ -57,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def keep(run: RunDir, step: int, weights: dict[str, Tensor]) -> None:
     state = {f"model/{name}": Replicated(value) for name, value in weights.items()}
-    save(CheckpointStore(run.checkpoints, Keep(9)), step, state, {}, rank=0, world_size=1, kv=None)
+    save(CheckpointFolder(run.checkpoints, Keep(9)), step, state, {}, rank=0, world_size=1, kv=None)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -102,7 +102,7 @@ def of_numbers(run: RunDir, texts: Sequence[str], most: int | None, sampling: Sa
     def following(tokens: Tensor) -> Tensor:
         return 1e4 * one_hot((tokens + 1) % 128, 300)
 
-    with inference.trained(run, CheckpointStore(run.checkpoints).list()) as trained:
+    with inference.trained(run, CheckpointFolder(run.checkpoints).list()) as trained:
         fake: Any = following
         return continuations(replace(trained, model=fake), texts, most, sampling)
 

@@ -24,8 +24,8 @@ from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
 from toolkit import origin, rundir
 from toolkit.checkpoint import weights as checkpoint_weights
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.config import DataConfig
@@ -63,12 +63,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         state = entries(weights(step))
         averages = {f"ema/{name}": Replicated(value) for name, value in weights(31).items()} if step == 30 else {}
         meta: dict[str, Json] = {"evaluated": step, "metrics": {"eval/accuracy": ACCURACIES[step], "train/loss": 1.0}}
-        save(store(made), step, state | averages, meta, rank=0, world_size=1, kv=None)
+        save(checkpoints(made), step, state | averages, meta, rank=0, world_size=1, kv=None)
     return made
 
 
-def store(run: RunDir) -> CheckpointStore:
-    return CheckpointStore(run.checkpoints, Keep(9))
+def checkpoints(run: RunDir) -> CheckpointFolder:
+    return CheckpointFolder(run.checkpoints, Keep(9))
 
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -118,7 +118,7 @@ def test_weights_that_several_ranks_cut_up_are_whole_again(run: RunDir, capsys: 
     state: dict[str, Any] = {}
     for name, value in weights(7).items():
         state[f"model/{name}"] = Sharded(value, tuple(value.shape), (0,) * value.dim())
-    save(store(run), 40, state, {}, rank=0, world_size=1, kv=None)
+    save(checkpoints(run), 40, state, {}, rank=0, world_size=1, kv=None)
     told = answer(capsys, "evaluate", run.id)
     assert (told["step"], told["recorded"]) == (40, {})
     assert told["metrics"]["eval/loss"] == pytest.approx(expected(weights(7))[0], rel=1e-6)
@@ -186,7 +186,7 @@ def test_a_wrong_request_is_refused_with_what_to_do(
 
 
 def test_a_job_whose_data_are_no_images_classifies_none(run: RunDir, tmp_path: Path) -> None:
-    with inference.trained(run, store(run).list()) as trained:
+    with inference.trained(run, checkpoints(run).list()) as trained:
         trained.job.pictures = None
         with pytest.raises(RequestError, match="does not say how image files become its inputs"):
             next(inference.predictions(trained, tmp_path, [tmp_path / "a.png"]))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, blank, on_ranks, weights
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.ranks.report import NullReporter
@@ -113,7 +113,7 @@ def test_of_a_run_with_an_average_it_starts_from_that_and_says_so(
 ) -> None:
     (tmp_path / "config.yaml").write_text("")
     state = {f"{kind}/weight": Replicated(torch.full((2, 2), value)) for kind, value in (("model", 1.0), ("ema", 2.0))}
-    alone(CheckpointStore(tmp_path / "checkpoints"), 10, state)
+    alone(CheckpointFolder(tmp_path / "checkpoints"), 10, state)
     config = ModelConfig(init_from=str(tmp_path), init_weights=which)
     with caplog.at_level("INFO"):
         model = initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
@@ -135,7 +135,7 @@ def test_a_file_of_which_nothing_fits_is_refused_and_all_of_it_listed(tmp_path: 
 
 def test_a_run_that_has_a_checkpoint_does_not_even_look_at_the_file(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    alone(CheckpointStore(tmp_path / "run/checkpoints"), 10, weights(1.0))
+    alone(CheckpointFolder(tmp_path / "run/checkpoints"), 10, weights(1.0))
     model = initialised(Net, ModelConfig(init_from=str(tmp_path / "gone.pt")), session_of(tmp_path / "run"))
     assert isinstance(model, Net)
 
@@ -145,11 +145,11 @@ def test_without_an_origin_a_model_is_as_it_was_built(tmp_path: Path) -> None:
     assert initialised(lambda: net, ModelConfig(), session_of(tmp_path)) is net
 
 
-def source_run(folder: Path) -> CheckpointStore:
+def source_run(folder: Path) -> CheckpointFolder:
     (folder / "config.yaml").write_text("")
-    store = CheckpointStore(folder / "checkpoints", Keep(9))
-    alone(store, 10, weights(10.0))
-    return store
+    checkpoints = CheckpointFolder(folder / "checkpoints", Keep(9))
+    alone(checkpoints, 10, weights(10.0))
+    return checkpoints
 
 
 def linear() -> nn.Module:
@@ -157,12 +157,12 @@ def linear() -> nn.Module:
 
 
 def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = source_run(tmp_path)
+    checkpoints = source_run(tmp_path)
 
     def start(rank: int, kv: HashStore) -> float:
         if rank:  # the run that is read saves once more as soon as rank 0 has looked
             kv.wait(["toolkit/model.init_from/1"])
-            alone(store, 10 + rank, weights(10.0 + rank))
+            alone(checkpoints, 10 + rank, weights(10.0 + rank))
         model = initialised(linear, ModelConfig(init_from=str(tmp_path)), session_of(tmp_path / "run", rank, kv))
         return float(model.state_dict()["weight"].mean())
 

@@ -18,8 +18,8 @@ import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
 from toolkit.checkpoint import policy
+from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hang.activity import Activity
@@ -167,7 +167,7 @@ def test_what_is_saved_after_a_failure_is_whole(checkpoints: Checkpoints, tmp_pa
         checkpoints.saver.save(10, REACHED)
     checkpoints.saver.save(20, REACHED)
     loaded_state = weights(0.0)
-    loaded = load_alone(CheckpointStore(tmp_path / "checkpoints"), loaded_state)
+    loaded = load_alone(CheckpointFolder(tmp_path / "checkpoints"), loaded_state)
     assert loaded is not None
     assert (loaded.step, loaded.meta["samples"]) == (20, 640)
     assert loaded.meta["identity"] == {"model.name": "mlp"}
@@ -286,9 +286,9 @@ def live(checkpoints: Checkpoints) -> torch.Tensor:
 
 def saved(folder: Path) -> dict[int, float]:
     """The value of the weights in each checkpoint, every byte verified."""
-    store, found = CheckpointStore(folder / "checkpoints"), {}
-    for path in store.list():
-        manifest = store.verify(path)
+    checkpoints, found = CheckpointFolder(folder / "checkpoints"), {}
+    for path in checkpoints.list():
+        manifest = checkpoints.verify(path)
         (part,) = manifest.tensors["model/weight"].parts
         found[manifest.step] = float(np.frombuffer((path / part.file).read_bytes(), np.float32, 12, part.start)[0])
     return found
@@ -397,7 +397,7 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
 def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_it(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints.saver.store.keep = Keep(best="-eval/loss")
+    checkpoints.saver.checkpoints.keep = Keep(best="-eval/loss")
     found = [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.9, 0.5, 0.7, 0.5, float("nan"))]
     assert found == [True, True, False, False, False]
     checkpoints.saver.save(10, REACHED)

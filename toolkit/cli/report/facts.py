@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit import records
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.store import committed
+from toolkit.checkpoint.folder import committed
 from toolkit.cli import why
 from toolkit.cli.report.curves import Curve, read_curves
 from toolkit.config import shown

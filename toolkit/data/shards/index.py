@@ -137,11 +137,11 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
     names = list(_names(root, kind.suffix))
     if not names:
         raise DataMissingError(f"{root}: there are no {kind.suffix} files in it; shards are looked for in all folders")
-    folder, store = cache_dir(), None
+    folder, cached = cache_dir(), None
     if folder is not None:
         key = f"{root.absolute()}\0{kind.name}".encode()
-        store = folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
-    known = _load(store)
+        cached = folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
+    known = _load(cached)
     files = []
     for name in names:
         stat = (root / name).stat()
@@ -158,7 +158,7 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
             *(root, listing(changed) or "none", listing(gone) or "none"),
         )
     if changed or len(known) > len(files):
-        _save(store, files)
+        _save(cached, files)
     return _checked(root, files)
 
 

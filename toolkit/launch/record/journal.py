@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from toolkit import logs
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.folder import newest_step
 from toolkit.errors import CheckpointError
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes

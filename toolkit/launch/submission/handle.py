@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.checkpoint.store import newest_step, resume_words
+from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended

@@ -97,7 +97,7 @@ def _refuse_of_others(path: Path) -> None:
         )
 
 
-class CheckpointStore:
+class CheckpointFolder:
     """The checkpoints of one run. Rank 0 alone changes the folder; the other ranks write inside what rank 0 began."""
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckpointStore:
         is_ours: Callable[[], bool] = lambda: True,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set the store up; no file is touched.
+        """Name the folder; no file is touched.
 
         ``is_ours`` is asked before each begin and each commit: see ``RunDir.belongs_to``. ``moved`` is called for each
         piece of a file that was written to disk or read: a sign of progress.
@@ -198,7 +198,7 @@ class CheckpointStore:
     def sweep(self) -> Sequence[Path]:
         """Remove the temporary folders of writers that died. Call it on rank 0 when an attempt starts.
 
-        A run has one attempt at a time, so what this store did not begin itself has no writer any more.
+        A run has one attempt at a time, so what was not begun here has no writer any more.
         """
         with file_errors("listing", self.folder):
             names = list(self.folder.iterdir()) if self.folder.is_dir() else []
