@@ -42,7 +42,16 @@ def note(path: Path) -> None:
     if inherited is None:
         return
     noted, _ = _read(path)
-    new = [name for name in [*sys.modules] if name not in inherited and name not in noted and _is_installed(name)]
+    # Modules of the standard library and of installed packages; an editable install is a user's own.
+    folders = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = tuple(f"{folder}{os.sep}" for folder in folders if folder)
+    new: list[str] = []
+    for name, module in [*sys.modules.items()]:
+        spec = getattr(module, "__spec__", None)
+        if spec is None or spec.name != name or name in inherited or name in noted:
+            continue
+        if str(spec.origin or "").startswith(installed):
+            new.append(name)
     if new:
         _write(path, [*noted, *new], None)
 
@@ -85,15 +94,6 @@ def _read(path: Path) -> tuple[list[str], list[str] | None]:
 def _write(path: Path, modules: Sequence[str], left_out: Sequence[str] | None) -> None:
     with contextlib.suppress(OSError):  # on a full disk the next restart is a little slower
         fsio.write_json(path, {"modules": modules, "left_out": left_out}, durable=False)
-
-
-def _is_installed(name: str) -> bool:
-    """True for modules of the standard library and of installed packages; an editable install is a user's own."""
-    spec = getattr(sys.modules[name], "__spec__", None)
-    if spec is None or spec.name != name or not spec.origin:
-        return False
-    folders = (sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return str(spec.origin).startswith(tuple(f"{folder}{os.sep}" for folder in folders if folder))
 
 
 def _package(name: str) -> str:

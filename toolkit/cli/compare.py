@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,20 @@ def _sources(first: Path, second: Path) -> dict[str, Any]:
     mine, other = _files(first), _files(second)
     both = sorted(mine.keys() & other.keys())
     changed = [name for name in both if mine[name].read_bytes() != other[name].read_bytes()]
+    diff = ""
+    for name in changed:
+        one, two = mine[name], other[name]
+        if max(one.stat().st_size, two.stat().st_size) > _MOST_BYTES:
+            diff += f"{name} differs and is large\n"
+            continue
+        before, after = (path.read_text(errors="replace").splitlines(keepends=True) for path in (one, two))
+        for line in difflib.unified_diff(before, after, f"first/{name}", f"second/{name}"):
+            diff += line if line.endswith("\n") else f"{line}\n"
     return {
         "only_first": sorted(mine.keys() - other.keys()),
         "only_second": sorted(other.keys() - mine.keys()),
         "changed": changed,
-        "diff": "".join(line for name in changed for line in _diff(name, mine[name], other[name])),
+        "diff": diff,
     }
 
 
@@ -59,15 +68,6 @@ def _files(code: Path) -> dict[str, Path]:
     """Return the files of a copy of sources by their names in it; none where there is no copy."""
     found = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()} if code.is_dir() else {}
     return {name: path for name, path in found.items() if name not in _NOTES and "__pycache__" not in path.parts}
-
-
-def _diff(name: str, first: Path, second: Path) -> Iterator[str]:
-    if max(first.stat().st_size, second.stat().st_size) > _MOST_BYTES:
-        yield f"{name} differs and is large\n"
-        return
-    before, after = (path.read_text(errors="replace").splitlines(keepends=True) for path in (first, second))
-    for line in difflib.unified_diff(before, after, f"first/{name}", f"second/{name}"):
-        yield line if line.endswith("\n") else f"{line}\n"
 
 
 def _curves(first: RunDir, second: RunDir, damage: list[str]) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ internet, so files are looked for on the login node before a job is queued, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sysconfig
@@ -151,21 +152,18 @@ def class_names(root: Path) -> list[str]:
     Both must have the same ones. A class's number is its place in the list, and would mean another class in evaluation.
     Raises DataMissingError.
     """
-    train, val = (_subfolders(root, split) for split in _SPLITS)
+    names: list[list[str]] = []
+    for split in _SPLITS:
+        names.append([])
+        with contextlib.suppress(OSError):
+            names[-1] = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+        if not names[-1]:
+            raise DataMissingError(
+                f"data.root: {root / split} has no class folders. An image_folder data set cannot be fetched; it is "
+                f"laid out as {root}/train/CLASS/IMAGE and {root}/val/CLASS/IMAGE"
+            )
+    train, val = names
     if train != val:
         odd = f"not in both: {', '.join(sorted(set(train) ^ set(val))[:5])}"
         raise DataMissingError(f"data.root: {root}/train and {root}/val must have the same class folders; {odd}")
     return train
-
-
-def _subfolders(root: Path, split: str) -> list[str]:
-    try:
-        names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
-    except OSError:
-        names = []
-    if not names:
-        raise DataMissingError(
-            f"data.root: {root / split} has no class folders. An image_folder data set cannot be fetched; it is "
-            f"laid out as {root}/train/CLASS/IMAGE and {root}/val/CLASS/IMAGE"
-        )
-    return names

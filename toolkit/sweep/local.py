@@ -21,7 +21,6 @@ from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 0.5
 
@@ -84,17 +83,17 @@ def _waiting(sweep: SweepDir) -> list[Point]:
             continue
         if sweep.was_removed(point):
             continue
-        result = sweep.run_of(point).path / "result.json"
-        if not result.exists() or _failed_before(sweep.run_of(point), array.points_path):
+        run = sweep.run_of(point)
+        written = run.path / "result.json"
+        if not written.exists():
+            points.append(point)
+            continue
+        # A result that is older than the list that submits the point again is one to be made anew, if it failed.
+        result = run.result()
+        is_older = written.stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
+        if is_older and result is not None and result.state is not RunState.COMPLETED:
             points.append(point)
     return points
-
-
-def _failed_before(run: RunDir, listed: Path) -> bool:
-    """True if the run's result is older than the list that submits it again."""
-    result = run.result()
-    is_older = (run.path / "result.json").stat().st_mtime_ns < listed.stat().st_mtime_ns
-    return is_older and result is not None and result.state is not RunState.COMPLETED
 
 
 def _start(sweep: SweepDir, point: Point) -> Run | None:
