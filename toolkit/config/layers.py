@@ -22,7 +22,7 @@ from toolkit.config.layer_files import Layer, file_layers, override_layer, site_
 from toolkit.config.layer_values import read_mapping, read_section
 from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
-from toolkit.config.source import PythonSource, read_source
+from toolkit.config.source import read_source
 from toolkit.errors import ConfigError
 
 
