@@ -24,7 +24,7 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.compression import Blocks, overlapped
 from toolkit.strategies.compression.compressed import Compressed
-from toolkit.strategies.compression.overlapped import Overlapped, _Sender
+from toolkit.strategies.compression.overlapped import Overlapped, _BucketHook
 from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
@@ -57,13 +57,13 @@ def both(
     late = trained(session, config, train, criterion, model)
     assert isinstance(late._layout, Compressed)  # type: ignore[attr-defined]
     sent: list[int] = []
-    send = _Sender.send
+    send = _BucketHook.send
 
-    def noted(sender: _Sender, bucket: dist.GradBucket) -> Any:
+    def noted(sender: _BucketHook, bucket: dist.GradBucket) -> Any:
         sent.append(bucket.index())
         return send(sender, bucket)
 
-    _Sender.send = noted  # type: ignore[assignment]
+    _BucketHook.send = noted  # type: ignore[assignment]
     dist.get_backend = as_over_nccl
     early = trained(session, config, train, criterion, model)
     assert isinstance(early._layout, Overlapped)  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def test_on_a_gpu_sending_waits_for_the_gradients_and_the_future_for_sending(
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(overlapped, "Future", Future)
     wire: Any = Wire()
-    sender = _Sender(Scheme(), wire, torch.device("cuda", 0))  # type: ignore[arg-type]
+    sender = _BucketHook(Scheme(), wire, torch.device("cuda", 0))  # type: ignore[arg-type]
     sender._device = torch.device("cpu")
     gradients = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     sent: Any = sender.send(Bucket(gradients))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class Overlapped(Replicas):
         refuse_types(trained)
         self._wire = Wire()
         scheme = build_scheme(self._compression, [], self._wire, self._device)
-        sender = _Sender(scheme, self._wire, self._device)  # without this layout, which DDP would keep alive
+        sender = _BucketHook(scheme, self._wire, self._device)  # without this layout, which DDP would keep alive
         self._ddp.register_comm_hook(None, lambda state, bucket: sender.send(bucket))
         self._plain_bytes = sum(self._wire.cost_of_sum(parameter.detach().float()) for parameter in trained.values())
         return model
@@ -53,7 +53,7 @@ class Overlapped(Replicas):
         return {"compression/sent_bytes": self._wire.sent_bytes, "compression/plain_bytes": self._plain_bytes}
 
 
-class _Sender:
+class _BucketHook:
     """DDP's hook. It keeps nothing from one step to the next."""
 
     def __init__(self, scheme: Scheme, wire: Wire, device: torch.device) -> None:
