@@ -1,4 +1,4 @@
-"""Where the time of a step goes, of our loop and of DDP without data; see loop.py, whose contenders these are.
+"""Where the time of a step goes, in our loops and in plain ones; see loop.py, whose contenders these are.
 
     python -m tests.bench.parts [--turns 40]
 
@@ -26,10 +26,13 @@ from toolkit.data.loader import Loader
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.update.apply import Update
+from toolkit.train import feed
 from toolkit.train import loop as training
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loop import Trainer
 from toolkit.train.loss_window import LossWindow
+from toolkit.train.own_loop import TrainingRun
+from toolkit.train.own_steps import OwnSteps
 
 #: What is timed, in the order of a step.
 PARTS: dict[str, tuple[Any, str]] = {
@@ -44,8 +47,17 @@ PARTS: dict[str, tuple[Any, str]] = {
     "step counted and reported": (Lifecycle, "step_done"),
     "logging": (Trainer, "_log"),
     "boundary": (Lifecycle, "boundary"),
+    "seeds of toolkit.start": (feed, "reseed"),
+    "run.log": (TrainingRun, "log"),
+    "between two steps of toolkit.start": (OwnSteps, "_end_step"),
+    "of that metrics written": (OwnSteps, "_write"),
 }
-CONTENDERS = {"ours": loop.supervised, "bare DDP": loop.bare}
+CONTENDERS = {
+    "ours": loop.supervised,
+    "bare DDP": loop.bare,
+    "toolkit.start": loop.own_loop,
+    "hand-written": loop.by_hand,
+}
 
 
 def clocked(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
@@ -88,9 +100,9 @@ def main() -> None:
     options = parser.parse_args()
     found = run_ranks(loop.RANKS, race, options.turns, limit_s=loop.LIMIT_S)[0]
     rows = []
-    print(f"{'us a step':<32}" + "".join(f"{name:>10}" for name in found))
+    print(f"{'us a step':<34}" + "".join(f"{name:>14}" for name in found))
     for part in ["step", *PARTS]:
-        print(f"{part:<32}" + "".join(f"{statistics.median(each[part]):>10.0f}" for each in found.values()))
+        print(f"{part:<34}" + "".join(f"{statistics.median(each[part]):>14.0f}" for each in found.values()))
         for name, each in found.items():
             rows.append(record.row(f"{part}: {name}", each[part], "us"))
     record.write(options.json, rows)
