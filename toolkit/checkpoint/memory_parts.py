@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from toolkit.checkpoint import tensors
+from toolkit.checkpoint import page_locked, tensors
 from toolkit.checkpoint.manifest import file_name
 from toolkit.checkpoint.memory_file import START, MemoryFile, Pair
-from toolkit.checkpoint.page_locked import ALIGNMENT
 from toolkit.checkpoint.writer import KINDS, parts_of, record_of
 from toolkit.ranks.state import Entry, Json, Replicated, State
 
@@ -28,14 +27,8 @@ def split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 def layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
     """Return where each tensor of ``own`` begins, and where the last one ends, in bytes."""
-    starts: dict[str, int] = {}
-    end = START
-    for name, entry in own.items():
-        if isinstance(entry.value, torch.Tensor):
-            starts[name] = end
-            size_bytes = entry.value.numel() * entry.value.element_size()
-            end += -(-size_bytes // ALIGNMENT) * ALIGNMENT
-    return starts, end
+    values = {name: entry.value for name, entry in own.items() if isinstance(entry.value, torch.Tensor)}
+    return page_locked.layout(values, START)
 
 
 class PartWriter:

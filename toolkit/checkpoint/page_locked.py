@@ -63,6 +63,15 @@ def enqueued() -> Callable[[], None]:
     return wait
 
 
+def layout(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, int], int]:
+    """Return where each tensor begins from ``start`` on, and where the last one ends, in bytes."""
+    starts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        starts[name] = start
+        start += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return starts, start
+
+
 class Block:
     """One page-locked block for many tensors. It is kept while they fit."""
 
@@ -73,17 +82,12 @@ class Block:
 
     def places(self, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a place in host memory for each tensor. The next call may give the same memory again."""
-        if [(name, t.shape, t.dtype) for name, t in like.items()] != [
-            (name, t.shape, t.dtype) for name, t in self._places.items()
-        ]:
-            starts, end = [], 0
-            for tensor in like.values():
-                starts.append(end)
-                end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        wanted, had = ([(name, t.shape, t.dtype) for name, t in each.items()] for each in (like, self._places))
+        if wanted != had:
+            starts, end = layout(like)
             self._places = {}
             self._make_room(end)
-            for (name, tensor), start in zip(like.items(), starts, strict=True):
-                self._places[name] = self._place(tensor, start)
+            self._places = {name: self._place(like[name], start) for name, start in starts.items()}
         return self._places
 
     def _make_room(self, size_bytes: int) -> None:

@@ -92,7 +92,6 @@ class Worker(Side):
 
     def _pass(self, batch: Batch) -> PassFigures:
         """Leave the gradient in ``.grad``; return what else a push says of it, from the loss on."""
-        batch = batch.to(self._device)
         # No more micro-batches than the smallest share has samples.
         parts = min(self._train.accumulate, batch.global_count // self._count)
         passes: list[dict[str, Loss]] = []

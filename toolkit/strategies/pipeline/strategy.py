@@ -207,7 +207,7 @@ class Pipeline(AllNeeded):
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
-        self._batches = batch.to(self._device).split(self._micro_batches)
+        self._batches = batch.split(self._micro_batches)
         self._losses = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
         for stage in self._parts:
