@@ -51,8 +51,6 @@ class RunState(StrEnum):
         return not (self.is_waiting or self.has_ranks or self is RunState.RESTARTING)
 
 
-# ------------------------------------------------------------------------------------------------- types of the fields
-
 Moment: TypeAlias = Annotated[float, MOMENT]
 Word: TypeAlias = Annotated[str, WORD]
 _SECONDS = Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12)
@@ -122,6 +120,7 @@ class RunProgress(JsonRecord):
     samples_per_s: float | None = None
     data_wait_fraction: float | None = None
     save_s: float | None = None
+    save_error: str | None = None  #: of the saves since the last good one
     eta_s: float | None = None
     phase: str | None = None
     expendable: tuple[int, ...] = ()

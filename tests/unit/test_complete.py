@@ -30,7 +30,7 @@ BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
 NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage", "stage_dir"}
 
 
-def test_each_strategy_of_the_config_can_be_built() -> None:
+def test_an_unknown_strategy_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigError) as caught:
         build_strategy(StrategyConfig("nothing"), cast(Session, SimpleNamespace()))
     assert set(str(caught.value).rpartition("valid: ")[2].split(", ")) == set(STRATEGIES)

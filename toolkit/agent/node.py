@@ -25,9 +25,8 @@ The messages that it receives (``do``) and sends (``is``):
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
-since the last time. It sends at once which ranks are ``reporting``
-for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once, and how
-long a zygote has ``imported``.
+since the last time. It sends at once which ranks are ``reporting`` for the first time, and every ``report`` of rank 0.
+It reports each thing that makes its node ``sick`` once, and how long a zygote has ``imported``.
 """
 
 from __future__ import annotations

@@ -87,18 +87,26 @@ class CuttableClient:
 class BackgroundSave:
     """One save that is being written by a thread of its own.
 
-    ``write`` runs in that thread. A CheckpointError is stored in ``error`` instead of raised.
+    ``write`` runs in that thread. Its error is stored in ``error`` as a CheckpointError. Unless the save was given up,
+    ``note_error`` gets the step and the error at once.
     """
 
     #: Seconds that `abandon` waits: an fsync cannot be interrupted.
     LONGEST_END_S = 5.0
 
-    def __init__(self, step: int, client: CuttableClient | None, write: Callable[[], Path]) -> None:
+    def __init__(
+        self,
+        step: int,
+        client: CuttableClient | None,
+        write: Callable[[], Path],
+        note_error: Callable[[int, CheckpointError], None],
+    ) -> None:
         self.step = step
         self.error: CheckpointError | None = None
         self.is_cancelled = False
         self._client = client
         self._write = write
+        self._note_error = note_error
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
 
@@ -109,6 +117,8 @@ class BackgroundSave:
             self.error = error
         except Exception as error:
             self.error = CheckpointError(f"the checkpoint of step {self.step} was not written: {describe(error)}")
+        if self.error is not None and not self.is_cancelled:
+            self._note_error(self.step, self.error)
 
     @property
     def is_here(self) -> bool:

@@ -29,9 +29,10 @@ log = logs.get(__name__)
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
+_FREE = "free space there (old runs: toolkit gc); a run that goes on saves again by itself"
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: free space there, or lower checkpoint.keep (not below 2), then resume the run",
-    errno.EDQUOT: "the disk quota is used up: free space there, then resume the run",
+    errno.ENOSPC: f"the disk is full: {_FREE}",
+    errno.EDQUOT: f"the disk quota is used up: {_FREE}",
     errno.EROFS: "the file system is read-only: check its mount on this host, or move the run elsewhere",
     errno.EACCES: "this user may not write there: check who owns the run's folder",
     errno.EPERM: "this user may not write there: check who owns the run's folder",

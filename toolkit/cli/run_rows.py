@@ -41,7 +41,7 @@ _WORTH_PROCESSES = 1000
 _FEW = 500
 #: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `_EMPTY`, too. The rows are kept in
 #: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
-_VERSION = 100 * 5 + marshal.version
+_VERSION = 100 * 6 + marshal.version
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -98,6 +98,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "bad_nodes": dict(status.bad_nodes),
         "ailing_nodes": dict(status.ailing_nodes),
         "lost_ranks": dict(status.lost_ranks),
+        "save_error": progress.save_error if result is None else None,
         "stragglers": slow.stragglers(status),
         "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
         "usage": status.usage and status.usage.to_json(),
@@ -145,6 +146,7 @@ _EMPTY: Mapping[str, Any] = {
     "bad_nodes": {},
     "ailing_nodes": {},
     "lost_ranks": {},
+    "save_error": None,
     "stragglers": [],
     "goodput": None,
     "usage": None,

@@ -234,6 +234,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
         changed += [run + text for text in changes.lines(row["changes"])]
         bad += [f"{run}{host} is not used: {reason}" for host, reason in row["bad_nodes"].items()]
         ailing += [f"{run}node {host}: {what}" for host, what in row["ailing_nodes"].items()]
+        ailing += [run + row["save_error"]] if row["save_error"] else []
         for rank, how in row["lost_ranks"].items():
             dead.append(f"{run}rank {rank} died ({how}); the run went on without it")
     return "".join([*why, *losses, *changed, *bad, *ailing, *dead])

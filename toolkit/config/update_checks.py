@@ -77,6 +77,7 @@ def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
 
 
 def check_compression(config: JobConfig) -> None:
+    """Refuse compression that does not go with the strategy or the precision. Raises ConfigError."""
     # Combinations first, then the values of single keys.
     strategy, kind = config.strategy, config.strategy.compression
     if strategy.find_unused and (strategy.name != "ddp" or kind != "none"):

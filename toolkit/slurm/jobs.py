@@ -165,7 +165,7 @@ def _bytes(text: str) -> int:
 
 
 #: sbatch's options, by the fields in which scontrol shows them.
-_OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
+_OPTION_OF = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
 _OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
 _EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
 #: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.
@@ -174,7 +174,7 @@ _GRES = re.compile(r"gres[:/]([^,]+)")
 
 def _options(fields: Mapping[str, str]) -> Iterator[str]:
     """Yield sbatch's options, read back from scontrol's output, wherever the user wrote them."""
-    for field, option in _OPTIONS.items():
+    for field, option in _OPTION_OF.items():
         if field in fields:
             yield f"--{option}={fields[field]}"
     # GPUs and other generic resources stand in TRES strings: those of a node, then those of the job or a task.

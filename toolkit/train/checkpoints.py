@@ -55,10 +55,7 @@ class Checkpoints:
         self._state.restore(loaded)
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
-        if is_on_disk:
-            self.saver.resume_from(loaded.step)
-        else:
-            self.saver.newest = newest_step(checkpoints.folder)
+        self.saver.resume_from(loaded.step if is_on_disk else newest_step(checkpoints.folder))
         return loaded
 
     def roll_back(self, step: int, newest: int) -> int | None:

@@ -219,6 +219,7 @@ class Lifecycle:
             "samples_per_s": self.throughput.samples_per_s,
             "data_wait_fraction": self.throughput.data_wait_fraction,
             "save_s": round(self._checkpoints.saver.save_s, 3),
+            "save_error": self._checkpoints.saver.failure,
             "metrics": dict(self.metrics),
             **self._loop.progress(),
         }

@@ -58,6 +58,8 @@ class Saver:
         self.newest: int | None = None  #: the step of the newest checkpoint
         self._has_saved = False  #: in this attempt
         self._failed: list[str] = []  #: since the last good save
+        #: The best figure with which a save was begun, and with which one was committed; see :meth:`is_best`.
+        self._best_begun = self._best_committed = state.best
         self.save_s = 0.0  #: how long the last save took
 
     def include_files(self, write_files: Callable[[Path], None]) -> None:
@@ -118,15 +120,16 @@ class Saver:
     def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
         """Commit the state after ``step`` steps. Every rank calls it, and the outcome is the same on all.
 
-        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged and made up for by the
-        next one, because a full disk must not end a training. With ``must`` (nothing comes after this save) it is
-        retried for ``PATIENCE_S``, and then raises CheckpointError.
+        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged, and the training goes
+        on, because a full disk must not end it: the next save stores a later state. With ``must`` (nothing comes after
+        this save) it is retried for ``PATIENCE_S``, and then raises CheckpointError.
 
         The training waits for the first save of an attempt, which proves that the replicas are equal. Later ones are
         written in the background, one at a time, unless they ``must`` be made.
         """
         started = time.monotonic()
         self.settle()  # one save at a time
+        self._best_begun = self._state.best
         if self._background and self._has_saved and not must:
             # It writes a copy, because the next step changes the weights.
             staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
@@ -140,7 +143,7 @@ class Saver:
                 return self._write(step, staged, meta, self._client, check_replicas=False)
 
             self._waits = False
-            self._writing = BackgroundSave(step, self._client, write)
+            self._writing = BackgroundSave(step, self._client, write, self._note_failure)
         else:
             self._save_now(step, reached, must)
         self._blocked_s = time.monotonic() - started
@@ -156,8 +159,12 @@ class Saver:
                 self._succeed(step)
                 return
             except CheckpointError as error:
-                self._fail(step, error)
+                # Other ranks may wait inside the library, so the attempt cannot go on.
+                if self._write_files is not None:
+                    raise
+                self._note_failure(step, error)
                 if not must:
+                    self._forget_best()
                     return
                 # All ranks give up together. Their clocks differ, and a rank that gave up alone would leave the others
                 # waiting in the next save.
@@ -178,16 +185,22 @@ class Saver:
         if writing.error is None:
             self._succeed(writing.step)
         else:
-            self._fail(writing.step, writing.error)
+            self._forget_best()
 
-    def resume_from(self, step: int) -> None:
-        """Note that the run resumes from the checkpoint of ``step``. Copy it to the second place, if it is not there.
+    @property
+    def failure(self) -> str | None:
+        """Return how many saves have failed since the last good one, with the last one's error. None: none."""
+        count = f"{len(self._failed)} saves" if len(self._failed) > 1 else "save"
+        return f"the last {count} failed: {self._failed[-1]}" if self._failed else None
+
+    def resume_from(self, newest: int | None) -> None:
+        """Note the step of the run's newest checkpoint, if any. Copy it to the second place, if it is not there.
 
         The attempt before may have ended while this checkpoint was being copied.
         """
-        self.newest = step
-        if self.second is not None:
-            self.second.copy(self.checkpoints.path(step))
+        self.newest, self._best_committed = newest, self._state.best
+        if self.second is not None and newest is not None:
+            self.second.copy(self.checkpoints.path(newest))
 
     def finish(self) -> None:
         """Wait for the copies to the second place. Called at the end of a training, after the last save."""
@@ -230,19 +243,21 @@ class Saver:
             self._session.activity.note_progress()
 
     def _succeed(self, step: int) -> None:
-        self.newest, self._has_saved = step, True
+        self.newest, self._has_saved, self._best_committed = step, True, self._best_begun
         if self.second is not None:
             self.second.copy(self.checkpoints.path(step))
         if self._failed:
             log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()
 
-    def _fail(self, step: int, error: CheckpointError) -> None:
-        # Other ranks may wait inside the library, so the attempt cannot go on.
-        if self._write_files is not None:
-            raise error
+    def _note_failure(self, step: int, error: CheckpointError) -> None:
         self._failed.append(str(error))
         log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
+
+    def _forget_best(self) -> None:
+        # The best state so far is in no checkpoint. One that is worse, and better than those that are, must be saved.
+        if self._state.best == self._best_begun:
+            self._state.best = self._best_committed
 
 
 def _keep(config: CheckpointConfig) -> Keep:

@@ -136,6 +136,20 @@ def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
     assert f"Slurm holds job 7 ({reason or 'REQUEUE_HOLD'}); when that is mended, `scontrol release 7`" in out
 
 
+def test_saves_that_fail_are_told_while_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    error = "the last 3 saves failed: the disk is full"
+    for found in (error, None):
+        fields = {"state": "running", "pid": os.getpid(), "updated": time.time(), "progress": {"save_error": found}}
+        run.write_status(RunStatus.from_json(fields))
+        assert cli.main(["status"]) == EXIT_DONE
+        assert (f"{run.id}: {error}" in capsys.readouterr().out) == (found is not None)
+
+
 @pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
 def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from toolkit.launch import outages
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.follow_up import (
-    _OPTIONS,
+    _VARIABLE_OF,
     PREDECESSORS_VARIABLE,
     RUN_VARIABLE,
     dismiss,
@@ -50,7 +50,7 @@ OURS = {
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run below a folder that a careless shell script would take apart, in a job with the variables of ``OURS``."""
-    for name in (*_OPTIONS.values(), "PYTHONPATH"):
+    for name in (*_VARIABLE_OF.values(), "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     for name, value in OURS.items():
         monkeypatch.setenv(name, value)

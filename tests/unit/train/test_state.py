@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
+from tests.waiting import wait_for
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.policy import Keep
@@ -330,13 +331,15 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
     disk.is_full = True
     disk.go.set()
     checkpoints.saver.save(20, REACHED)
-    checkpoints.saver.settle()
+    # Told at once, not only when the next save is due.
+    wait_for(lambda: "step 20 is not saved, the last checkpoint stays" in caplog.text, 10, "a line in the log")
+    assert "the last save failed: " in str(checkpoints.saver.failure)
     assert checkpoints.saver.newest == 10
-    assert "step 20 is not saved, the last checkpoint stays" in caplog.text
     disk.is_full = False
     checkpoints.saver.save(30, REACHED)
     checkpoints.saver.settle()
     assert "saves that had failed before it: 1" in caplog.text
+    assert checkpoints.saver.failure is None
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
 
 
@@ -407,6 +410,22 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
     assert [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
     assert not checkpoints.saver.is_best({"eval/accuracy": 1.0})
     assert "there is no number -eval/loss, only eval/accuracy" in caplog.text
+
+
+def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    keep = checkpoints.saver.checkpoints.keep = Keep(newest=2, best="-eval/loss")
+
+    def evaluate_and_save(step: int, loss: float) -> None:
+        if checkpoints.saver.is_best({"eval/loss": loss}):
+            checkpoints.saver.save(step, {"metrics": {"eval/loss": loss}})
+
+    evaluate_and_save(10, 0.9)
+    with full_disk():
+        evaluate_and_save(20, 0.3)
+    evaluate_and_save(30, 0.5)  # worse than the one that is lost, better than the one that is kept
+    evaluate_and_save(40, 0.7)
+    assert keep.figure({"eval/loss": 0.5}) == checkpoints._state.best
+    assert saved(tmp_path).keys() == {10, 30}
 
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:

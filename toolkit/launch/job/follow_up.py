@@ -40,7 +40,7 @@ PREDECESSORS_VARIABLE = "TOOLKIT_PREDECESSORS"
 COUNT = 2
 
 #: sbatch's options, by the variables that describe the present job in its environment.
-_OPTIONS: Mapping[str, str] = {
+_VARIABLE_OF: Mapping[str, str] = {
     "job-name": "SLURM_JOB_NAME",
     "partition": "SLURM_JOB_PARTITION",
     "account": "SLURM_JOB_ACCOUNT",
@@ -110,7 +110,7 @@ def command(run: RunDir) -> str:
 
 def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
     """Yield sbatch's options for another job like the present one."""
-    for option, name in _OPTIONS.items():
+    for option, name in _VARIABLE_OF.items():
         if environ.get(name):
             yield f"--{option}={environ[name]}"
     yield from row.options

@@ -15,7 +15,7 @@ from toolkit.agent.link import Message
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
-from toolkit.launch.start.agent_attempt import AgentRanks, AgentStore
+from toolkit.launch.start.agent_ranks import AgentRanks, AgentStore
 from toolkit.launch.start.agents import Agents, AgentUser, Awaited
 from toolkit.launch.start.launcher import Events, RunningRanks, Store
 from toolkit.launch.start.rank_places import places_by_host, srun_environment, srun_rank_environment

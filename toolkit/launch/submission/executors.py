@@ -204,9 +204,11 @@ def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ignoring_the_terminal() -> Iterator[None]:
-    """Have children started now ignore Ctrl-C and the end of the terminal. submitit's controller would kill the
-    supervisor one second after Ctrl-C, with everything unsaved. The waiting caller handles both, and tells the
-    supervisor."""
+    """Start children that ignore Ctrl-C and a closing terminal.
+
+    submitit's controller would kill the supervisor one second after Ctrl-C, with everything unsaved. The waiting caller
+    handles both, and tells the supervisor.
+    """
     if threading.current_thread() is not threading.main_thread():  # handlers can be set only there
         yield
         return
@@ -220,8 +222,10 @@ def _ignoring_the_terminal() -> Iterator[None]:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Have children started now write to ``path`` and read nothing. A child that kept the caller's pipe open until the
-    run's end would make ``$(toolkit submit ...)`` wait for it."""
+    """Start children that write to ``path`` and read nothing.
+
+    A child that kept the caller's pipe open until the run's end would make ``$(toolkit submit ...)`` wait for it.
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     # The descriptors themselves are replaced, since children inherit those and not sys.stdout.

@@ -37,8 +37,10 @@ def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) ->
 
 
 def exec_python() -> str:
-    """Return the Python command with ``exec``. A bash between Slurm and the supervisor dies at the first SIGTERM and
-    takes the supervisor along."""
+    """Return the Python command with ``exec``.
+
+    A bash between Slurm and the supervisor would die at the first SIGTERM, and take the supervisor along.
+    """
     return f"exec {shlex.quote(str(staging.origin(sys.executable)))}"
 
 

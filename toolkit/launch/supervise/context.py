@@ -84,7 +84,7 @@ class Context:
             self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
 
     def note_ready(self, attempt: Attempt) -> None:
-        """Note when the agents were ordered, and when that of rank 0 was there and had imported."""
+        """Note when the agents were ordered, and when the one of rank 0's node had connected and imported torch."""
         if self.agents is not None and attempt.start is not None and not attempt.start.marks:
             ready = dict(self.agents.ready)  # another thread adds to it
             main_host = attempt.rank_hosts[0]

@@ -1,4 +1,7 @@
-"""Starts a supervisor: in a batch job under a guard, or on this machine. Handles its own failures, too."""
+"""Start the supervisor: under a guard in a batch job, directly on this machine.
+
+If the supervisor itself fails, write a result that says so.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from toolkit.run_files import RunState
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0
-#: Ranks that are still there this long after the request are killed; longer than their own forced exit.
+#: From the request to stop until the ranks are killed. They exit by themselves after FORCE_AFTER_S of ranks/session.py.
 STOP_LIMIT_S = 150.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0

@@ -59,7 +59,7 @@ class Supervisor:
     ) -> None:
         self._run, self._config, self._allocation = run, config, allocation
         self._launcher, self._agents, self._token = launcher, agents, token
-        self._in_vain = 0  #: attempts in a row that made no step
+        self._attempts_without_step = 0  #: attempts in a row that made no step
         self._context = context = Context.of(run, config, allocation, slurm, agents, container)
         self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
         self._care = NodeCare(context)
@@ -148,7 +148,8 @@ class Supervisor:
             self._nodes.note_used(plan)
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
-            pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
+            tries = self._attempts_without_step
+            pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S) if tries else 0.0
             if stopped_in_pause(self._context, attempt, pause_s):
                 attempt.exit_code = EXIT_STOPPED
             else:
@@ -174,7 +175,7 @@ class Supervisor:
         verdict = conclude(self._context, attempt, self._care)
         # Attempts without a step lengthen the pause before the next one.
         made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
-        self._in_vain = 0 if made_a_step or self._context.is_foreign else self._in_vain + 1
+        self._attempts_without_step = 0 if made_a_step or self._context.is_foreign else self._attempts_without_step + 1
         return verdict
 
 

@@ -197,7 +197,7 @@ class Gate:
 
     def _take_part(self, store: Transport, keys: Round) -> bool:
         """Take part in one round; False when it was this rank's last."""
-        # Leaving is an acknowledgement too, see the module's text.
+        # Leaving is an acknowledgement, too: see the docstring of toolkit/ranks/stop/__init__.py.
         called = self._await_call(store, keys.call(self._rank))
         if called is None:
             self._acknowledge(store, keys, left=True)
