@@ -152,16 +152,18 @@ class Agent:
     def _send_and_keep(self, message: Message) -> None:
         """Send ``message``, and send it again to a supervisor that takes over."""
         attempt = message.get("attempt")  # those of earlier attempts are of no more use
-        self._kept = [kept for kept in self._kept if attempt is None or kept.get("attempt", attempt) == attempt]
+        self._kept = [kept for kept in self._kept if attempt is None or kept.get("attempt", attempt) >= attempt]
         self._kept.append(message)
         self._send(message)
 
     def _receive(self) -> None:
         try:
-            data = self._connection.recv(1 << 16)
+            data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
             orders, answer = self._link.receive(data)
             if answer:
                 self._connection.sendall(answer)
+        except BlockingIOError:
+            return  # it was the one before that had something to read
         except OSError:
             data = b""
         if not data:
@@ -315,7 +317,7 @@ class Agent:
                 self._processes.note_end(pid, status, self._helpers.pids)
             elif pid == self._watcher:
                 self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
-                self._is_over = status == 0
+                self._is_over |= status == 0
 
 
 def _connect(host: str, port: int) -> socket.socket:

@@ -103,8 +103,8 @@ class Processes:
             environ = self.copies.environment(os.environ)
             # Where ranks gain nothing by a fork, the store alone is forked.
             forks, python = "ranks" if self._is_wanted else "store", self.copies.program(sys.executable)
-            self._zygote = ZygoteClient(self._imports, python, environ, forks=forks)
-            self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
+            self._zygote = zygote = ZygoteClient(self._imports, python, environ, forks=forks)
+            self._selector.register(zygote.socket, selectors.EVENT_READ, lambda: self._hear_zygote(zygote))
         return self._zygote
 
     def use_copies(self, copies: Mapping[str, str]) -> None:
@@ -127,9 +127,9 @@ class Processes:
             self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
             zygote.learn()
 
-    def _hear_zygote(self) -> None:
-        zygote = self._zygote
-        assert zygote is not None
+    def _hear_zygote(self, zygote: ZygoteClient) -> None:
+        if zygote is not self._zygote:
+            return  # it was ended after the selector had looked
         was_ready = zygote.was_ready
         if not zygote.hear():
             self._selector.unregister(zygote.socket)

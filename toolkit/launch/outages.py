@@ -35,14 +35,17 @@ def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T 
         time.sleep(RETRY_EVERY_S)
 
 
-def persist(write: Callable[[], None], path: Path) -> None:
-    """Call ``write()`` until the disk under ``path`` takes it. Raises its OSError when patience has run out."""
+def persist(write: Callable[[], None], path: Path, doing: str = "written") -> None:
+    """Call ``write()`` until the disk under ``path`` takes it. Raises its OSError when patience has run out.
+
+    ``doing`` is what cannot be done, for the log.
+    """
     deadline = time.monotonic() + GIVE_UP_AFTER_S
     while True:
         try:
             return write()
         except OSError as error:
-            log.error("%s: cannot be written: %s", path, error)
+            log.error("%s: cannot be %s: %s", path, doing, error)
             if time.monotonic() >= deadline:
                 raise
         time.sleep(RETRY_EVERY_S)

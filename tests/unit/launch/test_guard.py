@@ -8,15 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import wait_for
 
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from tests.waiting import wait_for
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.errors import ToolkitError
 from toolkit.launch.supervise.guard import guarded
 
 folder = Path(sys.argv[1])
+
+def end_by_signal():
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    (folder / "ready").touch()
+    time.sleep(60)
+
+def await_signal():
+    (folder / "awaiting").touch()
+    wait_for((folder / "sent").exists, 20, "the signal")
 
 def supervise(earlier_death):
     deaths = len(list(folder.glob("started-*")))
@@ -24,17 +38,19 @@ def supervise(earlier_death):
     {BODY}
 
 try:
-    code = guarded(supervise, lambda: len(list(folder.glob("step-*"))))
+    code = guarded(supervise, lambda: {STEP})
 except ToolkitError as error:
     (folder / "error").write_text(str(error))
     code = 1
 raise SystemExit(code)
 """
-WAITS = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(75)); (folder / 'ready').touch(); time.sleep(60)"
+WAITS = "end_by_signal()"
+STEPS = 'len(list(folder.glob("step-*")))'
 
 
-def start(folder: Path, body: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM.replace("{BODY}", body), str(folder)])
+def start(folder: Path, body: str, step: str = STEPS) -> subprocess.Popen[bytes]:
+    program = PROGRAM.replace("{BODY}", body).replace("{STEP}", step)
+    return subprocess.Popen([sys.executable, "-c", program, str(folder)])
 
 
 def started(folder: Path, number: int) -> str:
@@ -68,6 +84,23 @@ def test_signals_are_handed_on(tmp_path: Path) -> None:
     guard = start(tmp_path, WAITS)
     wait_for((tmp_path / "ready").exists, 20, "the supervisor")
     guard.send_signal(signal.SIGUSR1)
+    assert guard.wait(20) == 75
+
+
+@pytest.mark.parametrize(
+    ("body", "step"),
+    [
+        ("await_signal(); end_by_signal()", STEPS),
+        ("end_by_signal() if deaths else os.kill(os.getpid(), signal.SIGKILL)", "started_once() and await_signal()"),
+    ],
+    ids=["before there are handlers", "between two supervisors"],
+)
+def test_a_signal_that_comes_too_early_is_not_lost(tmp_path: Path, body: str, step: str) -> None:
+    step = step.replace("started_once()", "(folder / 'started-0').exists()") + " or 0"
+    guard = start(tmp_path, body, step)
+    wait_for((tmp_path / "awaiting").exists, 20, "the moment")
+    guard.send_signal(signal.SIGUSR1)
+    (tmp_path / "sent").touch()
     assert guard.wait(20) == 75
 
 

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -32,12 +34,14 @@ ATTEMPT = 3
 class Node:
     """Plays the agent of one node, whose ranks end with exit code 0 as soon as they are started."""
 
-    def __init__(self, at: Endpoint, host: str, left: int | None = None) -> None:
+    def __init__(self, at: Endpoint, host: str, left: int | None = None, *, store_lives: bool = True) -> None:
         """Connect. ``left``: the number of ranks that run since the last supervisor; None: the agent is new."""
         self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
-        here = {"attempt": ATTEMPT if left else None, "ranks": left or 0, "lives": bool(left)}
+        # The first node has the store as well.
+        lives = bool(left) or (left is not None and host == "node1" and store_lives)
+        here = {"attempt": ATTEMPT if lives else None, "ranks": left or 0, "lives": lives}
         self.say(**{"is": "here"}, host=host, again=left is not None, **here)
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -132,8 +136,9 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
         if when == "after":
             for node in came:
                 node.die()
-        if result is not None and not {*dead} & {*used}:  # nothing ends these ranks
-            result[0].kill(signal.SIGTERM)
+        if not {*dead} & {*used}:
+            assert result is not None
+            result[0].kill(signal.SIGTERM)  # nothing else ends these ranks
         return result
 
     monkeypatch.setattr(launcher, "take_over", taken_over)
@@ -148,3 +153,23 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     if has_enough:
         assert run.attempts()[-1].cause == "completed"
         assert not {*run.attempts()[-1].nodes} & {*dead}
+
+
+@pytest.mark.parametrize("store_lives", [True, False])
+def test_ranks_are_taken_over_only_together_with_their_store(
+    run: RunDir,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    store_lives: bool,
+) -> None:
+    """The batch host may have the store and no rank. It was taken for a spare, whose processes are ended."""
+    monkeypatch.setattr(agent_launcher, "COME_BACK_S", 10.0)
+    endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
+    agents = Agents(run, ALLOCATION, Starter([]), endpoint)
+    launcher = AgentLauncher(run, ALLOCATION, agents)
+    for host in ALLOCATION.hosts:
+        Node(endpoint, host, int(host != "node1"), store_lives=store_lives)
+    plan = replace(ALLOCATION, hosts=("node3", "node2"), tasks=(1, 1))
+    events: SimpleQueue[Any] = SimpleQueue()
+    assert (launcher.take_over(ATTEMPT, plan, ["toolkit"], os.environ, events) is not None) == store_lives
+    agents.close()
+    endpoint.listening.close()

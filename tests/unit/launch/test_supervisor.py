@@ -74,6 +74,8 @@ class Store:
 class Ranks:
     """A launcher whose every attempt plays the next of ``acts``, and a step that notes its signals."""
 
+    tells_each_end = False
+
     def __init__(self, *acts: Callable[[Ranks], None]) -> None:
         self._acts = list(acts)
         self.signals: list[signal.Signals] = []

@@ -188,6 +188,32 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     assert run.attempts()[0].lost_nodes == ("dead",)
 
 
+def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in the kernel, for a disk or a driver, on a node that answers. The run hung until its time limit."""
+    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.3)
+
+    class Unkillable(Ranks):
+        tells_each_end = True
+
+        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+            self.signals.append(number)
+            self.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    ranks = Unkillable(crashes, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert ranks.abandoned
+    first, second = run.attempts()
+    assert (first.nodes, first.lost_nodes) == (("node1", "node2"), ("node2",))
+    assert second.nodes == ("node1", "node3")
+    assert len(ranks.signals) > 2
+
+
 def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
 job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
-their results when the waiting job starts, see `toolkit.launch.supervise.turn`.
+their results when the waiting job starts, see `toolkit.launch.supervise.other_runs`.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class AgentLauncher(AgentUser):
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> tuple[RunningRanks, Store] | None:
         # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
-        spares = dict.fromkeys(self._allocation.hosts, 0)
-        awaited = Awaited(attempt, {**spares, **dict(zip(allocation.hosts, allocation.tasks, strict=True))})
+        ranks_of = dict.fromkeys(self._allocation.hosts, 0) | dict(zip(allocation.hosts, allocation.tasks, strict=True))
+        awaited = Awaited(attempt, ranks_of, store_host=self._allocation.hosts[0])
         self._open(command, environ, events, awaited)
         links = self._agents.links
         store = AgentStore(attempt, self._allocation.hosts[0], events, links)

@@ -72,6 +72,8 @@ class AgentRanks:
     All methods except ``kill`` and ``abandon`` are called in the links' thread.
     """
 
+    tells_each_end = True
+
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
         self._attempt, self._events, self._links = attempt, events, links
         self._ranks = allocation.ranks_of
@@ -88,7 +90,9 @@ class AgentRanks:
         if number is signal.SIGKILL:
             for host in list(self.orders):  # hosts whose agents have not connected yet
                 del self.orders[host]
-                self._end(self._ranks_on(host), -number)
+                ranks = self._ranks_on(host)
+                self._events.put(RanksExited(tuple(ranks), host, "killed before it was started", number, time.time()))
+                self._end(ranks, -number)
         for host in self.hosts:
             self._links.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
 

@@ -108,9 +108,12 @@ class AgentUser:
 class Awaited:
     """The ranks of an attempt whose supervisor has died, until the agents that started them have connected."""
 
-    def __init__(self, attempt: int, ranks: Mapping[str, int]) -> None:
-        """Take the number of ``ranks`` by host; 0 for a spare, whose agent connects as well."""
-        self._ranks, self._attempt = ranks, attempt
+    def __init__(self, attempt: int, ranks: Mapping[str, int], store_host: str) -> None:
+        """Take the number of ``ranks`` by host; 0 for a spare, whose agent connects as well.
+
+        ``store_host`` runs the attempt's store, and perhaps no rank.
+        """
+        self._ranks, self._attempt, self._store_host = ranks, attempt, store_host
         self._missing = {*ranks}
         self._has_come = threading.Event()
         self._fits = True
@@ -120,12 +123,13 @@ class Awaited:
         ranks = self._ranks[host]
         if host not in self._missing:
             return False
-        # A spare must have no living processes, every other node all its ranks of this attempt.
-        if ranks == 0:
-            fits = not message["lives"]
-        else:
-            fits = message["attempt"] == self._attempt and message["ranks"] == ranks
+        # A spare must have no living processes, every other node all its ranks of this attempt, or its store.
+        if self._is_needed(host):
+            is_alive = ranks > 0 or bool(message["lives"])
+            fits = is_alive and message["attempt"] == self._attempt and message["ranks"] == ranks
             self._fits = self._fits and fits
+        else:
+            fits = not message["lives"]
         self._missing.discard(host)
         if not self._fits or not self._missing:
             self._has_come.set()
@@ -134,7 +138,10 @@ class Awaited:
     def wait(self, wait_s: float) -> bool:
         """Return whether all ranks are there, as soon as that is known."""
         self._has_come.wait(wait_s)
-        return self._fits and not any(self._ranks[host] for host in self._missing)
+        return self._fits and not any(map(self._is_needed, self._missing))
+
+    def _is_needed(self, host: str) -> bool:
+        return host == self._store_host or self._ranks[host] > 0
 
 
 class Agents:

@@ -94,6 +94,8 @@ Events = SimpleQueue[Any]
 class RunningRanks(Protocol):
     """The running ranks of one attempt."""
 
+    tells_each_end: bool  #: True if RanksExited or RanksFinished comes of every rank that ends
+
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send every rank a signal, without waiting; SIGKILL ends all at once."""
 

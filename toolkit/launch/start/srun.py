@@ -189,6 +189,8 @@ class Srun:
 
 
 class _SrunRanks:
+    tells_each_end = False
+
     def __init__(
         self, srun: Srun, name: str, allocation: Allocation, slurm: SlurmCommands, events: Events, agents: Agents
     ) -> None:

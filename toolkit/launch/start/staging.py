@@ -177,13 +177,16 @@ class NodeStaging:
         def carry_out() -> None:
             nice = 0 if is_awaited else BACKGROUND_NICE
             request = PackRequest(str(self._cache), tuple(sources), self._has_gpus, most_bytes, nice)
-            packages = self._pack(request)
-            self._packages |= {each.key: each for each in packages}
-            assert isinstance(self._launcher, AgentLauncher)
-            copying = CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice).to_json()
-            left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
-            self._launcher.stage(copying if packages else None, wait_s=left_s)
-            self._is_packed.set()
+            packages: list[Package] = []
+            try:
+                packages = self._pack(request)
+            finally:  # the start waits for this
+                self._packages |= {each.key: each for each in packages}
+                assert isinstance(self._launcher, AgentLauncher)
+                copying = CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice).to_json()
+                left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
+                self._launcher.stage(copying if packages else None, wait_s=left_s)
+                self._is_packed.set()
 
         threading.Thread(target=carry_out, daemon=True).start()
 

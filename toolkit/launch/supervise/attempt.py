@@ -82,6 +82,11 @@ class Attempt:
         self.gone |= set(ranks)
 
     @property
+    def hosts_with_ranks(self) -> set[str]:
+        """Return the nodes of which not all ranks have ended."""
+        return {*self._still_running}
+
+    @property
     def all_reachable_have_ended(self) -> bool:
         """True if a node is lost and every rank on the other nodes has ended.
 

@@ -5,6 +5,7 @@ Signal handlers, launchers and agents only put events into the queue; the one lo
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -50,6 +51,8 @@ ERROR_REPORTS_S = 0.5
 KILLED_TOGETHER_S = 0.05
 STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
+#: A rank that has not ended this long after a SIGKILL waits in the kernel, for a disk or a driver, perhaps for ever.
+UNKILLABLE_S = 60.0
 #: Ranks that got SIGKILL are gone after this time.
 DYING_S = 1.0
 
@@ -104,13 +107,19 @@ class AttemptLoop:
         would kill this process too; ``exit_code``, set when all ranks have ended or are given up.
         """
         attempt, next_status = self._attempt, 0.0
+        unkillable_at = math.inf
         while attempt.exit_code is None:
             now = time.monotonic()
             if attempt.kill_at is not None and now >= attempt.kill_at:
+                unkillable_at = min(unkillable_at, now + UNKILLABLE_S)
                 attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
                 self._ranks.kill()
                 if attempt.ask_slurm_at is not None:
                     attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
+            if now >= unkillable_at and self._ranks.tells_each_end:
+                for host in attempt.hosts_with_ranks - attempt.lost_nodes:
+                    log.error("node %s: ranks still run %.0f s after SIGKILL: doing without it", host, UNKILLABLE_S)
+                    attempt.lost_nodes.add(host)
             # Ranks on dead nodes will never report their end.
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.launch import outages
@@ -24,7 +26,8 @@ def has_ended(context: Context, earlier_death: str | None) -> bool:
     if not restarted or result is None or result.state.is_cut_short:
         return False
     log.info("run %s has ended before (%s): nothing to do in this restart", run.id, result.state)
-    run.write_status(run.status().replace(state=result.state))
+    with suppress(OSError):  # a full disk must not have the job of a run that is over requeued
+        run.write_status(run.status().replace(state=result.state))
     return True
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from toolkit import rundir, staging
+from toolkit import logs, rundir, staging
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
@@ -26,6 +26,8 @@ from toolkit.launch.watch import hang_investigation
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
+
+log = logs.get(__name__)
 
 
 @dataclass
@@ -97,8 +99,12 @@ class Context:
             self.requeue.prepare(self.job.row, self.job.settings, self.claim)
 
     def asked(self) -> Intent | None:
-        """Return what a user has asked of the run."""
-        return stop_request.asked(self.run)
+        """Return what a user has asked of the run. None also where the file cannot be read at this moment."""
+        try:
+            return stop_request.asked(self.run)
+        except OSError as error:  # the ranks, which may be about to save, must not end with the supervisor
+            log.warning("%s: it cannot be seen whether a stop was asked for: %s", self.run.path, error)
+            return None
 
     def rank_command(self) -> list[str]:
         """Return the command that every rank runs."""

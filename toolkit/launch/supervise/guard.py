@@ -7,6 +7,7 @@ allocation. The next one takes the running ranks over, or starts an attempt from
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ log = logs.get(__name__)
 
 
 def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = lambda: 0) -> int:
-    """Run ``supervise(None)`` in a child process; return its exit code.
+    """Run ``supervise(None)`` in a child process, with the stop signals blocked; return its exit code.
 
     When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are passed on. If the
     child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises ToolkitError
@@ -33,17 +34,23 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     deaths, best = 0, step()
     while deaths < MAX_DEATHS:
         code, was_terminated = _run_child(supervise, earlier_death)
-        if code >= 0:
-            return code
+        if code >= 0 or was_terminated:
+            _ignore_signals()
+            return code if code >= 0 else 128 - code
         name = signal.Signals(-code).name
-        if was_terminated:
-            return 128 - code
         earlier_death = f"the supervisor on {os.uname().nodename} was killed by {name}"
         # A new step since the last death starts the count anew.
         reached = step()
         deaths, best = (1, reached) if reached > best else (deaths + 1, best)
         log.error("%s, %d times in a row without a new step", earlier_death, deaths)
+    _ignore_signals()
     raise ToolkitError(f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
+
+
+def _ignore_signals() -> None:
+    for number in die_with_parent.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
 
 
 def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
@@ -58,11 +65,11 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
         code = 1
         try:
             die_with_parent.die_with(guard, signal.SIGKILL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
-            code = supervise(earlier_death)
+            code = supervise(earlier_death)  # unblocks the signals when it has handlers: one may have come already
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the code counts also where the last words cannot be written
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(code)
 
     def pass_on(number: int, frame: object) -> None:
@@ -74,6 +81,6 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
     # Wait without reaping: the pid stays the child's while signals are passed on.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    for number in die_with_parent.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    # Those that come from now on are for the next child, or for nobody.
+    signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on

@@ -22,7 +22,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     A rank that hung, or was killed by a signal of unknown origin, makes its node suspect. The first time has no effect;
     the second excludes the node. If enough nodes are left then, the attempt does not count as the run's failure.
     """
-    add_error_files(context, attempt)
+    outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
     excuse_nodes(attempt)
     job, nodes = context.job, context.nodes
     # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.

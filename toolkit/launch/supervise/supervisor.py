@@ -80,7 +80,6 @@ class Supervisor:
             return EXIT_DONE
         take_run(self._context)
         # Go on with the ranks that still run, else start anew.
-        self._context.job.look()
         try:
             verdict = None if left is None or claim is None else self._take_over(left)
             verdict = verdict or self._start(earlier_death)
@@ -100,6 +99,7 @@ class Supervisor:
 
     def _start(self, earlier_death: str | None) -> Verdict | None:
         """Start anew; return None for a run that a user has ended."""
+        self._context.job.look()
         left_over.close(self._context, earlier_death)
         self._journal.announce()
         ended = wait_for_other_runs(self._context, self._context.requeue)
@@ -124,7 +124,9 @@ class Supervisor:
         ranks = self._launcher.take_over(attempt.number, attempt.plan, command, environ, self._events)
         if ranks is None:
             context.claim.renew()  # ranks that are left must not write any more
+            self._forget_events()
             return None
+        context.job.look()  # only now: agents do not wait for a slow controller
         log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
         self._journal.take_over(attempt)
         self._nodes.note_used(attempt.plan)
@@ -140,6 +142,13 @@ class Supervisor:
         # From here on like any other attempt.
         verdict = self._conclude(attempt)
         return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
+
+    def _forget_events(self) -> None:
+        """Forget what agents have told of an attempt that is over. Signals and threads' errors are for what follows."""
+        events = [self._events.get() for _ in range(self._events.qsize())]
+        for event in events:
+            if isinstance(event, (Signalled, Exception)):
+                self._events.put(event)
 
     # -------------------------------------------------------------------------------------------------- the attempts
 
