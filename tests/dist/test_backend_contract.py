@@ -14,7 +14,7 @@ from tests.dist.mpi import mpirun
 from tests.dist.ranks import run_ranks
 from toolkit.ranks.session import Session
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 #: What a backend cannot do: refuses, gets wrong (tensors that are not contiguous), or waits for for ever.
 LACKS: dict[str, set[str]] = {

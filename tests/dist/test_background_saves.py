@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.folder import newest_step
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 ROOT = Path(__file__).parents[2]
 RANKS = 3

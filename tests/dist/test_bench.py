@@ -96,12 +96,13 @@ def test_the_saves_are_compared(tmp_path: Path) -> None:
     prints_its_table("checkpoint", tmp_path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(BENCHES.keys() - SLOW - {"checkpoint"}))
 def test_every_other_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
     prints_its_table(name, tmp_path)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_every_slow_bench_still_prints_its_table(name: str, tmp_path: Path) -> None:
     prints_its_table(name, tmp_path)

@@ -26,7 +26,7 @@ from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 
-pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.sample(3)]
 
 ROOT = Path(__file__).parents[2]
 RANKS = 3

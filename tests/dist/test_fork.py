@@ -25,7 +25,7 @@ from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.launcher import AllRanksEnded, RanksExited, RanksFinished
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(15)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(5)]
 TIMEOUT_S = 60 * PATIENCE
 
 #: Says all that a program can see of itself; what must differ comes apart.

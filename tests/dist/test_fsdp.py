@@ -42,7 +42,7 @@ from toolkit.strategies.layouts import local
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(8)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 
 # ------------------------------------------------------------------------------------------------------- memory

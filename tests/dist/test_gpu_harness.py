@@ -14,7 +14,7 @@ from tests.dist.ranks import run_ranks
 from tests.gpu import figures, throughput, training
 from toolkit.config import DistConfig
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 TINY = throughput.GptSizes(layers=2, heads=2, width=16, vocabulary=64, length=8)
 
 

@@ -16,7 +16,7 @@ from toolkit.cli.main import main
 from toolkit.data.tokens.folder import Tokens
 from toolkit.rundir import all_runs
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 SMALL = [
     "params.layers=2",
     "params.width=32",

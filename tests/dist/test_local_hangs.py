@@ -23,7 +23,7 @@ from toolkit.launch.watch.silence import SilenceWatch, start_watch
 from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 #: Half of it is the bound, 0.8 of it until the first step has ended: three imports of torch on two busy cores.
 TIMEOUT_S = 60

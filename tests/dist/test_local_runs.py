@@ -19,7 +19,7 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.run_files import FirstFailure, RunStatus
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 ROOT = Path(__file__).parents[2]
 TOOLKIT = [sys.executable, "-m", "toolkit"]

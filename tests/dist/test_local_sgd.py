@@ -46,7 +46,7 @@ from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare, reseed
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(8)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 WORLD, STEPS = 3, 8
 #: Not a multiple of the checkpoints' 4 steps: those are made inside of rounds.

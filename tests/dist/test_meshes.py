@@ -29,7 +29,7 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, auto, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
 
 NEXT_TOKEN = Objective(lambda model, batch: next_token(model(batch.inputs), batch.targets))
 LENGTH, WINDOWS = 8, 6

@@ -30,7 +30,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
-pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.sample(2)]
 
 SAMPLES, BATCH, EPOCHS = 50, 13, 4  # 13 divides neither the samples nor 4, 2 or 3 ranks
 STEPS = 16

@@ -36,7 +36,7 @@ from toolkit.ranks.session import Session
 from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare, reseed
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 
 SAMPLES, BATCH = 52, 12  # global batches; epochs end within batches
 

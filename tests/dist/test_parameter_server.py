@@ -38,7 +38,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(8)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 
 def config(servers: int = 1, mode: str = "sync", staleness: int = 4) -> StrategyConfig:

@@ -46,7 +46,7 @@ from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(7)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 
 def make(

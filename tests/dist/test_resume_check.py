@@ -43,7 +43,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 STEPS, DIES_IN, SAVED = 10, 7, 4
 SAMPLES, BATCH = 50, 26  # over 4 ranks: shares of 6 and 7, and an epoch ends within a batch

@@ -26,7 +26,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 
 SAMPLES, BATCH = 70, 30
 AUTO = DataConfig(global_batch_size=BATCH, share="auto")

@@ -37,7 +37,7 @@ from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 
 STEPS, SIZE = 6, 10
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -35,7 +35,7 @@ from toolkit.strategies.update.verdict import MADE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(8)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 
 #: Cut across outputs, across inputs, and with all outputs on every rank; the first two layers lie whole on each rank.
 PLAN = {"2": "colwise", "4": "rowwise", "5": "gathered"}

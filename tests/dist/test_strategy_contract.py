@@ -41,7 +41,7 @@ from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(14)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 
 
 def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:

@@ -37,7 +37,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 
 SAMPLES, BATCH, EVAL_SAMPLES = 50, 20, 37
 EVERY_4 = CheckpointConfig(4)

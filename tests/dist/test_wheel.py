@@ -15,7 +15,7 @@ from tests.pages import ROOT, blocks
 from tests.waiting import PATIENCE, processes_with, wait_for
 from tests.wheel import Installed, install_wheel
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
 END_S = 120
 #: What the script of docs/loop.md has of its own.

@@ -15,7 +15,7 @@ from tests.slurm.site import END_S, Site, reached
 from tests.waiting import wait_for
 from toolkit import rundir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 SHORT = ["train.max_steps=40", "checkpoint.every_steps=20"]
 #: 450,000 steps: nobody waits for its end.

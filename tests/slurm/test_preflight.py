@@ -17,7 +17,7 @@ import pytest
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import completed, slow_project, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(4)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 SICK = "node3"
 TEMP = "/var/tmp"

@@ -28,7 +28,7 @@ from toolkit.launch.record import ownership
 from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(4)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 NODES = ["cluster.nodes=2", "cluster.tasks_per_node=1"]
 LONG = [*NODES, "train.epochs=20000", "checkpoint.every_steps=1000"]
