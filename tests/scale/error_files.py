@@ -12,7 +12,7 @@ from tests.scale import Curve
 from toolkit import fsio
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.judging import add_error_files
+from toolkit.launch.supervise.conclusion import add_error_files
 from toolkit.rundir import RunDir
 
 

@@ -9,16 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs, node_memory
+from toolkit import fsio, logs, node_memory, staging
 from toolkit.agent import cpus, state_memory
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import parsed, start_child
 from toolkit.agent.link import Message
-from toolkit.agent.node_copies import NodeCopies
 from toolkit.agent.zygote import ForkOrder, opened
 from toolkit.agent.zygote_client import ZygoteClient
 from toolkit.records import COUNT, ListOf
@@ -53,6 +52,33 @@ class _Child:
         selector.unregister(self.stdout)
         os.close(self.stdout)
         self.stdout = None
+
+
+@dataclass
+class NodeCopies:
+    """The copies on this node that processes are started with, see :mod:`toolkit.staging`."""
+
+    paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
+    awaited_by: float | None = None  #: until when nothing is started, to wait for copies
+
+    def expect(self, wait_s: float) -> None:
+        """Have nothing started until copies are there, or ``wait_s`` have passed."""
+        self.awaited_by = time.monotonic() + wait_s
+
+    def put_aside(self, wait_s: float) -> dict[str, str]:
+        """Return the copies, and use none until it is known which are whole."""
+        paths, self.paths = self.paths, {}
+        self.expect(wait_s)
+        return paths
+
+    def environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the variables of a process that uses the copies."""
+        return staging.environment(self.paths, environ) if self.paths else environ
+
+    def program(self, program: str) -> str:
+        """Return the program of the environment's copy, or of the environment itself if that has none."""
+        copy = staging.moved(Path(program), self.paths)
+        return program if copy == Path(program) else str(copy)
 
 
 class Processes:
@@ -204,6 +230,8 @@ class Processes:
                     )
                 )
             except OSError as error:
+                for pipe in filter(None, (child.stdin, child.stdout)):
+                    os.close(pipe)
                 self._send({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
                 continue
             finally:

@@ -14,7 +14,7 @@ import pytest
 from toolkit.agent import copies
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import Message
-from toolkit.agent.node_copies import NodeCopies
+from toolkit.agent.processes import NodeCopies
 
 ORDER = {"request": {}, "above": [], "is_above": False}
 WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}

@@ -23,7 +23,7 @@ from toolkit.agent import relay
 from toolkit.agent.copies import CopyKeeper
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import Message, StrangerError
-from toolkit.agent.node_copies import NodeCopies
+from toolkit.agent.processes import NodeCopies
 from toolkit.agent.relay import NodeAddress, Relay, RelayPeer, RelayRequest
 from toolkit.launch.start.agent_launcher import CopyOrder
 from toolkit.staging import copying, whole

@@ -14,8 +14,8 @@ from toolkit import fsio
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise import error_files
 from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.conclusion import add_error_files
 from toolkit.launch.supervise.facts import RankFailure
-from toolkit.launch.supervise.judging import add_error_files
 from toolkit.rundir import RunDir
 
 NODES, RANKS_A_NODE = 250, 8

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from toolkit.launch.watch.node_states import ASK_DRAINED_EVERY_S, for_drained_nodes
+from toolkit.launch.watch.node_care import ASK_DRAINED_EVERY_S, for_drained_nodes
 from toolkit.slurm.fake import FakeSlurm
 
 HOSTS = [f"node{number}" for number in range(1, 5)]

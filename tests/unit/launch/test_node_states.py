@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.launch.watch.node_states import ASK_DEAD_EVERY_S, for_dead_nodes
+from toolkit.launch.watch.node_care import ASK_DEAD_EVERY_S, for_dead_nodes
 
 
 class Network:

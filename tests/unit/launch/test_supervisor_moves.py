@@ -21,7 +21,7 @@ from toolkit.launch.supervise import attempt_loop, stop_path
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
 from toolkit.launch.supervise.supervisor import Supervisor
-from toolkit.launch.watch import node_states
+from toolkit.launch.watch import node_care
 from toolkit.launch.watch.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
@@ -45,7 +45,7 @@ class Agents(NodeAgents):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.01)
-    monkeypatch.setattr(node_states, "ASK_DRAINED_EVERY_S", 0.0)
+    monkeypatch.setattr(node_care, "ASK_DRAINED_EVERY_S", 0.0)
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
 from toolkit.launch.supervise import attempt_loop, conclusion, entry, left_over, node_checks
+from toolkit.launch.supervise.conclusion import judge_attempt
 from toolkit.launch.supervise.facts import Verdict
-from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import RunResult, RunStatus

@@ -1,20 +1,26 @@
-"""The end of an attempt: its verdict, and all that is written and asked of Slurm because of it."""
+"""The end of an attempt: collects the facts, has them judged, and writes and asks of Slurm what the verdict needs."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from toolkit import logs
+from toolkit.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch import outages
 from toolkit.launch.job import node_history
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.record import stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.notify import notify
+from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.attempt_loop import note_cut_link
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.facts import Cause, Decision, Verdict
-from toolkit.launch.supervise.judging import judge_attempt
+from toolkit.launch.supervise.ending import judge
+from toolkit.launch.supervise.error_files import read_error_files
+from toolkit.launch.supervise.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import RunState
@@ -33,6 +39,94 @@ def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     # Last: a job that is being ended has only seconds.
     remove_unused(context.run.attempt_logs(attempt.number))
     return verdict
+
+
+def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
+    """Return the verdict, after checking what the ranks have left, the nodes and Slurm.
+
+    A rank that hung, or was killed by a signal of unknown origin, makes its node suspect. The first time has no effect;
+    the second excludes the node. If enough nodes are left then, the attempt does not count as the run's failure.
+    """
+    outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
+    excuse_nodes(attempt)
+    job, nodes = context.job, context.nodes
+    # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
+    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
+        is_cancelled = context.asked() is Intent.CANCEL
+        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
+    if job.slurm is not None and attempt.silent_nodes:
+        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
+    # Slurm may have requeued the job for a node that did not answer then, and does now.
+    if attempt.slurm is JobFate.REQUEUED:
+        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
+    for node in attempt.lost_nodes:
+        nodes.condemn(node, f"lost in attempt {attempt.number}")
+    # Nodes that could not start ranks count as lost.
+    for node in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+        nodes.condemn(node, f"ranks of attempt {attempt.number} could not be started there")
+        attempt.lost_nodes.add(node)
+    facts = _facts(context, attempt)
+    verdict = judge(facts)
+    host = verdict.suspect
+    if host is None or context.job.slurm is None:  # without Slurm there is no other node
+        return verdict
+    # A node that was suspected too often is excluded, and the attempt is judged again.
+    count = 1 + sum(past.suspect == host for past in facts.history)
+    return judge(replace(facts, condemned=host)) if context.nodes.suspect(host, count) else verdict
+
+
+def add_error_files(context: Context, attempt: Attempt) -> None:
+    """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
+    reported: dict[int, RankFailure] = {}
+    hosts = attempt.rank_hosts
+    for failure in read_error_files(context.run.attempt_logs(attempt.number)):
+        rank = failure.rank
+        assert rank is not None
+        if rank in attempt.lost_ranks or rank >= len(hosts):
+            continue
+        # torch's format has no host
+        reported[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
+        if failure.unreached is not None:
+            note_cut_link(context, attempt, hosts[rank], failure.unreached)
+    # A rank's own words replace its exit code, but not the signal that killed it.
+    kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
+    attempt.failures = [*kept, *reported.values()]
+
+
+def excuse_nodes(attempt: Attempt) -> None:
+    """Blame no node for ranks that ended without a report where most nodes have such ranks."""
+    unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+    if len(unreported) > len({*attempt.rank_hosts}) / 2:
+        attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+
+
+def _facts(context: Context, attempt: Attempt) -> Facts:
+    assert attempt.exit_code is not None
+    retry = context.config.retry
+    return Facts(
+        exit_code=attempt.exit_code,
+        failures=tuple(attempt.failures),
+        stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
+        stop=attempt.stop,
+        stop_note=attempt.stop_note,
+        vacated_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.vacated_nodes.items()),
+        slurm=attempt.slurm,
+        lost_nodes=tuple(sorted(attempt.lost_nodes)),
+        can_go_on=context.nodes.plan() is not None,
+        has_result=attempt.result is not None,
+        has_lost_ranks=bool(attempt.lost_ranks),
+        hang=attempt.hang,
+        cut_links=tuple(sorted(attempt.cut_links)),
+        hosts=attempt.plan.hosts,
+        step_start=attempt.progress.step_start,
+        step_end=attempt.progress.step,
+        step_saved=attempt.step_saved,
+        gained_s=attempt.gained_s,
+        lost_s=attempt.lost_s,
+        is_foreign=context.is_foreign,
+        history=context.journal.history(),
+        budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
+    )
 
 
 def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
@@ -62,12 +156,12 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
     outages.persist(lambda: journal.write_result(attempt, state, why), run.path)
 
 
-def end_before_start(context: Context) -> RunState:
-    """Write the result of a run that a user ended before it started again; return its state."""
+def end_before_start(context: Context) -> int:
+    """Write the result of a run that a user ended before it started again; return the job's exit code."""
     state = stop_request.end_state(context.asked())
     outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
     notify(context.run)
-    return state
+    return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
 
 
 def _state(verdict: Verdict) -> RunState:

@@ -28,13 +28,13 @@ LOOK_EVERY_S = 1.0
 log = logs.get(__name__)
 
 
-def wait_for_other_runs(context: Context, requeue: JobRequeue | None) -> Verdict | None:
+def wait_for_other_runs(context: Context) -> Verdict | None:
     """Return None when the run may start, or a user has ended it; else how the job ends without an attempt.
 
     That is a failure if what is waited for did not complete. A job of Slurm does not wait for long: it goes back into
     the queue until the others' present jobs have ended. On this machine the process waits.
     """
-    record = after.record_of(context.run)
+    record, requeue = after.record_of(context.run), context.requeue
     lost_since: float | None = None
     while record is not None and not context.asked():
         stands = _look(context, record)
@@ -96,7 +96,7 @@ def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stand
     """Give the nodes back, until the jobs have ended that the others have at present."""
     run, jobs = context.run, [] if stands is None else list(stands.jobs)
     log.info("%s: back into the queue after job %s", after.sentence(after.names(record)), ", ".join(jobs) or "?")
-    requeue.prepare(context.job.row, context.job.settings, context.claim)
+    context.prepare_requeue()
     _note(context, RunState.REQUEUED, record)
     seen = requeue.requeue(jobs)
     if seen is JobFate.REQUEUED:

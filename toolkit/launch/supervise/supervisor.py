@@ -31,7 +31,6 @@ from toolkit.launch.supervise.node_checks import mark_bad_nodes
 from toolkit.launch.supervise.other_runs import wait_for_other_runs
 from toolkit.launch.supervise.stop_path import Signalled, stopped_in_pause, why_stop
 from toolkit.launch.watch.node_care import NodeCare
-from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
@@ -88,7 +87,7 @@ class Supervisor:
                 self._agents.close()
         # A user ended the run before it started again.
         if verdict is None:
-            return EXIT_STOPPED if end_before_start(self._context) is RunState.STOPPED else EXIT_FAILED
+            return end_before_start(self._context)
         # The run is over for good: cancel its follow-up jobs.
         if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
             self._context.requeue.dismiss()
@@ -102,7 +101,7 @@ class Supervisor:
         self._context.job.look()
         left_over.close(self._context, earlier_death)
         self._journal.announce()
-        ended = wait_for_other_runs(self._context, self._context.requeue)
+        ended = wait_for_other_runs(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
