@@ -214,6 +214,30 @@ def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
     assert len(ranks.signals) > 2
 
 
+def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that all nodes share is away: no node is to blame."""
+    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.05)
+
+    class Stuck(Ranks):
+        tells_each_end = True
+
+        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+            self.signals.append(number)
+            if len(self.signals) == 6:
+                self.events.put(AllRanksEnded(137))
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        ranks.events.put(RanksExited((), "node1", "exit code 1", None, time.time(), 1))
+
+    ranks = Stuck(crashes, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert not ranks.abandoned
+    assert [attempt.lost_nodes for attempt in run.attempts()] == [(), ()]
+
+
 def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,9 +117,8 @@ class AttemptLoop:
                 if attempt.ask_slurm_at is not None:
                     attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
             if now >= unkillable_at and self._ranks.tells_each_end:
-                for host in attempt.hosts_with_ranks - attempt.lost_nodes:
-                    log.error("node %s: ranks still run %.0f s after SIGKILL: doing without it", host, UNKILLABLE_S)
-                    attempt.lost_nodes.add(host)
+                self._do_without_unkillable()
+                unkillable_at = now + UNKILLABLE_S
             # Ranks on dead nodes will never report their end.
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()
@@ -133,6 +132,19 @@ class AttemptLoop:
             except Empty:
                 continue
             self._handle(event)
+
+    def _do_without_unkillable(self) -> None:
+        """Count nodes as lost on which SIGKILL does not end the ranks.
+
+        Where that is so on most nodes, a disk that they share is away. Its return is waited for.
+        """
+        stuck = self._attempt.hosts_with_ranks - self._attempt.lost_nodes
+        if stuck:
+            log.error(
+                "ranks on %s do not end: SIGKILL came at least %.0f s ago", ", ".join(sorted(stuck)), UNKILLABLE_S
+            )
+        if 2 * len(stuck) <= len(self._attempt.plan.hosts):
+            self._attempt.lost_nodes |= stuck
 
     def _do_periodic_work(self) -> None:
         """Do the periodic work that no event triggers."""
