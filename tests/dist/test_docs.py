@@ -18,7 +18,8 @@ pytestmark = pytest.mark.dist
 
 
 def ran(*argv: str, cwd: Path, runs: Path) -> str:
-    env = {**os.environ, "TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    folders = {"TOOLKIT_RUNS": str(runs), "XDG_CACHE_HOME": str(runs / "cache"), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE * 240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
