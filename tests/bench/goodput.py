@@ -116,7 +116,8 @@ def measure(site: Site, minutes: float, every_s: float, memory: str) -> list[dic
     wall_s, steps = time.monotonic() - began, run.step() - first
     attempts = run.attempts()
     starts = [a.step_start for a in attempts[1:]] + [run.status().progress.step_start]
-    again = sum(a.step_end - start for a, start in zip(attempts, starts, strict=True))
+    # Reports come up to a second late: the next attempt may begin after the last step that was reported.
+    again = sum(max(0, a.step_end - start) for a, start in zip(attempts, starts, strict=True))
     imported_s = statistics.mean(imports_s(run, a.attempt + 1) for a in attempts)
     back_s = statistics.mean(recoveries)
     print(f"{len(recoveries)} failures in {wall_s:.0f} s, undisturbed {undisturbed_s * 1000:.0f} ms a step")
