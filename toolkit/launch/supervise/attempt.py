@@ -92,7 +92,7 @@ class Attempt:
 
         Ranks on lost nodes cannot be waited for. All other ranks must be gone before the next attempt.
         """
-        return bool(self.lost_nodes) and self._still_running.keys() <= self.lost_nodes
+        return bool(self.lost_nodes) and self.hosts_with_ranks <= self.lost_nodes
 
     def hear_progress(self, progress: RunProgress) -> None:
         """Take rank 0's report of the run, which tells how long the loop has worked."""

@@ -32,25 +32,24 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     """
     earlier_death: str | None = None
     deaths, best = 0, step()
-    while deaths < MAX_DEATHS:
-        code, was_terminated = _run_child(supervise, earlier_death)
-        if code >= 0 or was_terminated:
-            _ignore_signals()
-            return code if code >= 0 else 128 - code
-        name = signal.Signals(-code).name
-        earlier_death = f"the supervisor on {os.uname().nodename} was killed by {name}"
-        # A new step since the last death starts the count anew.
-        reached = step()
-        deaths, best = (1, reached) if reached > best else (deaths + 1, best)
-        log.error("%s, %d times in a row without a new step", earlier_death, deaths)
-    _ignore_signals()
+    try:
+        while deaths < MAX_DEATHS:
+            code, was_terminated = _run_child(supervise, earlier_death)
+            if code >= 0:
+                return code
+            name = signal.Signals(-code).name
+            if was_terminated:
+                return 128 - code
+            earlier_death = f"the supervisor on {os.uname().nodename} was killed by {name}"
+            # A new step since the last death starts the count anew.
+            reached = step()
+            deaths, best = (1, reached) if reached > best else (deaths + 1, best)
+            log.error("%s, %d times in a row without a new step", earlier_death, deaths)
+    finally:  # there is no child any more to pass signals to
+        for number in die_with_parent.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
     raise ToolkitError(f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
-
-
-def _ignore_signals() -> None:
-    for number in die_with_parent.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
 
 
 def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
