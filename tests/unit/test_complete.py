@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +15,21 @@ import pytest
 
 from tests.pages import PAGES, ROOT
 from toolkit.cli import main as cli
-from toolkit.config import DATASETS, STRATEGIES, ClusterConfig, JobConfig, StrategyConfig
+from toolkit.config import (
+    DATASETS,
+    STRATEGIES,
+    ClusterConfig,
+    JobConfig,
+    PruningConfig,
+    StrategyConfig,
+    TrainConfig,
+    check_step,
+)
 from toolkit.config.catalog import CATALOG
+from toolkit.config.sbatch_flags import REFUSED
 from toolkit.data import datasets
 from toolkit.errors import ConfigError
-from toolkit.launch.submission.sbatch import sbatch_script
+from toolkit.launch.submission.sbatch import sbatch_script, srun_options
 from toolkit.ranks.session import Session
 from toolkit.rundir import RunDir
 from toolkit.strategies import build_strategy
@@ -43,6 +54,34 @@ def test_each_strategy_is_held_to_the_contract_and_has_its_place_in_the_docs() -
     table = [line for line in (ROOT / "docs/strategies.md").read_text().splitlines() if line.startswith("| `")]
     named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert set(STRATEGIES) <= named
+
+
+PRUNING = PruningConfig(amount=0.5, end_step=9)
+#: What the rows of the table in docs/steps.md ask for, from its first to its last.
+OPTIONS_OF_A_STEP = (
+    *(TrainConfig(clip_norm=1.0), TrainConfig(skip_bad_steps=True), TrainConfig(ema_decay=0.9)),
+    *(TrainConfig(pruning=PRUNING), TrainConfig(pruning=replace(PRUNING, structured=True))),
+    *(TrainConfig(sync_batch_norm=True), TrainConfig(channels_last=True)),
+)
+
+
+def is_refused(asked: TrainConfig, strategy: str) -> bool:
+    try:
+        check_step(asked, StrategyConfig(strategy))
+    except ConfigError:
+        return True
+    return False
+
+
+def test_the_page_on_steps_says_what_each_strategy_refuses() -> None:
+    page = (ROOT / "docs/steps.md").read_text()
+    table = page.partition("What goes with which `strategy.name`")[2].partition("|\n\n")[0].splitlines()[2:]
+    names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")[1:]] for line in table)
+    columns = [re.findall(r"`(\w+)`", cell) for cell in names]
+    assert sorted([*chain(*columns), "auto", "custom"]) == sorted(STRATEGIES)
+    for asked, row in zip(OPTIONS_OF_A_STEP, rows, strict=True):
+        for strategies, cell in zip(columns, row, strict=True):
+            assert {is_refused(asked, name) for name in strategies} == {cell == "no"}, (strategies, asked)
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -70,12 +109,23 @@ def other(value: Any, name: str) -> Any:
     return 2.0 if name == "mem_gb" else "x"
 
 
+#: Keys of ``cluster`` of which `toolkit doctor` tells srun nothing: it holds each node for some seconds, for one task.
+NOT_FOR_SRUN = {
+    *("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "spare_nodes"),
+    *("signal_delay_s", "setup", "extra"),
+}
+
+
 @pytest.mark.parametrize("key", [field.name for field in fields(ClusterConfig) if field.name not in NOT_FOR_SBATCH])
-def test_each_key_of_cluster_reaches_the_sbatch_script(key: str) -> None:
+def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(key: str) -> None:
     config, run = JobConfig(cluster=ClusterConfig(gpus_per_node=1)), RunDir(Path("/run"))
-    before = sbatch_script(config, run)
+    script, options = sbatch_script(config, run), srun_options(config)
     setattr(config.cluster, key, other(asdict(config.cluster)[key], key))
-    assert sbatch_script(config, run) != before
+    lines = {*sbatch_script(config, run).splitlines()} - {*script.splitlines()}
+    assert lines
+    flags = re.findall(r"(?m)^#SBATCH --([\w-]+)", "\n".join(lines))
+    assert key == "extra" or {*flags} <= REFUSED.keys(), "a flag that is missing in REFUSED of sbatch_flags.py"
+    assert (srun_options(config) != options) == (key not in NOT_FOR_SRUN), "`srun_options()` of sbatch.py, or here"
 
 
 #: How a follow-up job that is submitted inside a job gets a key's value: by Slurm's variables or answer about the job,

@@ -13,9 +13,7 @@ from toolkit.config.schema import (
     DATASETS,
     FIXED_ON_RESUME,
     FOREIGN_JOB,
-    SAME_STATE,
     STATELESS,
-    STRATEGIES,
     TENSOR_STYLES,
     CheckpointConfig,
     ClusterConfig,
@@ -37,6 +35,7 @@ from toolkit.config.schema import (
     put,
     value_of,
 )
+from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
 from toolkit.config.update_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
 from toolkit.config.words import choose, is_one_line, tensor_style

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import OWN_TIME, ImageConfig, JobConfig
+from toolkit.config.schema import ImageConfig, JobConfig
+from toolkit.config.strategy_traits import OWN_TIME
 from toolkit.errors import ConfigError
 
 

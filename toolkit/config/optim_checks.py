@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config.schema import OPTIMIZERS, SHARDED, JobConfig, OptimConfig
+from toolkit.config.schema import OPTIMIZERS, JobConfig, OptimConfig
+from toolkit.config.strategy_traits import SHARDED
 from toolkit.config.words import one_of, within
 from toolkit.errors import ConfigError
 

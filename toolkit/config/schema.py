@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text", "tokens")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = (*("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"), "custom")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -32,8 +31,6 @@ SPLITS = ("global", "blocks", "hash")
 #: Random changes of a photograph, each a class of torchvision; see data/pictures.py.
 POLICIES = ("none", "auto_augment", "rand_augment", "trivial_augment", "augmix")
 INTERPOLATIONS = ("bilinear", "bicubic")
-#: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
-OWN_TIME = ("ddp",)
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
 FOREIGN_JOB = "toolkit.launch.start.foreign"
 
@@ -43,15 +40,6 @@ FIXED_ON_RESUME = (
     *("data.name", "data.global_batch_size", "data.repeats", "data.split"),
     *("model.name", "optim.name", "train.seed"),
 )
-#: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean). Another of
-#: them may continue a run, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
-#: Strategies that do everything that `train:` asks for between gradients and weights.
-WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
-#: Strategies in which BatchNorm may use all ranks' samples.
-SYNC_BATCH_NORM = ("ddp", "fsdp", "zero", "auto")
-#: Strategies in which a rank holds a part of each weight, or of many.
-SHARDED = ("fsdp", "zero", "tensor")
 #: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
 

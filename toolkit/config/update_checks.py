@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.schema import STATELESS, SYNC_BATCH_NORM, WHOLE_UPDATE, JobConfig, StrategyConfig, TrainConfig
+from toolkit.config.schema import STATELESS, JobConfig, StrategyConfig, TrainConfig
+from toolkit.config.strategy_traits import SYNC_BATCH_NORM, WHOLE_UPDATE
 from toolkit.errors import ConfigError
 
 

@@ -31,14 +31,12 @@ from toolkit.config.schema import (
     PIPELINE_SCHEDULES,
     POLICIES,
     PRECISIONS,
-    SAME_STATE,
     SCHEDULES,
     SERVER_MODES,
     SHARES,
     SPLITS,
     STAGES,
     STATELESS,
-    STRATEGIES,
     TENSOR_STYLES,
     JobConfig,
     MeshConfig,
@@ -46,6 +44,7 @@ from toolkit.config.schema import (
     all_keys,
     value_of,
 )
+from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
 from toolkit.config.update_checks import check_compression, check_step
 from toolkit.config.words import is_one_line, one_of, tensor_style, within
 from toolkit.errors import ConfigError, DataMissingError
