@@ -104,7 +104,7 @@ def ours(weights: Weights, folder: Path, *, background: bool) -> Save:
 
     def save(step: int) -> Callable[[], None]:
         checkpoints.saver.save(step, {})
-        return checkpoints.saver.settle
+        return checkpoints.saver.await_save
 
     return save
 

@@ -107,17 +107,17 @@ class CheckpointFolder:
         keep: Keep = Keep(),  # noqa: B008  # a value
         *,
         is_ours: Callable[[], bool] = lambda: True,
-        moved: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Name the folder; no file is touched.
 
-        ``is_ours`` is asked before each begin and each commit: see ``RunDir.belongs_to``. ``moved`` is called for each
-        piece of a file that was written to disk or read: a sign of progress.
+        ``is_ours`` is asked before each begin and each commit: see ``RunDir.belongs_to``. ``on_progress`` is called for
+        each piece of a file that was written to disk or read.
         """
         self.folder = folder
         self.keep = keep
         self._is_ours = is_ours
-        self.moved = moved
+        self.on_progress = on_progress
         self._begun: set[Path] = set()
         self._figures: dict[Path, Manifest] = {}  #: of checkpoints found valid, without their tensors
         self._conversations = 0
@@ -170,7 +170,7 @@ class CheckpointFolder:
         The folder must exist: a rank that is late would make one anew that the next attempt has removed.
         """
         with file_errors("writing", path):
-            fsio.write_stream(path, chunks, self.moved)
+            fsio.write_stream(path, chunks, self.on_progress)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Make what was written in `temporary` the checkpoint of its step: all of it, or nothing on an error."""

@@ -110,7 +110,7 @@ class _RankReader:
         # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
         headers = manifest.headers[self.rank :: self.world_size]
         check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
-        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.checkpoints.moved)
+        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.checkpoints.on_progress)
 
 
 def fill_state(
@@ -119,7 +119,7 @@ def fill_state(
     path: Path,
     rank: int,
     world_size: int,
-    moved: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Fill one rank's `places` from the files in `path` that `manifest` describes, and verify what is read.
 
@@ -146,7 +146,7 @@ def fill_state(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            moved()
+            on_progress()
     values = {key: record.value for key, record in manifest.values.items() if key in state}
     return Loaded(manifest.step, manifest.meta, values, path)
 

@@ -24,9 +24,11 @@ _CHUNK_BYTES = 1 << 24
 class SecondPlace:
     """Rank 0's copier between the run's folder and the second place."""
 
-    def __init__(self, folder: Path, keep: Keep, moved: Callable[[], None] = lambda: None) -> None:
-        """Set up, without touching a file. ``moved`` is called for each piece copied while a caller waits for it."""
-        self.checkpoints = CheckpointFolder(folder, keep, moved=lambda: moved() if self._is_awaited else None)
+    def __init__(self, folder: Path, keep: Keep, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Set up, without touching a file. ``on_progress`` is called for each piece copied while someone waits."""
+        self.checkpoints = CheckpointFolder(
+            folder, keep, on_progress=lambda: on_progress() if self._is_awaited else None
+        )
         self._is_awaited = False
         self._waiting: Path | None = None
         self._thread: threading.Thread | None = None
@@ -107,7 +109,7 @@ def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder) -> Non
                 for folder in reversed(Path(name).parents[:-1]):
                     fsio.make_dir(temporary / folder, parents=0)
             target.write(temporary / name, _chunks(path / name))
-            target.moved()
+            target.on_progress()
         # Check what is on the second disk, not what was sent to it.
         manifests.check_digests(temporary, manifest)
         target.commit(temporary, manifest)

@@ -120,7 +120,7 @@ class _PointReader:
         self._config = self._load(first)
         self._origin_is_awaited = self._check(self._config)
         self._typed = {key: self._read_axis(key, axis, first) for key, axis in request.axes.items()}
-        prepare.settle(self._config, project)
+        prepare.fix_paths(self._config, project)
         self._settings = settings_of(self._config)
         # A swept key may change other keys: where it stands for a section, or a value of the config refers to another.
         is_section = any(is_dataclass(_value_at(self._config, parts)) for parts in self._parts.values())
@@ -134,7 +134,7 @@ class _PointReader:
             if not self._is_simple:
                 config = self._load(values)
                 self._check(config)
-                prepare.settle(config, self._project)
+                prepare.fix_paths(config, self._project)
                 settings = settings_of(config)
                 shown = {key: _value_at(config, self._parts[key]) for key in values}
                 return CheckedPoint(identity(settings), shown, settings)

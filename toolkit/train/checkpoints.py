@@ -64,7 +64,7 @@ class Checkpoints:
         Returns that checkpoint's step, or None if there is none. Every rank calls it after ``step`` steps. The run goes
         on from ``step``, and loaders keep their position.
         """
-        self.saver.settle()
+        self.saver.await_save()
         loaded = self._read(newest)
         if loaded is None:
             return None

@@ -134,7 +134,7 @@ class Lifecycle:
         """Commit, and raise StoppedError. Where this attempt has gained no step there is nothing to commit."""
         # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self.sheet.on("checkpoint"):
-            self._checkpoints.saver.settle(self.step)
+            self._checkpoints.saver.await_save(self.step)
         is_kept = self.step == (self._checkpoints.saver.newest or 0)  # or at step 0, with nothing to save
         is_kept = is_kept or self.save(must=True)
         self.report("stopped")

@@ -124,7 +124,7 @@ class OwnSteps:
     def _save_the_end(self) -> None:
         """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
         life = self._opened("run.steps")
-        self._checkpoints.saver.settle(life.step)
+        self._checkpoints.saver.await_save(life.step)
         if self._checkpoints.saver.newest != life.step and not life.save(must=True):
             raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
 

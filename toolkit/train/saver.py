@@ -40,7 +40,10 @@ class Saver:
         self._timer: threading.Timer | None = None
         self._blocked_s = 0.0
         self.checkpoints = CheckpointFolder(
-            RunDir(session.run_dir).checkpoints, _keep(config), is_ours=session.owns_run, moved=self._moved
+            RunDir(session.run_dir).checkpoints,
+            _keep(config),
+            is_ours=session.owns_run,
+            on_progress=self._note_progress,
         )
         # Only rank 0 copies checkpoints to the second place.
         self.second: SecondPlace | None = None
@@ -128,7 +131,7 @@ class Saver:
         written in the background, one at a time, unless they ``must`` be made.
         """
         started = time.monotonic()
-        self.settle()  # one save at a time
+        self.await_save()  # one save at a time
         self._best_begun = self._state.best
         if self._background and self._has_saved and not must:
             # It writes a copy, because the next step changes the weights.
@@ -173,7 +176,7 @@ class Saver:
                 time.sleep(RETRY_EVERY_S)
                 self._session.activity.note_progress()  # a full disk is waited for and is no hang
 
-    def settle(self, wanted: int | None = None) -> None:
+    def await_save(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. With ``wanted``, cancel it unless it is of that step."""
         writing, self._waits = self._writing, True
         if writing is None:
@@ -233,7 +236,7 @@ class Saver:
         log.info("saved %s in %.2f s", path, self.save_s)
         return path
 
-    def _moved(self) -> None:
+    def _note_progress(self) -> None:
         """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
         # The writing thread ends a save that was canceled, between two pieces.
         writing = self._writing

@@ -308,7 +308,7 @@ def test_the_training_goes_on_and_what_is_written_is_the_step_that_was_saved(
     live.fill_(8.0)
     assert saved(tmp_path) == {10: 7.0}
     disk.go.set()
-    checkpoints.saver.settle()
+    checkpoints.saver.await_save()
     assert (checkpoints.saver.newest, saved(tmp_path)) == (20, {10: 7.0, 20: 7.0})
 
 
@@ -320,7 +320,7 @@ def test_the_next_save_waits_for_the_one_before_it_and_uses_its_buffers_again(
     threading.Timer(0.05, disk.go.set).start()
     checkpoints.saver.save(30, REACHED)
     assert checkpoints.saver.newest == 20
-    checkpoints.saver.settle()
+    checkpoints.saver.await_save()
     assert saved(tmp_path) == {20: 7.0, 30: 8.0}
     assert len({id(buffer) for buffer in checkpoints.saver._staging._buffers.values()}) == 1
 
@@ -337,7 +337,7 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
     assert checkpoints.saver.newest == 10
     disk.is_full = False
     checkpoints.saver.save(30, REACHED)
-    checkpoints.saver.settle()
+    checkpoints.saver.await_save()
     assert "saves that had failed before it: 1" in caplog.text
     assert checkpoints.saver.failure is None
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
@@ -348,7 +348,7 @@ def test_a_stop_gives_up_the_save_of_an_earlier_step_and_leaves_nothing_of_it(
 ) -> None:
     checkpoints.saver.save(20, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.saver.settle(25)
+    checkpoints.saver.await_save(25)
     assert checkpoints.saver.newest == 10
     checkpoints.saver.save(25, REACHED, must=True)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000025"]
@@ -359,7 +359,7 @@ def test_a_stop_waits_for_the_save_of_the_step_it_stops_at(
 ) -> None:
     checkpoints.saver.save(20, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.saver.settle(20)
+    checkpoints.saver.await_save(20)
     assert checkpoints.saver.newest == 20
 
 
@@ -375,7 +375,7 @@ def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
     disk.go.clear()
     checkpoints.saver.save(30, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.saver.settle()
+    checkpoints.saver.await_save()
     assert activity.count > before
 
 

@@ -24,7 +24,7 @@ def absolute(config: JobConfig) -> JobConfig:
     return config
 
 
-def settle(config: JobConfig, project: Path | None) -> None:
+def fix_paths(config: JobConfig, project: Path | None) -> None:
     """Make the config's paths mean the same in the ranks, which may start in another folder.
 
     ``model.init_from`` becomes a path: it may be a name that this run has as well.
@@ -51,7 +51,7 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     folder's path.
     """
     refuse_unfit(rundir.runs_root())
-    settle(config, project)
+    fix_paths(config, project)
     run = rundir.create(config.name)
     try:
         if project is not None:
