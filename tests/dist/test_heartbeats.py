@@ -30,7 +30,7 @@ class WatchingAgent:
         (folder / "key").write_bytes(secret)
         listening = socket.create_server(("127.0.0.1", 0))
         command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), str(folder)]
-        self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "node2"])
+        self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "1", "node2"])
         self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"

@@ -35,14 +35,15 @@ RANKS_A_NODE = 8
 WATCHED_S, LIMIT_S = 10.0, 300.0
 
 
-def play(secret_file: str, port: str, *hosts: str) -> None:
+def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
     """Be the agents of ``hosts`` until the supervisor closes their connections. In ``moves`` is the time, in ms."""
     open_files.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
     links: dict[socket.socket, AuthenticatedLink] = {}
+    here = {"is": "here", "start": int(start), "again": False, "relay": None}
     for host in hosts:
         connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedLink(secret, "agent")
-        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "again": False}))
+        connection.sendall(link.greeting + link.send(here | {"host": host}))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
     due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
@@ -76,9 +77,9 @@ class Starter:
 
     process: subprocess.Popen[bytes]
 
-    def start(self, hosts: Sequence[str], at: Endpoint, *_: object) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, number: int, *_: object) -> None:
         argv = [sys.executable, "-c", "import sys; from tests.scale.links import play; play(*sys.argv[1:])"]
-        self.process = subprocess.Popen([*argv, str(at.secret_file), str(at.port), *hosts])
+        self.process = subprocess.Popen([*argv, str(at.secret_file), str(at.port), str(number), *hosts])
 
     def note_connected(self, host: str) -> None: ...
 

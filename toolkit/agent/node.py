@@ -1,4 +1,4 @@
-"""The agent of one node: ``python -m toolkit.agent.node SECRET_FILE LOGS HOST PORT [NAME]``.
+"""The agent of one node: ``python -m toolkit.agent.node SECRET_FILE LOGS HOST PORT START [NAME]``.
 
 It lives as long as the job. On the supervisor's order it starts the ranks of each attempt and the attempt's store, by
 forks of a zygote or as fresh programs. It sends them signals, and reports at once how each has ended. All ranks of the
@@ -78,10 +78,19 @@ class Agent:
     """Serves one supervisor, and each that takes over from it."""
 
     def __init__(
-        self, connect: Callable[[], socket.socket], secret: bytes, name: str, inbox: Inbox, imports: Path | None
+        self,
+        connect: Callable[[], socket.socket],
+        secret: bytes,
+        name: str,
+        start: int,
+        inbox: Inbox,
+        imports: Path | None,
     ) -> None:
-        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`."""
-        self._connect, self._secret, self._name = connect, secret, name
+        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`.
+
+        ``start`` is the number of the start by which this agent came: the supervisor may have given that start up.
+        """
+        self._connect, self._secret, self._name, self._start = connect, secret, name, start
         self._kept: list[Message] = []  #: messages about the last attempt, and about the node
         self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
         self._give_up_at = math.inf  #: the time by which the supervisor must send something
@@ -138,7 +147,8 @@ class Agent:
         self._connection.sendall(self._link.greeting)
         here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
         relay = self._copies.listen(self._connection.getsockname()[0])
-        self._send({"is": "here", "host": self._name, "again": again, "relay": relay, **here})
+        who = {"host": self._name, "start": self._start, "again": again}
+        self._send({"is": "here", **who, "relay": relay, **here})
         for message in [*self._kept, *self._main_reports.values()]:
             self._send(message)
 
@@ -331,8 +341,8 @@ def main(arguments: Sequence[str]) -> None:
     """Connect to the supervisor, and serve it."""
     ignore_signals()  # until there may be ranks to pass them on to
     os.umask(0o077)
-    secret_file, logs_dir, host, port = arguments[:4]
-    name = arguments[4] if len(arguments) > 4 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    secret_file, logs_dir, host, port, start = arguments[:5]
+    name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         secret = Path(secret_file).read_bytes()
     except OSError as error:
@@ -353,7 +363,7 @@ def main(arguments: Sequence[str]) -> None:
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
-        Agent(partial(_connect, host, int(port)), secret, name, inbox, imports).serve()
+        Agent(partial(_connect, host, int(port)), secret, name, int(start), inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 

@@ -505,6 +505,25 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     site.agents.close()
 
 
+def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(tmp_path: Path) -> None:
+    """It took the other's place before, and as that one ended for want of an inbox, both were lost with the ranks."""
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: site.store.port == 7)
+    late = AuthenticatedLink(site.endpoint.secret, "agent")
+    with call(site) as connection:
+        here = {"is": "here", "host": "here", "start": 1, "again": False, "relay": None}
+        late.receive(connection.recv(32, socket.MSG_WAITALL))
+        connection.sendall(late.greeting + late.send(here))
+        orders: list[Any] = []
+        while not orders:
+            orders, _ = late.receive(connection.recv(1 << 16))
+    assert orders == [{"do": "leave"}]
+    assert site.agents.links.hosts == {"here"}
+    assert not gone(site.agent)
+    site.agents.close()
+
+
 # ------------------------------------------------------------------------------------------------ checks of the node
 
 

@@ -34,7 +34,9 @@ ATTEMPT = 3
 class Node:
     """Plays the agent of one node, whose ranks end with exit code 0 as soon as they are started."""
 
-    def __init__(self, at: Endpoint, host: str, left: int | None = None, *, store_lives: bool = True) -> None:
+    def __init__(
+        self, at: Endpoint, host: str, left: int | None = None, *, start: int = 0, store_lives: bool = True
+    ) -> None:
         """Connect. ``left``: the number of ranks that run since the last supervisor; None: the agent is new."""
         self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
@@ -42,7 +44,7 @@ class Node:
         # The first node has the store as well.
         lives = bool(left) or (left is not None and host == "node1" and store_lives)
         here = {"attempt": ATTEMPT if lives else None, "ranks": left or 0, "lives": lives}
-        self.say(**{"is": "here"}, host=host, again=left is not None, **here)
+        self.say(**{"is": "here"}, host=host, start=start, again=left is not None, relay=None, **here)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def say(self, **message: object) -> None:
@@ -89,9 +91,11 @@ class Starter:
     def __init__(self, dead: Collection[str]) -> None:
         self._dead = dead
 
-    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+    def start(
+        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
+    ) -> None:
         for host in {*hosts} - {*self._dead}:
-            Node(at, host)
+            Node(at, host, start=number)
         on_failure({*hosts} & {*self._dead}, "no answer")
 
     def note_connected(self, host: str) -> None: ...

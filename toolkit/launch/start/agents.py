@@ -79,8 +79,13 @@ class OnFailure(Protocol):
 class AgentStarter(Protocol):
     """Starts agents that connect to ``at``."""
 
-    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        """Start an agent on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
+    def start(
+        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
+    ) -> None:
+        """Start an agent on each of ``hosts``, and return at once.
+
+        Each is told the ``number`` of this start, and sends it as it connects. The ranks inherit ``environ``.
+        """
 
     def note_connected(self, host: str) -> None:
         """Note that the agent of ``host`` has connected: from now on its connection tells whether it lives."""
@@ -299,11 +304,11 @@ class Agents:
             self._starting |= dict.fromkeys(missing, time.monotonic())
             for host in missing:
                 self._requests.missing.pop(host, None)
-            # The number tells a late failure of an earlier start from one of this start.
-            number = max(self._start_of.values(), default=0) + 1
+            # The number tells this start from earlier ones, also of a supervisor that has died.
+            number = time.time_ns()
             self._start_of |= dict.fromkeys(missing, number)
             try:
-                self._starter.start(missing, self._at, self.environ, partial(self._note_failure, number))
+                self._starter.start(missing, self._at, number, self.environ, partial(self._note_failure, number))
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
@@ -328,8 +333,13 @@ class Agents:
 
     def admits(self, host: str, message: Message) -> bool:
         """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends its ranks."""
-        self.relays[host] = message.get("relay")
-        return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
+        if message["again"]:
+            is_wanted = self._awaited is not None and self._awaited.take(host, message)
+        else:  # one that was given up as late would take the place of the agent that was started instead
+            is_wanted = message["start"] == self._start_of.get(host)
+        if is_wanted:
+            self.relays[host] = message["relay"]
+        return is_wanted
 
     def agent_came(self, host: str) -> None:
         """Note that messages can be sent to the agent of ``host`` from now on."""
