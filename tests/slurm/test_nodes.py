@@ -168,10 +168,10 @@ def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[s
 
 
 def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: Site) -> None:
-    """Slurm ends such a job for good, and nothing of ours has run."""
+    """Slurm 22.05 cannot start such a job, and 24.11 starts it where there is no run. Both end it for good."""
     with without_runs_folder(site, "node1"):
         run = submit(site, slow_project(site, 0.0), "train.max_steps=20")
-        assert site.box.wait_job(site.job_of(run), 60)["ExitCode"] == "0:53"
+        assert site.box.wait_job(site.job_of(run), 180)["ExitCode"] in ("0:53", "1:0")
         advice = f"toolkit resume {run.id} cluster.exclude=node1"
         assert advice in site.run("toolkit", "status", run.id)
         assert advice in site.run("toolkit", "why", run.id)

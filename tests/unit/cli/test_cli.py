@@ -94,6 +94,31 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
 
 
+@pytest.mark.parametrize(("log_s", "is_told"), [(None, True), (100.0, True), (300.0, False)])
+def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder(
+    log_s: float | None,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
+    if log_s is not None:
+        log = run.submitit / "7_0_log.out"
+        log.write_text("")
+        os.utime(log, (log_s, log_s))
+    failed = JobStatus("7", "FAILED", "NonZeroExitCode", "node[2-3]", start_time=200.0)
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [failed])
+    assert cli.main(["status", run.id]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "lost (FAILED)" in out
+    assert ("job 7 has failed on node2 and has written nothing" in out) == is_told
+    assert (f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out) == is_told
+
+
 @pytest.mark.parametrize(
     ("slurm", "quiet_s", "shown"),
     [
