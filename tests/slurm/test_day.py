@@ -189,8 +189,8 @@ def attempts_as_slurm_has_them(
     own = {str(attempt.job_id): starts[str(attempt.job_id)] for attempt in attempts}
     assert [state for each in own.values() for state, _, _ in each].count("COMPLETED") == 1, (run.path, own)
     for attempt in attempts:
-        # Slurm counts in whole seconds.
-        spans = [(begin - 1, end + 1) for _, begin, end in own[str(attempt.job_id)]]
+        # Slurm counts in whole seconds. To it a start ends as it is preempted, and its processes have KillWait to end.
+        spans = [(begin - 1, end + (30 if how == "PREEMPTED" else 1)) for how, begin, end in own[str(attempt.job_id)]]
         assert any(begin <= attempt.started <= attempt.ended <= end for begin, end in spans), (attempt, own)
     return attempts
 

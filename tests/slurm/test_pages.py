@@ -52,6 +52,7 @@ MPI = {
 RUNS = {
     "digits-ddp": "toolkit submit configs/digits_ddp.yaml train.epochs=2 --wait",
     "gpt-fsdp": "toolkit submit configs/gpt_fsdp.yaml train.max_steps=10 --wait",
+    "lr-and-batch": "toolkit sweep configs/digits_ddp.yaml optim.lr=1e-2,1e-1 train.epochs=2 --name lr-and-batch",
 }
 
 
@@ -72,6 +73,7 @@ def project_of(site: Site, page: str) -> Path:
     for name in (".venv", "Makefile", "pyproject.toml", "requirements.lock", "requirements-uv.lock"):  # `make train`
         (project / name).symlink_to(ROOT / name)
     (project / "configs/mine.yaml").write_text("extends: digits_ddp.yaml\nname: mine\ntrain: {epochs: 2}\n")
+    (project / "configs/finetune.yaml").write_text("extends: gpt_fsdp.yaml\nname: finetune\ntrain: {max_steps: 10}\n")
     (project / "train.py").write_text(script_of(page))
     (project / "loop.yaml").write_text("job: train.py\n")
     if page == "job.md":
