@@ -77,9 +77,9 @@ class Starter:
 
     process: subprocess.Popen[bytes]
 
-    def start(self, hosts: Sequence[str], at: Endpoint, number: int, *_: object) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, *_: object) -> None:
         argv = [sys.executable, "-c", "import sys; from tests.scale.links import play; play(*sys.argv[1:])"]
-        self.process = subprocess.Popen([*argv, str(at.secret_file), str(at.port), str(number), *hosts])
+        self.process = subprocess.Popen([*argv, str(at.secret_file), str(at.port), str(at.start), *hosts])
 
     def note_connected(self, host: str) -> None: ...
 

@@ -38,6 +38,7 @@ FITTED = [
     (r" cluster\.partition=gpu|\"cluster\.partition=gpu\", ", ""),
     (r"configs/mnist_ddp\.yaml", "configs/digits_ddp_4node.yaml"),
     (r"/scratch/other_books", "~/books"),
+    (r"--optuna ([24])0", r"--optuna \1"),
     (r"CONFIG key=value", "configs/mine.yaml train.epochs=2"),
     (r"CONFIG", "configs/mine.yaml"),
 ]

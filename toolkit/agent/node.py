@@ -78,19 +78,13 @@ class Agent:
     """Serves one supervisor, and each that takes over from it."""
 
     def __init__(
-        self,
-        connect: Callable[[], socket.socket],
-        secret: bytes,
-        name: str,
-        start: int,
-        inbox: Inbox,
-        imports: Path | None,
+        self, connect: Callable[[], socket.socket], secret: bytes, who: Message, inbox: Inbox, imports: Path | None
     ) -> None:
         """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`.
 
-        ``start`` is the number of the start by which this agent came: the supervisor may have given that start up.
+        ``who``: its host, and the number of the start by which it came, which the supervisor may have given up.
         """
-        self._connect, self._secret, self._name, self._start = connect, secret, name, start
+        self._connect, self._secret, self._who = connect, secret, who
         self._kept: list[Message] = []  #: messages about the last attempt, and about the node
         self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
         self._give_up_at = math.inf  #: the time by which the supervisor must send something
@@ -147,8 +141,7 @@ class Agent:
         self._connection.sendall(self._link.greeting)
         here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
         relay = self._copies.listen(self._connection.getsockname()[0])
-        who = {"host": self._name, "start": self._start, "again": again}
-        self._send({"is": "here", **who, "relay": relay, **here})
+        self._send({"is": "here", **self._who, "again": again, "relay": relay, **here})
         for message in [*self._kept, *self._main_reports.values()]:
             self._send(message)
 
@@ -363,7 +356,8 @@ def main(arguments: Sequence[str]) -> None:
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
-        Agent(partial(_connect, host, int(port)), secret, name, int(start), inbox, imports).serve()
+        who = {"host": name, "start": int(start)}
+        Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 

@@ -91,11 +91,9 @@ class Starter:
     def __init__(self, dead: Collection[str]) -> None:
         self._dead = dead
 
-    def start(
-        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         for host in {*hosts} - {*self._dead}:
-            Node(at, host, start=number)
+            Node(at, host, start=at.start)
         on_failure({*hosts} & {*self._dead}, "no answer")
 
     def note_connected(self, host: str) -> None: ...

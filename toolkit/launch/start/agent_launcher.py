@@ -86,7 +86,7 @@ class AgentLauncher(AgentUser):
         self._ranks: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
-        self._is_warm = False
+        self._is_warm: bool | None = None  #: None until agents can connect
         self._orders_to_copy: list[CopyOrder] = []  #: also for agents that connect later
         self._has_to_copy_first = False
         self.copying: CopyingListener | None = None
@@ -97,7 +97,7 @@ class AgentLauncher(AgentUser):
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
         self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
-        if not self._agents.is_open:
+        if self._is_warm is None:
             self._open(command, environ, events)
             self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure({self._allocation.hosts[0], *hosts}))

@@ -27,14 +27,12 @@ class LocalAgent:
         self._run = run
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(
-        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         (host,) = hosts
         log_path = self._run.logs / f"agent-{host}.log"
         with open_log(log_path) as output:
             process = start_child(
-                _command(self._run, at, number, host),
+                _command(self._run, at, host),
                 environ,
                 end_by=signal.SIGKILL,
                 stdin=subprocess.DEVNULL,
@@ -70,11 +68,9 @@ class SrunAgents:
         self._run = run
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
 
-    def start(
-        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         plan = SrunStep(
-            command=_command(self._run, at, number),
+            command=_command(self._run, at),
             hosts=hosts,
             cpus_per_task=None,
             output=None,
@@ -122,6 +118,6 @@ class SrunAgents:
             srun.silence()
 
 
-def _command(run: RunDir, at: Endpoint, number: int, *host: str) -> list[str]:
+def _command(run: RunDir, at: Endpoint, *host: str) -> list[str]:
     module = [sys.executable, "-P", "-m", "toolkit.agent.node"]
-    return [*module, str(at.secret_file), str(run.logs), at.address, str(at.port), str(number), *host]
+    return [*module, str(at.secret_file), str(run.logs), at.address, str(at.port), str(at.start), *host]

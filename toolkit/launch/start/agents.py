@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -54,6 +54,7 @@ class Endpoint:
     address: str  #: the address to connect to; empty: the one from which they are started
     secret: bytes
     secret_file: Path
+    start: int = 0  #: the number of the start of agents, which they send as they connect
 
     @property
     def port(self) -> int:
@@ -79,13 +80,8 @@ class OnFailure(Protocol):
 class AgentStarter(Protocol):
     """Starts agents that connect to ``at``."""
 
-    def start(
-        self, hosts: Sequence[str], at: Endpoint, number: int, environ: Mapping[str, str], on_failure: OnFailure
-    ) -> None:
-        """Start an agent on each of ``hosts``, and return at once.
-
-        Each is told the ``number`` of this start, and sends it as it connects. The ranks inherit ``environ``.
-        """
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        """Start an agent on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
 
     def note_connected(self, host: str) -> None:
         """Note that the agent of ``host`` has connected: from now on its connection tells whether it lives."""
@@ -281,11 +277,6 @@ class Agents:
             self._links.call(lambda: self.links.send(host, {"do": "leave"}))
 
     @property
-    def is_open(self) -> bool:
-        """True once agents can connect."""
-        return self._links is not None
-
-    @property
     def links(self) -> AgentLinks:
         """Return the connections, once they are open."""
         assert self._links is not None
@@ -305,10 +296,10 @@ class Agents:
             for host in missing:
                 self._requests.missing.pop(host, None)
             # The number tells this start from earlier ones, also of a supervisor that has died.
-            number = time.time_ns()
-            self._start_of |= dict.fromkeys(missing, number)
+            at = replace(self._at, start=time.time_ns())
+            self._start_of |= dict.fromkeys(missing, at.start)
             try:
-                self._starter.start(missing, self._at, number, self.environ, partial(self._note_failure, number))
+                self._starter.start(missing, at, self.environ, partial(self._note_failure, at.start))
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
@@ -401,6 +392,4 @@ class Agents:
         self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
         # Agents that did not connect in time count as missing.
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
-        if late:
-            why = f"no agent has come from it within {STANDS_WITHIN_S:.0f} s"
-            self._give_up(late, why, is_certain=False)
+        self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)
