@@ -82,7 +82,8 @@ def main() -> None:
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began, waited_s = time.monotonic(), _waited_s()
-    # Import once what every fork needs. Searches for garbage would take a sixth of the time, and find none.
+    # Import once what every fork needs. Searches for garbage would take a quarter of the time, and what they free would
+    # leave holes in pages that forks share, see the documentation of gc.freeze(). Forks search again.
     gc.disable()
     for name in MODULES[sys.argv[2]]:
         preimports.import_quietly(name)
@@ -135,8 +136,6 @@ def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float =
     """Import what there is to learn, and report that forks can be made from now on."""
     path = sys.argv[3]
     modules = preimports.learn(Path(path), varying) if path else []
-    gc.enable()
-    gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     preimports.inherited = frozenset(sys.modules)
     # Say why a fork would not be as good as a fresh interpreter; None where it would.
@@ -194,6 +193,7 @@ def _become(order: ForkOrder) -> None:
     os.setsid()
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
+    gc.enable()
     module, *arguments = order["module"]
     changed = {name: value for name, value in order["environ"].items() if os.environ.get(name) != value}
     show(order["command"], changed)
