@@ -141,8 +141,9 @@ class CheckpointFolder:
         return committed(self.folder)
 
     def is_committed(self, step: int) -> bool:
-        """True if `step` has been saved."""
-        return (self.path(step) / manifests.NAME).is_file()
+        """True if `step` has been saved. Raises CheckpointError where the disk does not say."""
+        with file_errors("looking for", path := self.path(step) / manifests.NAME):
+            return path.is_file()
 
     def next_conversation(self) -> int:
         """Return a number for the next save or load. All ranks save and load in the same order, so theirs is equal."""

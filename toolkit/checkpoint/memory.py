@@ -176,15 +176,16 @@ class Memory:
     ) -> Loaded | None:
         """Fill ``places`` with the newest state that the ranks' nodes hold, if its step is above ``newer_than``.
 
-        Every rank calls it once, before it writes, and all return a state, or all None. None may mean that a rank found
-        its copy damaged: what was filled by then must be filled again from a checkpoint. Only rank 0's ``newer_than``
-        counts.
+        Every rank calls it once, before it writes, and all return a state, or all None. Only rank 0's ``newer_than``
+        counts. Raises CorruptCheckpointError on all ranks where one found its copy damaged: what was filled by then
+        must be filled again from a checkpoint. That step is not offered again.
         """
         loading = MemoryLoad(self._seat, self._files, self._attempt, kv)
         # Publish where others can send to, before anyone is asked to send.
         if self._address is not None and kv is not None:
             self._receiver = Receiver(self._address, self._files.place, self._files.take)
             loading.publish(self._receiver.told)
-        loaded = loading.load(places, newer_than or 0)
-        self.is_usable, self._partner_told = loading.is_usable, loading.partner_told
-        return loaded
+        try:
+            return loading.load(places, newer_than or 0)
+        finally:
+            self.is_usable, self._partner_told = loading.is_usable, loading.partner_told

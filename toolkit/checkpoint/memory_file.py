@@ -65,7 +65,7 @@ class MemoryFile:
         ``at_once``: map all pages now. Otherwise writes would map them one by one, which costs ten times the copy.
         Raises OSError where there is no memory.
         """
-        os.pwrite(self._fd, bytes(_HEAD.size), 0)
+        self.invalidate()
         if self._map is None or len(self._map) < end:
             if self._map is not None and self.is_pinned:
                 page_locked.unlock(self._map)
@@ -73,6 +73,10 @@ class MemoryFile:
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
             self._map = mmap.mmap(self._fd, end, flags=flags)
             self.is_pinned = pinned and page_locked.lock(self._map)
+
+    def invalidate(self) -> None:
+        """Declare the content invalid."""
+        os.pwrite(self._fd, bytes(_HEAD.size), 0)
 
     def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
         """Return that part of the content, live."""

@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 
 from toolkit import logs
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
-from toolkit.checkpoint.manifest import IN_MEMORY, Manifest, TensorRecord, ValueRecord, parse_tensor, parse_value
+from toolkit.checkpoint.manifest import (
+    IN_MEMORY,
+    CorruptCheckpointError,
+    Manifest,
+    TensorRecord,
+    ValueRecord,
+    parse_tensor,
+    parse_value,
+)
 from toolkit.checkpoint.memory_file import Moment
 from toolkit.checkpoint.memory_links import Role, Sender
 from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
@@ -52,7 +60,7 @@ class MemoryLoad:
         self._kv.set(self._key(self._seat.rank), json.dumps(told))
 
     def load(self, places: State | Callable[[Manifest], State], newer_than: int) -> Loaded | None:
-        """Fill ``places`` on all ranks, or return None on all; see :meth:`Memory.load`."""
+        """Fill ``places`` on all ranks, or return None or raise on all; see :meth:`Memory.load`."""
         rank, world_size = self._seat.rank, self._seat.world_size
         with nullcontext() if rank else failures_told(self._talk, "no state was loaded from memory"):
             agreed = self._agree(newer_than)
@@ -68,7 +76,10 @@ class MemoryLoad:
             if agreed.transfers and self._together(partial(self._transfer, moment, agreed)) is None:
                 return None
             loaded = self._together(partial(self._fill, places, moment))
-        if loaded is not None and rank == 0:
+        if loaded is None:
+            self._files.forget(moment)
+            raise CorruptCheckpointError("the state in the nodes' memory cannot be loaded, and a part of it has been")
+        if rank == 0:
             log.info("resuming from memory, where step %d is", moment[1])
         return loaded
 

@@ -89,6 +89,14 @@ class RankFiles:
         if self.shared is not None:
             self.shared.keep(Label(moment, self._seat.world_size, None))
 
+    def forget(self, moment: Moment) -> None:
+        """Declare all parts of ``moment`` on this node invalid."""
+        for path in self._seat.files:
+            with closing(MemoryFile(path)) as file:
+                label = file.label()
+                if label is not None and label.moment == moment:
+                    file.invalidate()
+
     def place(self, role: Role) -> MemoryFile:
         """Return the file for a part that is arriving. Raises OSError where both files are needed for the load."""
         pair = self._pair(role)

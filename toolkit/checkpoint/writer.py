@@ -87,11 +87,11 @@ def _lead(
     write_files: Callable[[Path], None] | None,
 ) -> Path:
     """Run rank 0's side: begin, write with the others, commit, tell them, prune."""
-    if checkpoints.is_committed(step):
-        talk.tell({"done": True, "step": step})
-        return checkpoints.path(step)
-    # From here on the others wait for rank 0, so every failure is sent to them.
+    # The others wait for rank 0, so every failure is sent to them.
     with failures_told(talk, f"the checkpoint of step {step} was not written"):
+        if checkpoints.is_committed(step):
+            talk.tell({"done": True, "step": step})
+            return checkpoints.path(step)
         folder = checkpoints.begin(step)
         talk.tell({"folder": folder.name, "step": step})
         try:

@@ -40,6 +40,11 @@ class LibraryRun(TrainingRun):
         config = join_once(f"toolkit.integrations.{library}")
         with ExitStack() as stack:
             session = stack.enter_context(open_beside(config.dist))
+            if config.checkpoint.memory_every_steps is not None:
+                raise ConfigError(
+                    f"checkpoint.memory_every_steps: the state is in {library}'s own files, of which no copies are "
+                    "kept in memory; leave it out, and set checkpoint.every_steps or every_min"
+                )
             super().__init__(config, session)
             self._stack.callback(stack.pop_all().close)
         atexit.register(self.close)

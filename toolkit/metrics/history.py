@@ -60,7 +60,10 @@ class History:
         if time.monotonic() < self._read_usage_at:
             return {}
         self._read_usage_at = time.monotonic() + USAGE_EVERY_S
-        return efficiency.scalars(self._run.status().usage)
+        try:
+            return efficiency.scalars(self._run.status().usage)
+        except OSError:  # the disk is away, which ends no training
+            return {}
 
     def take_table(self) -> str | None:
         """Return a Markdown table with a row for each restart, or None.

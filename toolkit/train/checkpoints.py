@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.checkpoint.folder import newest_step
+from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.config import CheckpointConfig
 from toolkit.data.loader import Batches
@@ -41,10 +42,16 @@ class Checkpoints:
         self._session.activity.phase = activity.LOADING
         checkpoints = self.saver.checkpoints
         # A copy in memory, newer than the disk, is there only after a restart inside the job.
-        loaded = self.copies.load(newest_step(checkpoints.folder))
+        loaded = damage = None
+        try:
+            loaded = self.copies.load(newest_step(checkpoints.folder))
+        except CorruptCheckpointError as error:
+            damage = error
         is_on_disk = loaded is None
         if loaded is None:
             loaded = self._load()
+            if loaded is None and damage is not None:  # the next attempt begins with weights that nothing has touched
+                raise damage
             if loaded is not None and loaded.skipped and self._has_second_place:
                 loaded = self._load()  # the damaged ones are set aside now, so their copies can be fetched
         elif self._session.is_main:

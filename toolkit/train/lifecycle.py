@@ -118,7 +118,9 @@ class Lifecycle:
         while (kind := self._session.gate.boundary(self.step)) is not None:
             if kind == STOP:
                 self._stop()
-            if kind == SAVE and self.step != self._saved:
+            if kind == SAVE and self.step == self._saved:
+                self._checkpoints.saver.set_timer()  # else this would be the last save by time
+            elif kind == SAVE:
                 self.save(must=False)
             if kind.startswith(user_request.KIND):
                 self._on_request.carry_out(kind, self.step)
@@ -163,7 +165,7 @@ class Lifecycle:
         ``must``: nothing comes after this save. One in the background has only begun when this returns.
         """
         if not self._loop.may_save(must=must):
-            self._checkpoints.saver.set_timer()
+            self._checkpoints.saver.leave_out()
             return False
         self.report("checkpoint")
         self._activity.phase = activity.SAVING

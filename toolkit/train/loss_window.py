@@ -47,10 +47,12 @@ class LossWindow:
 
         A collective and a host sync unless the window is empty.
         """
-        if not self._sums:
+        # Before the first step there is what was restored.
+        window: dict[str, float | Tensor] = {**self._before, **self._sums}
+        if not window:
             return {"steps": 0, "sums": {}}
-        sums = self._by_rank(self._sums)
-        return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in self._sums}}
+        sums = self._by_rank(window)
+        return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in window}}
 
     def restore(self, saved: Any) -> None:
         """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""

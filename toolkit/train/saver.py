@@ -102,7 +102,7 @@ class Saver:
         return True
 
     def set_timer(self) -> None:
-        """Start the timer for the next save by time. Called after a save or where one is left out.
+        """Start the timer for the next save by time. Called after a save, or where there is none to make.
 
         Only rank 0's clock counts. When it fires, the ranks agree on the step of the save (see ``SAVE``).
         """
@@ -113,12 +113,20 @@ class Saver:
         # ``every_min`` and ``every_steps: auto`` may both be set: the shorter wait counts.
         waits = [60.0 * self._config.every_min] if self._config.every_min is not None else []
         if self._config.every_steps == "auto":
-            attempts = RunDir(self._session.run_dir).attempts()
+            try:
+                attempts = RunDir(self._session.run_dir).attempts()
+            except OSError:  # the disk is away: as in a run's first attempt
+                attempts = []
             waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
         if waits:
             self._timer = threading.Timer(min(waits), self._session.gate.request, [SAVE])
             self._timer.daemon = True
             self._timer.start()
+
+    def leave_out(self) -> None:
+        """Note that a save which was due is not made, perhaps that of the best state so far."""
+        self._state.best = self._best_begun
+        self.set_timer()
 
     def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
         """Commit the state after ``step`` steps. Every rank calls it, and the outcome is the same on all.
@@ -201,7 +209,8 @@ class Saver:
 
         The attempt before may have ended while this checkpoint was being copied.
         """
-        self.newest, self._best_committed = newest, self._state.best
+        self.newest, self._best_begun = newest, self._state.best
+        self._best_committed = self._best_begun
         if self.second is not None and newest is not None:
             self.second.copy(self.checkpoints.path(newest))
 
@@ -261,6 +270,7 @@ class Saver:
         # The best state so far is in no checkpoint. One that is worse, and better than those that are, must be saved.
         if self._state.best == self._best_begun:
             self._state.best = self._best_committed
+        self._best_begun = self._best_committed
 
 
 def _keep(config: CheckpointConfig) -> Keep:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import on_ranks
 from toolkit import node_memory
 from toolkit.agent.state_memory import NodeFiles, paths_of
+from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
@@ -177,7 +179,25 @@ def test_a_damaged_copy_of_one_rank_is_used_by_none(nodes: Nodes) -> None:
     nodes.run([6])
     (written,) = (path for path in nodes.files(1) if Path(path).stat().st_size)
     damage(written)
+    with pytest.raises(CorruptCheckpointError, match="cannot be loaded"):
+        nodes.loads()
     assert nodes.loads() == [None, None]
+
+
+@on(TWO_NODES)
+def test_after_a_damaged_copy_the_one_before_it_is_offered(nodes: Nodes) -> None:
+    nodes.run([5, 6])
+    (written,) = (path for path in nodes.files(1) if step_in(path) == 6)
+    damage(written)
+    with pytest.raises(CorruptCheckpointError):
+        nodes.loads()
+    assert nodes.loads() == [5, 5]
+
+
+def step_in(path: str) -> int | None:
+    with closing(MemoryFile(path)) as file:
+        label = file.label()
+    return None if label is None else label.moment[1]
 
 
 def damage(path: str) -> None:
@@ -269,7 +289,8 @@ def test_a_partners_damaged_copy_is_used_by_none(nodes: Nodes) -> None:
     (written,) = (path for path in nodes.seat(1).partner if Path(path).stat().st_size)
     damage(written)
     nodes.lose(0)
-    assert nodes.loads() == [None, None]
+    with pytest.raises(CorruptCheckpointError):
+        nodes.loads()
 
 
 @on(TWO_NODES)

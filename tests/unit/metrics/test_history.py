@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,15 @@ def told_of(run: RunDir) -> str:
     run.add_attempt(line(1, 0, 170))
     run.write_status(RunStatus.from_json({"attempt": 2, "nodes": ["node1", "node2"]}))
     return history(run, 2, 60).take_table() or ""
+
+
+def test_a_disk_that_is_away_costs_figures_and_ends_no_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: RunDir) -> RunStatus:
+        raise OSError(errno.EIO, "Input/output error")
+
+    told = history(run, 1, 0)
+    monkeypatch.setattr(RunDir, "status", away)
+    assert "goodput/training" in told.scalars(1)
 
 
 def test_only_rank_0_reads_the_files(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

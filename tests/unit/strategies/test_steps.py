@@ -238,6 +238,7 @@ def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
     window.leave_out(1)
     again = LossWindow(0, 1, by_rank)
     again.restore(window.state())
+    assert again.state() == window.state(), "a stop before the first step saves it once more"
     again.add(StepOutput(torch.tensor(3.0), parts={"kl": torch.tensor(0.0)}))
     assert window.take(0.5) == ({"loss": 3.0, "kl": 0.75}, [0.5])
     assert again.take(0.5) == ({"loss": 3.0, "kl": 0.5}, [0.5])

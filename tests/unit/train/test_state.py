@@ -27,8 +27,9 @@ from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Json
 from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.resume import refuse_other_identity
-from toolkit.train.saver import PATIENCE_S
+from toolkit.train.saver import PATIENCE_S, SAVE
 
 
 class Clock:
@@ -343,6 +344,42 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
 
 
+def test_a_disk_that_is_away_fails_a_save_and_ends_no_training(
+    checkpoints: Checkpoints, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The question whether the step is saved already went past all that catches errors of a save."""
+    disk.go.set()
+    is_file = Path.is_file
+
+    def stale(path: Path) -> bool:
+        if path.parent.name == "step-00000020":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    checkpoints.saver.save(20, REACHED)
+    checkpoints.saver.await_save()
+    assert "step 20 is not saved, the last checkpoint stays" in caplog.text
+    checkpoints.saver.save(30, REACHED)
+    checkpoints.saver.await_save()
+    assert checkpoints.saver.newest == 30
+
+
+def test_a_save_by_time_at_a_step_that_is_saved_starts_the_clock_anew() -> None:
+    """No save by time followed a request that was agreed on before the first step."""
+    asked, started = [SAVE], list[str]()
+    lifecycle: Any = Lifecycle.__new__(Lifecycle)
+    lifecycle.step = lifecycle._saved = 40
+    lifecycle._activity = SimpleNamespace(phase=0)
+    lifecycle._on_request = SimpleNamespace(next_step=99)
+    gate = SimpleNamespace(boundary=lambda step: asked.pop() if asked else None)
+    lifecycle._session = SimpleNamespace(gate=gate)
+    saver = SimpleNamespace(set_timer=lambda: started.append("timer"))
+    lifecycle._checkpoints = SimpleNamespace(saver=saver)
+    lifecycle.boundary()
+    assert started == ["timer"]
+
+
 def test_a_stop_gives_up_the_save_of_an_earlier_step_and_leaves_nothing_of_it(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
@@ -426,6 +463,15 @@ def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Chec
     evaluate_and_save(40, 0.7)
     assert keep.figure({"eval/loss": 0.5}) == checkpoints._state.best
     assert saved(tmp_path).keys() == {10, 30}
+
+
+def test_a_best_state_that_may_not_be_saved_does_not_count_as_kept(checkpoints: Checkpoints) -> None:
+    saver = checkpoints.saver
+    saver.checkpoints.keep = Keep(2, best="eval/accuracy")
+    assert saver.is_best({"eval/accuracy": 0.9})
+    saver.leave_out()
+    assert saver.is_best({"eval/accuracy": 0.8})
+    saver.close()
 
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
