@@ -40,9 +40,10 @@ class Script:
         self.library, self._folder = library, folder
         self._server = servers.get(library) or servers.setdefault(library, ScriptServer(PRELOAD[library]))
 
-    def attempt(self, run: str, *strikes: tuple[int, int, str, str], kind: str = "after") -> list[int]:
+    def attempt(self, run: str, *strikes: tuple[int, int, str, str], kind: str = "after", more: str = "") -> list[int]:
         told = [{"rank": rank, "step": step, "signal": signal, "at": at} for rank, step, signal, at in strikes]
-        return self._server.attempt(SCRIPTS / f"{self.library}_{kind}.py", self._folder / run, EVERY, told)
+        overrides = [*EVERY, *more.split()]
+        return self._server.attempt(SCRIPTS / f"{self.library}_{kind}.py", self._folder / run, overrides, told)
 
     def log(self, run: str, attempt: int, rank: int) -> str:
         return (self._folder / f"{run}.{attempt}.{rank}.log").read_text()
@@ -89,6 +90,12 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
     result = json.loads((script._folder / "again/result.json").read_text())
     assert (result["state"], result["step"]) == ("completed", STEPS[script.library])
     assert result["metrics"]
+
+
+@pytest.mark.parametrize("library", ["accelerate"])
+def test_copies_in_memory_are_refused_since_they_lack_the_librarys_state(script: Script) -> None:
+    assert 0 not in script.attempt("copied", more="checkpoint.memory_every_steps=1")
+    assert "checkpoint.memory_every_steps: the state is in accelerate's own files" in script.log("copied", 1, 0)
 
 
 @pytest.mark.soak
