@@ -164,7 +164,7 @@ def test_a_finished_run_is_not_evaluated_again(undisturbed: Any) -> None:
     assert logged(run_dir, "eval/accuracy") == before
 
 
-def stop_in_evaluation(session: Session, run_dir: Path, number: int) -> int:
+def stop_in_evaluation(session: Session, run_dir: Path, number: int, checkpoint: CheckpointConfig = EVERY_4) -> int:
     """Rank 1 alone is signalled, in the ``number``-th evaluation; returns the step at which this rank stopped."""
     calls = 0
 
@@ -178,7 +178,7 @@ def stop_in_evaluation(session: Session, run_dir: Path, number: int) -> int:
         return judge(strategy, is_cut)
 
     with pytest.raises(StoppedError) as stopped:
-        train(session, run_dir, judge=judge_and_stop)
+        train(session, run_dir, judge=judge_and_stop, checkpoint=checkpoint)
     return int(str(stopped.value).split()[3])
 
 
@@ -293,6 +293,19 @@ def test_the_best_checkpoint_by_a_metric_is_saved_and_stays_also_through_a_resta
     assert best == min(losses), "an early one, which the newer ones must not push out"
     assert manifests.keys() == {10, 8, best}
     assert manifests[best].meta["metrics"]["eval/loss"] == losses[best]
+
+
+def test_the_best_checkpoint_stays_also_where_a_stop_has_cut_its_evaluation_short(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    losses = logged(undisturbed[0], "eval/loss")
+    assert run_ranks(3, stop_in_evaluation, tmp_path, 1, WITH_BEST) == [3] * 3
+    assert min(losses, key=lambda step: losses[step]) == 3
+    run_ranks(3, partial(train, checkpoint=WITH_BEST), tmp_path)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    manifests = {checkpoints.verify(path).step: checkpoints.manifest(path) for path in checkpoints.list()}
+    assert manifests.keys() == {10, 8, 3}
+    assert manifests[3].meta["metrics"]["eval/loss"] == losses[3]
 
 
 def refused(session: Session, run_dir: Path) -> str:

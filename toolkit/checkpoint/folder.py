@@ -15,9 +15,10 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from toolkit import fsio, logs, trust
 from toolkit.checkpoint import manifest as manifests
@@ -184,6 +185,14 @@ class CheckpointFolder:
             fsio.rename_dir(temporary, final)
         self._begun.discard(temporary)
         return final
+
+    def describe(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Replace the ``meta`` of the committed checkpoint of ``step``: its state was evaluated after the save."""
+        path = self.path(step)
+        with file_errors("describing", path):
+            self._refuse_if_overtaken()
+            fsio.write_atomic(path / manifests.NAME, dataclasses.replace(self.manifest(path), meta=meta).encode())
+        self._figures.pop(path, None)
 
     def _refuse_if_overtaken(self) -> None:
         if not self._is_ours():

@@ -128,8 +128,8 @@ _ASKED_FOR: Mapping[str, RunState] = {Intent.STOP: RunState.STOPPED, Intent.CANC
 def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
     """Say what to do about a job of which no supervisor has come up.
 
-    Where the batch host has no folder for the job's log, Slurm 22.05 does not start the batch script. Slurm 24.11 makes
-    the folder, on the node's own disk if the shared one is not mounted: the script finds no run there and fails.
+    Where the batch host has no folder for the job's log, Slurm 22.05 does not start the batch script. Since 23.02 Slurm
+    makes the folder, on the node's own disk if the shared one is not mounted: the script finds no run and fails.
     """
     from toolkit import hostlist
 
@@ -143,9 +143,7 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
             f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
             f"then `toolkit resume {row['run']}` goes on. Else {blind}"
         )
-    # A job writes its first line at once. Of one that was requeued the log is there, from before this start.
-    logs = RunDir(Path(row["path"])).submitit.glob(f"{job.job_id}_*_log.*")
-    has_written = any(log.stat().st_mtime >= (job.start_time or 0.0) for log in logs)
+    has_written = RunDir(Path(row["path"])).has_log_of(job.job_id, job.start_time)
     if job.state != "FAILED" or not row["state"].is_waiting or has_written:
         return None
     return f"job {job.job_id} has failed on {node} and has written nothing; {blind}"

@@ -18,7 +18,7 @@ def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 #: Where Slurm is and which cluster is meant. All other variables of these families describe the current job.
-_SITE_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+_SITE_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET"})
 _JOB_VARIABLES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "OMPI_COMM_WORLD_", "PRTE_LAUNCHED")
 #: One rank's place in one launch. Inherited by another launch they name the wrong rank, see `placement`.
 _RANK_VARIABLES = frozenset(

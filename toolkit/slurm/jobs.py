@@ -165,7 +165,13 @@ def _bytes(text: str) -> int:
 
 
 #: sbatch's options, by the fields in which scontrol shows them.
-_OPTION_OF = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
+_OPTION_OF = {
+    "Features": "constraint",
+    "ExcNodeList": "exclude",
+    "ReqNodeList": "nodelist",
+    "Licenses": "licenses",
+    "QOS": "qos",  # before 24.05 the variable SLURM_JOB_QOS holds its description, if it has one
+}
 _OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
 _EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
 #: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.

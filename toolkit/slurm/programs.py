@@ -33,7 +33,7 @@ class _NoAnswerError(_ProgramError):
     """The controller did not answer: it restarts, is overloaded, or cannot be reached over the network."""
 
 
-#: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 24.11).
+#: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 25.11).
 _NO_ANSWER = (
     "Unable to contact slurm controller",
     "Unable to contact slurm database",
@@ -44,6 +44,8 @@ _NO_ANSWER = (
     "Connection reset",
     "slurm_receive_msg",
     "in standby mode",
+    "Protocol authentication error",
+    "Rate limit exceeded",
 )
 #: Advice for the most frequent failures, by what Slurm prints.
 _ADVICE = (

@@ -123,6 +123,7 @@ def _of_config(text: str) -> SiteProfile:
         pairs.setdefault(name, "" if value == "(null)" else value)
     settings = settings_in(text)
     expire = re.search(r"cred_expire=(\d+)", pairs.get("AuthInfo", ""))
+    delay = re.search(r"requeue_delay=(\d+)", pairs.get("SchedulerParameters", ""))  # since 25.11
     plugin = pairs.get("CgroupPlugin")
     if plugin in (None, "", "disabled"):
         cgroup = None
@@ -135,7 +136,7 @@ def _of_config(text: str) -> SiteProfile:
         cluster=settings.cluster,
         slurm=pairs.get("SLURM_VERSION", ""),
         can_requeue=pairs.get("JobRequeue", "1") != "0",
-        requeue_delay_s=(float(expire[1]) if expire else CRED_EXPIRE_S) + 1,
+        requeue_delay_s=float(delay[1]) if delay else (float(expire[1]) if expire else CRED_EXPIRE_S) + 1,
         expedites=settings.expedites,
         preempt_type=settings.preempt_type,
         preempt_mode=settings.preempt_mode,

@@ -171,12 +171,21 @@ class Lifecycle:
         self._activity.phase = activity.SAVING
         with self.sheet.on("checkpoint"):
             self.sink.flush()  # before the save: what was logged up to a committed step must survive with it
-            kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
-            self._checkpoints.saver.save(self.step, kept, must=must)
+            self._checkpoints.saver.save(self.step, self._reached(), must=must)
         self._saved = self.step
         self.report("train")
         self.throughput.pause()
         return True
+
+    def keep_best(self) -> None:
+        """Keep the state of which an evaluation that was made up for has found that it is the best."""
+        if self._checkpoints.saver.newest == self.step:
+            self._checkpoints.saver.describe(self.step, self._reached())
+        else:  # it was loaded from memory
+            self.save(must=False)
+
+    def _reached(self) -> dict[str, Json]:
+        return {"metrics": dict(self.metrics), **self._loop.saved_with()}
 
     def save_or_copy(self, is_due: bool, *, must: bool = False) -> None:
         """Save the state if that is due. Else copy it into the nodes' memory if that is due."""
@@ -189,8 +198,7 @@ class Lifecycle:
             self._activity.phase = activity.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again
-                kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
-                self._checkpoints.copies.keep(self.step, kept, began_s)
+                self._checkpoints.copies.keep(self.step, self._reached(), began_s)
 
     def figures(self, speed: Callable[[float], Mapping[str, float]] = lambda samples_per_s: {}) -> dict[str, float]:
         """Return what every loop logs: its speed, memory, the attempt's number and where the time went.

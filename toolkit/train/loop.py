@@ -133,8 +133,8 @@ class Trainer:
             self._life.begin()
             # Make up for an evaluation that was due at the checkpoint, if a stop cut it short.
             is_owed = self._evaluation_due() and self._evaluations.newest != self._step
-            if loaded is not None and self._step and is_owed:
-                self._evaluate()
+            if loaded is not None and self._step and is_owed and self._evaluate():
+                self._life.keep_best()
             self._train()
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size

@@ -123,6 +123,15 @@ class Saver:
             self._timer.daemon = True
             self._timer.start()
 
+    def describe(self, step: int, reached: Mapping[str, Json]) -> None:
+        """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""
+        self._best_begun = self._best_committed = self._state.best
+        if self._session.is_main:
+            try:
+                self.checkpoints.describe(step, {**self._state.meta, **reached})
+            except CheckpointError as error:
+                log.warning("the evaluation of step %d is not noted in its checkpoint: %s", step, error)
+
     def leave_out(self) -> None:
         """Note that a save which was due is not made, perhaps that of the best state so far."""
         self._state.best = self._best_begun

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.launch import outages
 from toolkit.launch.job import follow_up
@@ -39,12 +39,15 @@ OURS = {
     "SLURM_JOB_NAME": "train it's",
     "SLURM_JOB_PARTITION": "gpu",
     "SLURM_JOB_ACCOUNT": "phys",
-    "SLURM_JOB_QOS": "high",
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_NTASKS": "7",
     "SLURM_CPUS_PER_TASK": "6",
     "SLURM_MEM_PER_NODE": "2048",
 }
+
+
+#: Has no files.
+NOWHERE = RunDir(Path("/nowhere"))
 
 
 @pytest.fixture
@@ -81,7 +84,6 @@ def test_the_follow_up_job_asks_for_what_our_own_job_has_and_waits_for_its_end(r
             "--job-name=train it's",
             "--partition=gpu",
             "--account=phys",
-            "--qos=high",
             "--nodes=2",
             "--ntasks=7",
             "--cpus-per-task=6",
@@ -108,7 +110,6 @@ def test_a_run_that_may_lose_nodes_keeps_them_in_its_follow_up_job_too(run: RunD
 def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_JOB_QOS", "")
     slurm = FakeSlurm()
     names = {option.partition("=")[0] for option in submitted(run, slurm, running(slurm))[:-1]}
     assert names == {"--no-requeue", "--dependency", "--output", "--open-mode"}
@@ -283,7 +284,7 @@ def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool
     slurm = FakeSlurm(preempt_mode="CANCEL", accounting=accounting)
     running(slurm, "--time=10")
     what_became_of_it(slurm)
-    return fate_of("1", slurm)
+    return fate_of("1", NOWHERE, slurm)
 
 
 def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDir) -> None:
@@ -300,7 +301,7 @@ def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch
     preempted(slurm)
     slurm.is_up = False
     threading.Timer(0.05, setattr, (slurm, "is_up", True)).start()
-    assert fate_of("1", slurm) is JobFate.PREEMPTED
+    assert fate_of("1", NOWHERE, slurm) is JobFate.PREEMPTED
 
 
 def test_the_follow_up_job_gets_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
@@ -428,7 +429,7 @@ def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: Run
     slurm.cancel(job)
     slurm.advance(1)
     run.write_status(RunStatus.from_json({"state": "running"}))
-    assert fate_of(job, slurm) is JobFate.CANCELLED
+    assert fate_of(job, run, slurm) is JobFate.CANCELLED
 
 
 def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -> None:
@@ -436,7 +437,20 @@ def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -
     row = running(slurm)
     slurm.finish(row.job_id, exit_code=0, signal=53)
     slurm._set(slurm._one(row.job_id), reason="JobLaunchFailure")
-    assert fate_of(row.job_id, slurm) is JobFate.NODE_FAILED
+    assert fate_of(row.job_id, run, slurm) is JobFate.NODE_FAILED
+
+
+@pytest.mark.parametrize(("log", "fate"), [(None, JobFate.NODE_FAILED), ("1_0_log.out", JobFate.CANCELLED)])
+def test_a_job_whose_node_did_not_see_the_run_is_followed(run: RunDir, log: str | None, fate: JobFate) -> None:
+    """Since 23.02 Slurm makes the log's folder on the node's own disk, and the batch script fails by itself."""
+    fsio.write_json(run.submission_path, {})
+    slurm = FakeSlurm()
+    row = running(slurm)
+    if log is not None:
+        (run.submitit / log).write_text("submitit INFO")
+        os.utime(run.submitit / log, (2e9, 2e9))
+    slurm.finish(row.job_id, exit_code=1)
+    assert fate_of(row.job_id, run, slurm) is fate
 
 
 def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -> None:

@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.config import JobConfig, load_config
@@ -44,7 +45,6 @@ _VARIABLE_OF: Mapping[str, str] = {
     "job-name": "SLURM_JOB_NAME",
     "partition": "SLURM_JOB_PARTITION",
     "account": "SLURM_JOB_ACCOUNT",
-    "qos": "SLURM_JOB_QOS",
     "reservation": "SLURM_JOB_RESERVATION",
     "nodes": "SLURM_JOB_NUM_NODES",
     "ntasks": "SLURM_NTASKS",
@@ -169,10 +169,10 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
     Between the two may be jobs that were preempted before they could check those before them.
     """
     served = ownership.jobs_of(run)[:1]
-    return [fate_of(job, slurm) for job in dict.fromkeys([*served, *predecessors])]
+    return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *predecessors])]
 
 
-def fate_of(predecessor: str, slurm: SlurmCommands) -> JobFate:
+def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
     """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
     Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
@@ -190,10 +190,23 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> JobFate:
     if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
         return JobFate.NODE_FAILED
     # A signal or lack of memory ended the batch script: Slurm reports FAILED with the exit code 0. A supervisor that
-    # fails by itself has another exit code, and writes a result.
-    if row is not None and (row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)):
+    # fails by itself has another exit code, and writes a result. On a node that did not see the run folder there was no
+    # supervisor: since 23.02 Slurm starts the script there all the same.
+    if row is not None and row.state == "FAILED" and (row.exit_code == 0 or not _has_written(row, run)):
+        return JobFate.NODE_FAILED
+    if row is not None and row.state == "OUT_OF_MEMORY":
         return JobFate.NODE_FAILED
     return fate_of_row(row, restart_count=0 if row is None else row.restarts)
+
+
+def _has_written(row: JobRow, run: RunDir) -> bool:
+    """True if the job's log, as far as it can be known, holds something of this start."""
+    if run.has_log_of(row.job_id, row.start_time):
+        return True
+    if row.stdout_path is None:  # accounting does not tell; of a user's own batch script it may be anywhere
+        return not run.submission_path.exists()
+    log_path = Path(row.stdout_path)
+    return log_path.is_file() and log_path.stat().st_mtime >= (row.start_time or 0.0)
 
 
 def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:

@@ -81,6 +81,8 @@ class SrunAgents:
         )
         # --gpu-bind is for tasks that are ranks: this one has all GPUs of its node, and its ranks choose by LOCAL_RANK
         unbound = {name: value for name, value in environ.items() if not name.startswith(GPU_BINDINGS)}
+        # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.
+        unbound["SLURM_OOM_KILL_STEP"] = "0"
         srun = Srun(plan, unbound, self._run.logs / f"agents-{len(self._sruns)}.hosts")
         self._sruns.append((srun, {*hosts}))
 
