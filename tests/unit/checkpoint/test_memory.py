@@ -74,13 +74,13 @@ class Nodes:
 
         def body(rank: int, kv: HashStore) -> tuple[Loaded | None, State]:
             places, own = state(rank, 0.0, self.world_size), self.memory(rank)
-            loaded = own.load(places, kv, newer_than)
-            for step in steps[rank] if isinstance(steps, Mapping) else steps:
+            with closing(own):
+                loaded = own.load(places, kv, newer_than)
+                for step in steps[rank] if isinstance(steps, Mapping) else steps:
+                    own.wait()
+                    own.write(step, state(rank, float(step), self.world_size), {"reached": step})
                 own.wait()
-                own.write(step, state(rank, float(step), self.world_size), {"reached": step})
-            own.wait()
-            on_all_done(kv, rank, self.world_size, f"{self.attempt}/written")
-            own.close()
+                on_all_done(kv, rank, self.world_size, f"{self.attempt}/written")
             return loaded, places
 
         results = on_ranks(self.world_size, body)
