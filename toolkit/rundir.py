@@ -119,9 +119,9 @@ class RunDir:
         """Return the file that says how the run was last submitted."""
         return self.submitit / "submission.json"
 
-    def has_log_of(self, job_id: str, since: float | None) -> bool:
-        """True if a job that the toolkit has submitted has written into its log after ``since``. It does so at once."""
-        logs = [*self.submitit.glob(f"{job_id}_*_log.*"), self.logs / f"follow-up-{job_id}.out"]
+    def has_log_of(self, job_id: str, since: float | None, *others: Path) -> bool:
+        """True if a job has written into its log here, or one of ``others``, after ``since``. It does so at once."""
+        logs = [*self.submitit.glob(f"{job_id}_*_log.*"), self.logs / f"follow-up-{job_id}.out", *others]
         return any(log.is_file() and log.stat().st_mtime >= (since or 0.0) for log in logs)
 
     def attempt_logs(self, attempt: int) -> Path:

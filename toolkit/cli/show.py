@@ -143,8 +143,9 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
             f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
             f"then `toolkit resume {row['run']}` goes on. Else {blind}"
         )
-    has_written = RunDir(Path(row["path"])).has_log_of(job.job_id, job.start_time)
-    if job.state != "FAILED" or not row["state"].is_waiting or has_written:
+    if job.state != "FAILED" or not row["state"].is_waiting:
+        return None
+    if RunDir(Path(row["path"])).has_log_of(job.job_id, job.start_time):
         return None
     return f"job {job.job_id} has failed on {node} and has written nothing; {blind}"
 

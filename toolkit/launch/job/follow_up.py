@@ -201,12 +201,10 @@ def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
 
 def _has_written(row: JobRow, run: RunDir) -> bool:
     """True if the job's log, as far as it can be known, holds something of this start."""
-    if run.has_log_of(row.job_id, row.start_time):
-        return True
-    if row.stdout_path is None:  # accounting does not tell; of a user's own batch script it may be anywhere
-        return not run.submission_path.exists()
-    log_path = Path(row.stdout_path)
-    return log_path.is_file() and log_path.stat().st_mtime >= (row.start_time or 0.0)
+    if row.stdout_path is None and not run.submission_path.exists():
+        return True  # accounting does not tell: the log of a user's own batch script may be anywhere
+    others = [] if row.stdout_path is None else [Path(row.stdout_path)]
+    return run.has_log_of(row.job_id, row.start_time, *others)
 
 
 def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
