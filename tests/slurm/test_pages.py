@@ -79,6 +79,11 @@ def project_of(site: Site, page: str) -> Path:
     (project / "loop.yaml").write_text("job: train.py\n")
     if page == "job.md":
         (project / "train.yaml").write_text(blocks("docs/job.md", "yaml")[0])
+    if page == "checkpoints.md":  # what `toolkit data fetch` puts there from the network
+        (project / "data/weights").mkdir(parents=True)
+        torch.save(
+            build_model("mlp", 10, (1, 8, 8)).state_dict(), project / "data/weights/ResNet50_Weights.IMAGENET1K_V2.pth"
+        )
     if page == "config.md":
         declared = blocks("docs/config.md", "python")[0]
         (project / "keys.py").write_text(f"{declared}\n\n{script_of(page)}")
