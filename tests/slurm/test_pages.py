@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 #: What needs an index of packages, a run at work, a tracker or many minutes, names no run, or is what runs this test.
 #: Benches run at their smallest size in tests/dist/test_bench.py.
 ELSEWHERE = re.compile(
-    r"pip install|make (check|coverage|test|box|bench|bench-compare|soak)|tests\.(scale|bench)|\bRUN\b"
+    r"pip install|make (check|coverage|test|box|bench|gpu|soak)|tests\.(scale|bench)|\bRUN\b"
     r"|toolkit (stacks|profile|set|watch|sync) "
 )
 #: A box has four nodes of two CPUs, no GPU, no partition of that name, and no network to fetch MNIST over.
@@ -77,6 +77,7 @@ def project_of(site: Site, page: str) -> Path:
     (project / "configs/finetune.yaml").write_text("extends: gpt_fsdp.yaml\nname: finetune\ntrain: {max_steps: 10}\n")
     (project / "train.py").write_text(script_of(page))
     (project / "loop.yaml").write_text("job: train.py\n")
+    (project / "texts").write_text("import os\ndef main(\n")
     if page == "job.md":
         (project / "train.yaml").write_text(blocks("docs/job.md", "yaml")[0])
     if page == "checkpoints.md":  # what `toolkit data fetch` puts there from the network

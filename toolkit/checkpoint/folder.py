@@ -156,8 +156,6 @@ class CheckpointFolder:
         self._refuse_if_overtaken()
         temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
         with file_errors("creating", temporary):
-            if self.path(step).exists():  # a rename cannot replace it
-                self.reject(self.path(step), "it is not whole")
             try:
                 fsio.make_dir(temporary, parents=1)
             except OSError:
@@ -182,6 +180,8 @@ class CheckpointFolder:
         with file_errors("committing", final):
             fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
             self._refuse_if_overtaken()  # as late as possible: another attempt may have started during the write
+            if final.exists():  # A rename cannot replace it. Before this there is nothing better to take its place.
+                self.reject(final, "it is not whole")
             fsio.rename_dir(temporary, final)
         self._begun.discard(temporary)
         return final

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,11 +65,14 @@ def load(
     timeout_s: float = 600.0,
     read_only: bool = False,
     newest: int | None = None,
+    fetch: Callable[[Collection[str]], Path | None] = lambda _: None,
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint. Return None, with `state` unchanged, if there is no checkpoint.
 
     `newest`: use only checkpoints up to this step; rank 0's value counts. `state` may be a callable that returns the
-    state for a manifest, without a collective, where what there is to fill depends on the checkpoint.
+    state for a manifest, without a collective, where what there is to fill depends on the checkpoint. Each time that
+    one is found damaged, `fetch` is called on rank 0 with the names of all that are. It may bring a good one from
+    elsewhere, and returns its path.
 
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), when a newer toolkit wrote it, or when none of those present is good: starting
@@ -86,7 +89,7 @@ def load(
     if rank:
         return _follow(reader, talk)
     with failures_told(talk, f"no checkpoint was loaded from {checkpoints.folder}"):
-        loaded = _lead(reader, talk, read_only, newest)
+        loaded = _lead(reader, talk, read_only, newest, fetch)
         talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
         return loaded
 
@@ -151,26 +154,39 @@ def fill_state(
     return Loaded(manifest.step, manifest.meta, values, path)
 
 
-def _lead(reader: _RankReader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
+def _lead(
+    reader: _RankReader,
+    talk: Exchange,
+    read_only: bool,
+    newest: int | None,
+    fetch: Callable[[Collection[str]], Path | None],
+) -> Loaded | None:
     """Run rank 0's side: propose checkpoints, newest first, until all ranks have verified one."""
     checkpoints, skipped = reader.checkpoints, dict[str, str]()
     # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
     if not read_only:
         checkpoints.refuse_of_others(checkpoints.folder)
         checkpoints.sweep()
-    for path in (path for path in checkpoints.list() if newest is None or step_of(path) <= newest):
+    while True:
+        paths = (path for path in checkpoints.list() if newest is None or step_of(path) <= newest)
+        path = next((path for path in paths if path.name not in skipped), None)
+        if path is None:
+            break
         if not read_only:
             checkpoints.refuse_of_others(path)
         loaded, reason = _propose(reader, talk, path.name)
         if loaded is None:
             skipped[path.name] = reason
             log.warning("skipping %s, the next older checkpoint is tried: %s", path.name, reason)
+            fetched = fetch(skipped)
+            if fetched is not None:
+                skipped.pop(fetched.name, None)
             continue
         # A good one is found: only now is it safe to move the damaged ones out of the way.
         for name in () if read_only else skipped:
             checkpoints.reject(checkpoints.folder / name, skipped[name])
         log.info("resuming from %s", path)
-        return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, skipped)
+        return replace(loaded, skipped=skipped)
     # Checkpoints exist, but none is good: do not start again from step 0 silently.
     if skipped:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
@@ -213,7 +229,7 @@ def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
     if not word["done"]:
         return None
     assert loaded
-    return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
+    return replace(loaded, skipped=word["skipped"])
 
 
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:

@@ -1,14 +1,17 @@
 """A second place for a run's checkpoints: another disk, in case the first one loses them.
 
 A thread of rank 0 copies what is committed. Every byte is checked against its digest before the copy is committed there
-under the same protocol. No step and no save waits for it. A second disk that is full or away does not end the training.
+under the same protocol. No step and no save waits for it. A second disk that is full or away does not end the training:
+the start and the end of a training wait for one that gives no answer, but not for ever.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from toolkit import fsio, logs, trust
 from toolkit.checkpoint import manifest as manifests
@@ -18,6 +21,10 @@ from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
 
+T = TypeVar("T")
+
+#: A start or an end waits this long for the next piece. On a hard NFS mount a call returns when the server is back.
+PATIENCE_S = 300.0
 _CHUNK_BYTES = 1 << 24
 
 
@@ -25,11 +32,11 @@ class SecondPlace:
     """Rank 0's copier between the run's folder and the second place."""
 
     def __init__(self, folder: Path, keep: Keep, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Set up, without touching a file. ``on_progress`` is called for each piece copied while someone waits."""
-        self.checkpoints = CheckpointFolder(
-            folder, keep, on_progress=lambda: on_progress() if self._is_awaited else None
-        )
-        self._is_awaited = False
+        """Set up, without touching a file. ``on_progress`` is called every second while the training waits."""
+        self.checkpoints = CheckpointFolder(folder, keep)
+        self._on_progress = on_progress
+        self._answered_s = 0.0  #: when a piece was last read or written, by ``time.monotonic``
+        self._fetched: set[str] = set()
         self._waiting: Path | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -39,38 +46,71 @@ class SecondPlace:
         with self._lock:
             self._waiting = path
             if self._thread is None:
-                self._thread = threading.Thread(target=self._copy_all, name="second-place", daemon=True)
-                self._thread.start()
+                self._thread = _start(self._copy_all)
 
-    def fetch(self, home: CheckpointFolder) -> None:
-        """Copy the newest checkpoint back if it is newer than all valid ones at ``home``.
+    def fetch(self, home: CheckpointFolder, damaged: Collection[str] = ()) -> Path | None:
+        """Copy the newest good checkpoint back if it is newer than all good ones at ``home``, and return its path.
 
-        Call it before an attempt loads. A failure is logged, not raised.
+        ``damaged`` names those at ``home`` whose bytes were found to be wrong; others count as good if their files have
+        the right sizes. Call it before an attempt loads. A failure is logged, not raised.
         """
-        self._is_awaited = True
-        try:
-            self._refuse_of_others()
-            self.checkpoints.sweep()
-            valid = (home.valid(path) for path in home.list())
-            newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
-            # The newest alone decides: if it is not newer than home's, no other is.
-            for path in self.checkpoints.list()[:1]:
-                if step_of(path) > newest:
+        back: list[Path] = []
+        is_given_up = threading.Event()
+
+        def note() -> None:
+            # The training may have begun meanwhile: nothing may appear in its folder then.
+            if is_given_up.is_set():
+                raise CheckpointError("the training has begun without it")
+            self._note()
+
+        def fetch() -> None:
+            try:
+                self._refuse_of_others()
+                self.checkpoints.sweep()
+                valid = (home.valid(path) for path in home.list() if path.name not in damaged)
+                newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
+                there = [path for path in self.checkpoints.list() if step_of(path) > newest]
+            except CheckpointError as error:
+                log.error("%s is no help: %s", self.checkpoints.folder, error)
+                return
+            for path in there:
+                # What came from here before is damaged again: it would be so for ever.
+                if path.name in self._fetched or back:
+                    continue
+                self._fetched.add(path.name)
+                try:
                     self.checkpoints.refuse_of_others(path)
-                    log.warning("%s is newer than anything in %s: copied back", path, home.folder)
-                    _copy(self.checkpoints, path, home)
-        except CheckpointError as error:
-            log.error("%s is no help: %s", self.checkpoints.folder, error)
-        finally:
-            self._is_awaited = False
+                    log.warning("%s is newer than anything good in %s: copied back", path, home.folder)
+                    back.append(_copy(self.checkpoints, path, home, note))
+                except CheckpointError as error:
+                    log.error("%s is no help: %s", path, error)
+
+        self._wait_for(_start(fetch))
+        is_given_up.set()
+        return back[0] if back else None
 
     def wait(self) -> None:
         """Wait until all is copied, at the end of a run."""
-        self._is_awaited = True
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join()
+            self._wait_for(thread)
+
+    def _note(self) -> None:
+        self._answered_s = time.monotonic()
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        self._note()
+        while thread.is_alive():
+            thread.join(1.0)
+            self._on_progress()
+            if time.monotonic() - self._answered_s > PATIENCE_S:
+                log.error(
+                    "%s has given no answer for %.0f s, the training goes on without it: is its file server away?",
+                    self.checkpoints.folder,
+                    PATIENCE_S,
+                )
+                return
 
     def _copy_all(self) -> None:
         while True:
@@ -84,7 +124,7 @@ class SecondPlace:
                 if not self.checkpoints.is_committed(step_of(path)):
                     with file_errors("creating", self.checkpoints.folder):
                         fsio.make_dir(self.checkpoints.folder)
-                    _copy(CheckpointFolder(path.parent), path, self.checkpoints)
+                    _copy(CheckpointFolder(path.parent), path, self.checkpoints, self._note)
                     self.checkpoints.prune()
             except CheckpointError as error:
                 if path.exists():  # else it was pruned meanwhile: there is a newer one
@@ -99,7 +139,13 @@ class SecondPlace:
             raise CheckpointError(str(error)) from error
 
 
-def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder) -> None:
+def _start(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="second-place", daemon=True)
+    thread.start()
+    return thread
+
+
+def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder, note: Callable[[], None]) -> Path:
     manifest = source.manifest(path)
     temporary = target.begin(manifest.step)
     try:
@@ -108,14 +154,19 @@ def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder) -> Non
             with file_errors("creating", temporary / name):
                 for folder in reversed(Path(name).parents[:-1]):
                     fsio.make_dir(temporary / folder, parents=0)
-            target.write(temporary / name, _chunks(path / name))
-            target.on_progress()
+            target.write(temporary / name, _noting(_chunks(path / name), note))
         # Check what is on the second disk, not what was sent to it.
-        manifests.check_digests(temporary, manifest)
-        target.commit(temporary, manifest)
+        manifests.check_parts(temporary, _noting(manifest.parts(), note))
+        return target.commit(temporary, manifest)
     except BaseException:
         target.abandon(temporary)
         raise
+
+
+def _noting(items: Iterable[T], note: Callable[[], None]) -> Iterator[T]:
+    for item in items:
+        note()
+        yield item
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:

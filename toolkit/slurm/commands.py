@@ -315,17 +315,18 @@ class Slurm:
         return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
     def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
-        """Return the mode of the job's QOS, or None where the cluster's mode holds.
+        """Return the mode of the job's QOS, or None where the cluster's mode holds. A pending job may have several QOS.
 
         The site profile knows it where accounting cannot be asked from a node. Also returns None without one.
         """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
-            mode = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).strip() if job.qos else ""
+            modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
         except SlurmError:
             profile = site_profile.of_cluster(settings.cluster)
-            return next((qos.preempt_mode for qos in profile.qos if qos.name == job.qos), None) if profile else None
-        return None if mode in ("", "cluster") else mode
+            names = (job.qos or "").split(",")
+            modes = [qos.preempt_mode or "cluster" for qos in profile.qos if qos.name in names] if profile else []
+        return ",".join(settings.preempt_mode if mode == "cluster" else mode for mode in modes) or None
 
     def has(self, program: str) -> bool:
         """True if this program of Slurm is on PATH."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.manifest import CorruptCheckpointError
@@ -13,7 +14,7 @@ from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.memory_copies import MemoryCopies
-from toolkit.train.resume import log_what_differs, refuse_another_run
+from toolkit.train.resume import log_what_differs, manifest_or_none, refuse_another_run
 from toolkit.train.saver import Saver
 from toolkit.train.state import Checkpointed, TrainingState
 
@@ -25,8 +26,7 @@ class Checkpoints:
         self, config: CheckpointConfig, session: Session, strategy: Checkpointed, identity: Mapping[str, Json]
     ) -> None:
         self._session = session
-        self._state = TrainingState(session, strategy, identity)
-        self._has_second_place = config.copy_to is not None
+        self._state = TrainingState(session, strategy, identity, config.keep_best)
         self.saver = Saver(config, session, self._state)
         self.copies = MemoryCopies(config.memory_every_steps, session, self._state)
 
@@ -52,14 +52,16 @@ class Checkpoints:
             loaded = self._load()
             if loaded is None and damage is not None:  # the next attempt begins with weights that nothing has touched
                 raise damage
-            if loaded is not None and loaded.skipped and self._has_second_place:
-                loaded = self._load()  # the damaged ones are set aside now, so their copies can be fetched
         elif self._session.is_main:
             checkpoints.sweep()
         self.saver.set_timer()
         if loaded is None:
             return None
         self._state.restore(loaded)
+        if not is_on_disk:
+            # The restart may have cut off the save of the best state: what is on disk counts.
+            manifests = (manifest_or_none(checkpoints, path) for path in checkpoints.list())
+            self._state.restore_best(next((manifest.meta for manifest in manifests if manifest), {}))
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
         self.saver.resume_from(loaded.step if is_on_disk else newest_step(checkpoints.folder))
@@ -79,10 +81,13 @@ class Checkpoints:
         return loaded.step
 
     def _load(self) -> Loaded | None:
-        if self.saver.second is not None:  # rank 0 only; the other ranks wait in the load meanwhile
-            self.saver.second.fetch(self.saver.checkpoints)
+        self._fetch(())  # rank 0 only; the other ranks wait in the load meanwhile
         refuse_another_run(self.saver.checkpoints, self._state, self._session.world_size)
         return self._read(None)
+
+    def _fetch(self, damaged: Collection[str]) -> Path | None:
+        second = self.saver.second
+        return None if second is None else second.fetch(self.saver.checkpoints, damaged)
 
     def _read(self, newest: int | None) -> Loaded | None:
         session = self._session
@@ -94,6 +99,7 @@ class Checkpoints:
             kv=session.store,
             attempt=session.attempt,
             newest=newest,
+            fetch=self._fetch,
         )
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and log the figures. Return True if the model has never been as good."""
         self._life.report("evaluate")
-        with self._life.sheet.on("evaluation"):
+        with self._life.sheet.on("evaluation"), self._checkpoints.saver.no_save_by_time():
             figures = self._evaluations.evaluate(self._step)
         if figures is None:
             return False

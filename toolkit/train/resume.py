@@ -23,7 +23,7 @@ def refuse_another_run(checkpoints: CheckpointFolder, state: TrainingState, worl
     Without this check another model would fail later, with a list of tensors that says less.
     """
     for path in checkpoints.list():
-        manifest = _manifest(checkpoints, path)
+        manifest = manifest_or_none(checkpoints, path)
         if manifest is None:
             continue
         refuse_other_identity(manifest.meta.get("identity", {}), state.identity, path)
@@ -64,7 +64,7 @@ def _refuse_inside_a_round(
     # Name a checkpoint at a round's end as a way out, if there is one.
     way_out = ""
     for other in checkpoints.list():
-        readable = _manifest(checkpoints, other)
+        readable = manifest_or_none(checkpoints, other)
         if readable is not None and not _is_inside_a_round(readable):
             way_out = f", or from {other.name}, which is at a round's end: move the newer ones away"
             break
@@ -76,8 +76,8 @@ def _refuse_inside_a_round(
     )
 
 
-def _manifest(checkpoints: CheckpointFolder, path: Path) -> Manifest | None:
-    """Return the manifest; None for a damaged one, which the load will skip and report."""
+def manifest_or_none(checkpoints: CheckpointFolder, path: Path) -> Manifest | None:
+    """Return the manifest; None for a damaged one, which a load will skip and report. Files' sizes are not checked."""
     try:
         return checkpoints.manifest(path, sizes=False)
     except CheckpointError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Saver:
         self._session, self._state = session, state
         self._config = config
         self._timer: threading.Timer | None = None
+        self._due_s = 0.0  #: when the timer fires, by ``time.monotonic``
         self._blocked_s = 0.0
         self.checkpoints = CheckpointFolder(
             RunDir(session.run_dir).checkpoints,
@@ -119,9 +121,27 @@ class Saver:
                 attempts = []
             waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
         if waits:
-            self._timer = threading.Timer(min(waits), self._session.gate.request, [SAVE])
-            self._timer.daemon = True
-            self._timer.start()
+            self._due_s = time.monotonic() + min(waits)
+            self._start_timer()
+
+    @contextmanager
+    def no_save_by_time(self) -> Iterator[None]:
+        """Put off what the timer would ask for: the gate hands out one request after the other.
+
+        A save that waits for the end of an evaluation would keep a stop from cutting it short.
+        """
+        timer = self._timer if self._timer is not None and self._timer.is_alive() else None
+        if timer is not None:
+            timer.cancel()
+        yield
+        if timer is not None:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        wait_s = max(0.0, self._due_s - time.monotonic())
+        self._timer = threading.Timer(wait_s, self._session.gate.request, [SAVE])
+        self._timer.daemon = True
+        self._timer.start()
 
     def describe(self, step: int, reached: Mapping[str, Json]) -> None:
         """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""

@@ -75,19 +75,22 @@ class Fitting(Protocol):
 class TrainingState:
     """What one rank saves and restores. Every rank makes the same calls."""
 
-    def __init__(self, session: Session, source: Checkpointed, identity: Mapping[str, Json]) -> None:
+    def __init__(
+        self, session: Session, source: Checkpointed, identity: Mapping[str, Json], best_by: str | None = None
+    ) -> None:
         self._session = session
         self.source = source  #: the strategy, or the objects of a user's own loop
         self._loader: Batches | None = None
         self._position = f"data/rank{session.rank}"
         self.identity: dict[str, Json] = dict(identity)
-        self.best: float | None = None  #: the best figure so far of the ``keep_best`` metric; higher is better
+        self._best_by = best_by  #: the ``keep_best`` metric
+        self.best: float | None = None  #: the best figure so far of that metric; higher is better
         self._conditions = conditions(session)
 
     @property
     def meta(self) -> dict[str, Json]:
         """Return what rank 0 writes down in each checkpoint about the run."""
-        return {"identity": self.identity, "conditions": self._conditions, "best": self.best}
+        return {"identity": self.identity, "conditions": self._conditions, "best": self.best, "best_by": self._best_by}
 
     def include(self, loader: Batches) -> None:
         """Save the position of ``loader`` with the strategy's state, and restore it at a resume.
@@ -147,5 +150,11 @@ class TrainingState:
         self.source.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])
-        best = loaded.meta.get("best")
-        self.best = float(best) if isinstance(best, (int, float)) else None
+        self.restore_best(loaded.meta)
+
+    def restore_best(self, meta: Mapping[str, Json]) -> None:
+        """Take over the best figure of a checkpoint's ``meta``, if it is of the same metric."""
+        best = meta.get("best")
+        # A figure of another metric would keep every worse state from being saved as the best.
+        is_same = meta.get("best_by", self._best_by) == self._best_by
+        self.best = float(best) if is_same and isinstance(best, (int, float)) else None

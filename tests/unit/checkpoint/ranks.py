@@ -38,9 +38,9 @@ def alone(checkpoints: CheckpointFolder, step: int, state: State, **meta: Any) -
     return save(checkpoints, step, state, meta, rank=0, world_size=1, kv=None)
 
 
-def load_alone(checkpoints: CheckpointFolder, state: State, *, read_only: bool = False) -> Loaded | None:
+def load_alone(checkpoints: CheckpointFolder, state: State, **how: Any) -> Loaded | None:
     """Load with one rank."""
-    return load(checkpoints, state, rank=0, world_size=1, kv=None, read_only=read_only)
+    return load(checkpoints, state, rank=0, world_size=1, kv=None, **how)
 
 
 def weights(value: float) -> State:

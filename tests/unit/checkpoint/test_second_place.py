@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from tests.unit.checkpoint.test_damage import flip
 from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
 from toolkit import fsio
+from toolkit.checkpoint import second_place
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.second_place import SecondPlace
+from toolkit.errors import CheckpointError
 
 
 @pytest.fixture
@@ -153,6 +156,78 @@ def test_a_damaged_copy_does_not_come_home(
     second.fetch(home)
     assert steps(home.folder) == [100, 50]
     assert "is no help" in caplog.text
+
+
+def test_where_all_bytes_at_home_are_wrong_the_copy_is_loaded(home: CheckpointFolder, second: SecondPlace) -> None:
+    copied(second, home, 100, 200)
+    for path in home.list():
+        flip(path / "rank-00000.safetensors", 77)
+    loaded = load_alone(home, weights(0.0), fetch=lambda damaged: second.fetch(home, damaged))
+    assert loaded is not None
+    assert (loaded.step, list(loaded.skipped)) == (200, [])
+    assert home.verify(home.path(200)).step == 200
+
+
+def test_an_older_copy_is_loaded_where_the_newer_one_is_damaged_in_both_places(
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path
+) -> None:
+    copied(second, home, 100, 200)
+    for path in (*home.list(), tmp_path / "second/step-00000200"):
+        flip(path / "rank-00000.safetensors", 77)
+    loaded = load_alone(home, weights(0.0), fetch=lambda damaged: second.fetch(home, damaged))
+    assert loaded is not None
+    assert (loaded.step, list(loaded.skipped)) == (100, ["step-00000200"])
+
+
+def test_where_no_copy_is_good_either_all_stay_and_nothing_begins_anew(
+    home: CheckpointFolder, second: SecondPlace, tmp_path: Path
+) -> None:
+    copied(second, home, 200)
+    for path in home.list()[1:]:
+        shutil.rmtree(path)
+    os.truncate(home.path(200) / "rank-00000.safetensors", 7)
+    flip(tmp_path / "second/step-00000200/rank-00000.safetensors", 77)
+    for _attempt in range(2):
+        place = SecondPlace(tmp_path / "second", Keep(2))
+        place.fetch(home)
+        with pytest.raises(CheckpointError, match="none of the 1 checkpoints is good"):
+            load_alone(home, weights(0.0), fetch=lambda damaged: place.fetch(home, damaged))  # noqa: B023  # called here
+
+
+def test_a_place_that_gives_no_answer_is_not_waited_for_for_ever(
+    home: CheckpointFolder,
+    tmp_path: Path,
+    slow: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
+    waited = list[float]()
+    second = SecondPlace(tmp_path / "second", Keep(2), lambda: waited.append(time.monotonic()))
+    second.copy(home.path(200))
+    second.wait()
+    assert waited
+    assert "has given no answer" in caplog.text
+    # Once it answers again the copy is completed.
+    slow.set()
+    wait_for(lambda: steps(tmp_path / "second") == [200], 20, "the copy")
+
+
+def test_what_arrives_after_the_training_has_begun_does_not_come_home(
+    home: CheckpointFolder, second: SecondPlace, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.set()
+    copied(second, home, 200)
+    shutil.rmtree(home.path(200))
+    slow.clear()
+    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
+    assert second.fetch(home) is None
+    threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
+    slow.set()
+    for thread in threads:
+        thread.join(20)
+    assert steps(home.folder) == [100, 50]
+    assert home.sweep() == []
 
 
 def test_what_a_killed_writer_left_there_is_swept(home: CheckpointFolder, second: SecondPlace, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -210,6 +211,7 @@ def profiled(age_s: float = 0.0, **changes: str) -> Path:
         ),
         ("cluster.account=labl", "you have no account 'labl'; did you mean 'lab2'? yours: lab1, lab2"),
         ("cluster.qos=lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
+        ("cluster.qos=normal,lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
     ],
 )
 def test_submit_refuses_what_would_wait_for_ever(
@@ -304,6 +306,7 @@ def test_the_profile_knows_a_qos_that_a_node_cannot_ask_for(programs: Programs) 
     path = profiled()
     programs.add("sacctmgr", {}, code=1, stderr="Unable to contact slurm database\n")
     assert slurm.preemption_cancels(job, slurm.settings())
+    assert slurm.preemption_cancels(dataclasses.replace(job, qos="normal,low"), slurm.settings())
     path.unlink()
     assert not slurm.preemption_cancels(job, slurm.settings())
 

@@ -6,6 +6,7 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,9 @@ from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, 
 from tests.waiting import wait_for
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
+from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hang.activity import Activity
@@ -434,6 +437,25 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     assert asked.empty()
 
 
+def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(checkpoints: Checkpoints) -> None:
+    """The gate hands out one request after the other: a stop would wait for this save, and so for the evaluation."""
+    asked: queue.Queue[str] = queue.Queue()
+    checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
+    checkpoints.saver._config = CheckpointConfig(every_min=0.1 / 60, background=False)
+    checkpoints.saver.set_timer()
+    timer = checkpoints.saver._timer
+    assert timer is not None
+    with checkpoints.saver.no_save_by_time():
+        timer.join(20)
+        assert checkpoints.saver._due_s
+        wait_for(lambda: time.monotonic() > checkpoints.saver._due_s + 0.1, 20, "the save to be due")
+        assert asked.empty()
+    assert asked.get(timeout=20) == SAVE
+    with checkpoints.saver.no_save_by_time():
+        pass
+    assert asked.empty()
+
+
 def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_it(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -447,6 +469,35 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
     assert [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
     assert not checkpoints.saver.is_best({"eval/accuracy": 1.0})
     assert "there is no number -eval/loss, only eval/accuracy" in caplog.text
+
+
+def test_a_best_figure_counts_only_for_its_own_metric(checkpoints: Checkpoints) -> None:
+    checkpoints._state.source.loaded = lambda values: None
+    for saved_by, best_by, restored in (
+        ("eval/loss", "eval/loss", 3.0),
+        ("eval/loss", "eval/accuracy", None),
+        (None, "eval/loss", None),
+    ):
+        checkpoints._state._best_by, checkpoints._state.best = saved_by, 3.0
+        checkpoints.saver.save((checkpoints.saver.newest or 0) + 10, REACHED)
+        checkpoints._state._best_by = best_by
+        checkpoints.resume()
+        assert checkpoints._state.best == restored
+
+
+def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, saver = checkpoints._state, checkpoints.saver
+    state.source.loaded = lambda values: None
+    saver.checkpoints.keep = Keep(best="eval/accuracy")
+    assert saver.is_best({"eval/accuracy": 0.5})
+    saver.save(10, REACHED)
+    # The save of a better one is cut off, and the copy in memory is newer.
+    kept = Loaded(25, {**state.meta, "best": 0.9}, {}, IN_MEMORY)
+    monkeypatch.setattr(checkpoints.copies, "load", lambda newest: kept)
+    assert checkpoints.resume() == kept
+    assert saver.is_best({"eval/accuracy": 0.8})
 
 
 def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:

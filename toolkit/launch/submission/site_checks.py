@@ -66,9 +66,8 @@ def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str
         if part is None and name is not None and known:
             yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
     # Some flags of a QOS lift limits of the partition. Without a QOS in the config all count that Slurm may give.
-    qos = {cluster.qos}
-    if not cluster.qos:
-        qos = set[str | None]()
+    qos = set(_qos_names(config))
+    if not qos:
         for account in profile.associations:
             qos |= {account.default_qos} if account.default_qos else {*account.qos}
     flags = {flag for record in profile.qos if record.name in qos for flag in record.flags}
@@ -91,8 +90,14 @@ def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Itera
         yield f"cluster.nodes: {nodes} with spare ones, and a job on {on} may have {most}"
     if part.accounts and cluster.account and _is_missing(cluster.account, part.accounts):
         yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
-    if part.qos and cluster.qos and cluster.qos not in part.qos:
+    names = _qos_names(config)
+    if part.qos and names and not {*names} & {*part.qos}:
         yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
+
+
+def _qos_names(config: JobConfig) -> list[str]:
+    """Return the QOS that the job may have. Since Slurm 24.11 that may be several, of which it gets one."""
+    return config.cluster.qos.split(",") if config.cluster.qos else []
 
 
 def _is_missing(account: str, accounts: Sequence[str]) -> bool:
@@ -107,5 +112,6 @@ def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
         hint = nearest(cluster.account, accounts)
         yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
     names = [record.name for record in profile.qos]
-    if cluster.qos and names and cluster.qos not in names:
-        yield f"cluster.qos: there is no {cluster.qos!r}; {nearest(cluster.qos, names)}there are: {listing(names)}"
+    for name in _qos_names(config) if names else ():
+        if name not in names:
+            yield f"cluster.qos: there is no {name!r}; {nearest(name, names)}there are: {listing(names)}"
