@@ -40,10 +40,19 @@ class Script:
         self.library, self._folder = library, folder
         self._server = servers.get(library) or servers.setdefault(library, ScriptServer(PRELOAD[library]))
 
+    def change(self, *replaced: tuple[str, str]) -> None:
+        """Run a script in which these words stand for others."""
+        text = (SCRIPTS / f"{self.library}_after.py").read_text()
+        for old, new in replaced:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (self._folder / f"{self.library}_changed.py").write_text(text)
+
     def attempt(self, run: str, *strikes: tuple[int, int, str, str], kind: str = "after", more: str = "") -> list[int]:
         told = [{"rank": rank, "step": step, "signal": signal, "at": at} for rank, step, signal, at in strikes]
         overrides = [*EVERY, *more.split()]
-        return self._server.attempt(SCRIPTS / f"{self.library}_{kind}.py", self._folder / run, overrides, told)
+        folder = self._folder if kind == "changed" else SCRIPTS
+        return self._server.attempt(folder / f"{self.library}_{kind}.py", self._folder / run, overrides, told)
 
     def log(self, run: str, attempt: int, rank: int) -> str:
         return (self._folder / f"{run}.{attempt}.{rank}.log").read_text()
@@ -90,6 +99,57 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
     result = json.loads((script._folder / "again/result.json").read_text())
     assert (result["state"], result["step"]) == ("completed", STEPS[script.library])
     assert result["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("library", "replaced"),
+    [
+        # Its own checkpoints have names by number, in a folder of its own.
+        (
+            "accelerate",
+            [
+                ("import set_seed", "import ProjectConfiguration, set_seed"),
+                ("cpu=True", "cpu=True, project_config=ProjectConfiguration('out', automatic_checkpoint_naming=True)"),
+            ],
+        ),
+        # A validation after the steps that are saved, counted in the weights.
+        (
+            "lightning",
+            [
+                (
+                    "        self.net =",
+                    "        self.register_buffer('validations', torch.zeros(()))\n        self.net =",
+                ),
+                (
+                    "    def configure",
+                    "    def on_validation_end(self):\n        self.validations += 1\n\n    def configure",
+                ),
+                ("max_epochs=6", "max_epochs=6, val_check_interval=4, num_sanity_val_steps=0"),
+            ],
+        ),
+        # Its own checkpoints hold the weights alone, and it ends early: the loss is to rise for three evaluations.
+        (
+            "transformers",
+            [
+                ("import BertConfig", "import EarlyStoppingCallback, BertConfig"),
+                ('save_strategy="no"', 'save_strategy="no", save_only_model=True, metric_for_best_model="eval_loss"'),
+                ("use_cpu=True", "use_cpu=True, greater_is_better=True"),
+                ("resume = Tr", "trainer.add_callback(EarlyStoppingCallback(2))\nresume = Tr"),
+            ],
+        ),
+    ],
+)
+def test_what_a_script_sets_for_its_own_checkpoints_changes_no_resume(
+    script: Script, replaced: list[tuple[str, str]]
+) -> None:
+    script.change(*replaced)
+    assert script.attempt("whole", kind="changed") == [0, 0]
+    assert -9 in script.attempt("again", (1, 23, "SIGKILL", "step"), kind="changed")
+    assert script.attempt("again", (0, 70, "SIGTERM", "step"), kind="changed") == [75, 75]
+    assert script.attempt("again", kind="changed") == [0, 0]
+    script.must_end_alike("whole", "again")
+    ends = [json.loads((script._folder / run / "result.json").read_text())["step"] for run in ("whole", "again")]
+    assert ends == [96, 96]
 
 
 @pytest.mark.parametrize("library", ["accelerate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,10 +27,20 @@ class AccelerateRun(LibraryRun):
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        super().__init__("accelerate", lambda folder: accelerator.save_state(str(folder)))
+        super().__init__("accelerate", self._save)
         self.refuse_other_world(accelerator.num_processes)
         if self.checkpoint is not None:
             accelerator.load_state(str(self.checkpoint))
+
+    def _save(self, folder: Path) -> None:
+        # With automatic names accelerate would choose another folder, and remove the script's own checkpoints there.
+        project = self._accelerator.project_configuration
+        own = project.automatic_checkpoint_naming, project.iteration
+        project.automatic_checkpoint_naming = False
+        try:
+            self._accelerator.save_state(str(folder))
+        finally:
+            project.automatic_checkpoint_naming, project.iteration = own
 
     def epochs(self, count: int) -> Iterator[int]:
         yield from super().epochs(count)

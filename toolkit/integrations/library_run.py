@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit import logs, signals
-from toolkit.errors import ConfigError, StoppedError
+from toolkit.errors import CheckpointError, ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
@@ -54,7 +54,13 @@ class LibraryRun(TrainingRun):
         self._is_finished = False
         self._state = OwnState({}, session, self._window)
         checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
-        checkpoints.saver.include_files(lambda folder: save(folder / library))
+
+        def save_files(folder: Path) -> None:
+            save(folder / library)
+            if session.is_main and not (folder / library).exists():  # committed, it would be a checkpoint of nothing
+                raise CheckpointError(f"{library} has written nothing to {folder / library}")
+
+        checkpoints.saver.include_files(save_files)
         loaded = self._resume(checkpoints)
         #: The library's part of the newest whole checkpoint; None in a new run.
         self.checkpoint: Path | None = None if loaded is None else loaded.path / library

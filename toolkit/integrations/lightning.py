@@ -27,6 +27,7 @@ class LightningCallback(Callback):
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
+        self._is_put_off = False  #: no save or stop after this step, but after the next
         self._run = LibraryRun("lightning", self._save)
 
     @property
@@ -72,9 +73,12 @@ class LightningCallback(Callback):
         loop = trainer.fit_loop
         if loop._should_accumulate():  # a checkpoint holds no gradients
             return
-        # From a checkpoint after an epoch's last batch Lightning would come back to a wrong epoch.
-        is_last = loop.epoch_loop._num_ready_batches_reached()
-        self._run.step_made(values=trainer.callback_metrics, may_save=not is_last)
+        # From a checkpoint after an epoch's last batch Lightning would come back to a wrong epoch. A validation that
+        # comes now would be left out after a resume. Where each step has one, every second one may be saved.
+        epoch = loop.epoch_loop
+        self._is_put_off = epoch._should_check_val_fx(loop._data_fetcher) and not self._is_put_off
+        may_save = not (self._is_put_off or epoch._num_ready_batches_reached())
+        self._run.step_made(values=trainer.callback_metrics, may_save=may_save)
         self._run.seed(self._run.step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

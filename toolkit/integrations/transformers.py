@@ -29,6 +29,8 @@ class TransformersCallback(TrainerCallback):
         self._samples = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         self._is_put_off = False  #: no save or stop after this step, but after the next
         trainer.add_callback(self)
+        if self._run.checkpoint is not None:  # else an EarlyStoppingCallback would count from 0 again
+            args.restore_callback_states_from_checkpoint = True
 
     @property
     def checkpoint(self) -> str | None:
@@ -37,12 +39,14 @@ class TransformersCallback(TrainerCallback):
         return None if folder is None else str(next(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
     def _save(self, folder: Path) -> None:
-        trainer = self._trainer
-        place, trainer.args.output_dir = trainer.args.output_dir, str(folder)
+        # Whatever the script leaves out of its own checkpoints: this one must hold all, and goes nowhere else.
+        trainer, ours = self._trainer, {"output_dir": str(folder), "save_only_model": False, "push_to_hub": False}
+        own = {name: getattr(trainer.args, name) for name in ours}
         try:
+            vars(trainer.args).update(ours)
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         finally:
-            trainer.args.output_dir = place
+            vars(trainer.args).update(own)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._run.begin(state.max_steps)
