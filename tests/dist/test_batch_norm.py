@@ -103,6 +103,41 @@ def test_where_data_are_split_statistics_are_the_mean_of_what_the_ranks_have_see
             assert torch.equal(quiet[key], ranks[0][1][key])
 
 
+class Centred(nn.Module):
+    """Its training pass reads a buffer that follows the samples, as a codebook or an observer does."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(FEATURES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.centre = 0.5 * self.centre + 0.5 * inputs.detach().mean(0)
+        return inputs - self.centre
+
+
+def centred() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Centred(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def looked_at(session: Session, name: str) -> list[dict[str, Tensor]]:
+    quiet, watched = (built(session, name, centred) for _ in range(2))
+    for step in range(STEPS):
+        for strategy in (quiet, watched):
+            strategy.step(part(strategy.share, step), rates(step))
+        state_of(watched)
+    return [state_of(quiet), state_of(watched)]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "local_sgd", "pipeline x replicas"])
+def test_a_save_changes_no_training_whose_passes_read_buffers_that_follow_the_samples(name: str) -> None:
+    for quiet, watched in run_ranks(SUBJECTS[name][1], looked_at, name):
+        assert [key for key in quiet if not torch.equal(quiet[key], watched[key])] == []
+
+
 # -------------------------------------------------------------------------------------------------------- its mode
 
 

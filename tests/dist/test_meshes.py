@@ -22,12 +22,13 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
-from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, OptimConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, auto, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]
 
@@ -295,6 +296,18 @@ def test_auto_takes_what_fits_the_smallest_memory_trains_to_its_bits_and_keeps_i
         assert names == ["Shards True", "Shards False", "Replicas ", "Shards True", "Shards True"]
         trainer.assert_same(ranks[0][1], ranks[-1][1])
     assert json.loads((tmp_path / "a/strategy.json").read_text())["strategy"] == "fsdp"
+
+
+def muon_by_auto(session: Session, folder: Path) -> str:
+    strategy = build_strategy(StrategyConfig("auto"), in_run(session, folder))
+    strategy.build(
+        even_model, partial(build_optimizer, OptimConfig("muon")), of_pairs(cross_entropy), part(strategy.share, 0)
+    )
+    return type(strategy._layout).__name__  # type: ignore[attr-defined]
+
+
+def test_auto_measures_an_optimizer_that_compares_the_parameters_of_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, muon_by_auto, tmp_path) == ["Replicas", "Replicas"]
 
 
 def offloaded(session: Session) -> list[dict[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -228,12 +229,17 @@ Deaths = dict[int, tuple[Callable[[int], None], int]]
 
 
 def train_and_die(
-    session: Session, run_dir: Path, section: StrategyConfig, deaths: Deaths, model: Any = noisy_model
+    session: Session,
+    run_dir: Path,
+    section: StrategyConfig,
+    deaths: Deaths,
+    model: Any = noisy_model,
+    config: TrainConfig = CONFIG,
 ) -> Any:
     if session.rank in deaths:
         how, when = deaths[session.rank]
         how(when)
-    return train(session, run_dir, section, model)
+    return train(session, run_dir, section, model, config)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +279,29 @@ def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_pa
         again = run_ranks(4, train_and_die, folder, section, deaths, plain, mortal=deaths)[0][1]
         assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
         assert logged(folder, "train/loss") == logged(whole, "train/loss")
+
+
+def be_slow(_: int) -> None:
+    """A server that gives the others time for a step between its gradients and its weights."""
+    plain_send = Mail.send
+
+    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
+        if kind is Kind.WEIGHTS:
+            time.sleep(0.1)
+        plain_send(self, peer, kind, numbers, payload)
+
+    Mail.send = send
+
+
+def test_a_dead_workers_share_is_computed_with_the_weights_of_both_servers(tmp_path: Path) -> None:
+    """The other server is a step ahead, and asks for a share of it while the slow one's weights are missing."""
+    from tests.dist.test_trainer import plain_model as plain
+
+    section, deaths = config(servers=2), {0: (be_slow, 0), 3: (die_before_a_step, 4)}
+    seldom = replace(CONFIG, log_every=100)  # where the ranks log, they wait for each other
+    state = run_ranks(4, train, tmp_path / "whole", section, plain, seldom)[0][1]
+    again = run_ranks(4, train_and_die, tmp_path / "again", section, deaths, plain, seldom, mortal=[3])[0][1]
+    assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
 
 
 def stop_after_a_death(session: Session, run_dir: Path) -> int:

@@ -31,6 +31,7 @@ from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
+from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -75,6 +76,7 @@ def train(
     judge: Any = judge,
     name: str | StrategyConfig = "ddp",
     optim: OptimConfig = ADAMW,
+    hooks: Hooks | None = None,
 ) -> tuple[Result, dict[str, Tensor]]:
     session = in_run(session, run_dir)
     prepare(config.seed)
@@ -85,7 +87,7 @@ def train(
     checkpoints = Checkpoints(checkpoint, session, strategy, identity(job or JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-    result = trainer.fit(judge)
+    result = trainer.fit(judge, hooks=hooks)
     return result, {name: e.value.clone() for name, e in strategy.state().items() if isinstance(e.value, Tensor)}
 
 
@@ -164,7 +166,14 @@ def test_a_finished_run_is_not_evaluated_again(undisturbed: Any) -> None:
     assert logged(run_dir, "eval/accuracy") == before
 
 
-def stop_in_evaluation(session: Session, run_dir: Path, number: int, checkpoint: CheckpointConfig = EVERY_4) -> int:
+def stop_in_evaluation(
+    session: Session,
+    run_dir: Path,
+    number: int,
+    checkpoint: CheckpointConfig = EVERY_4,
+    judge: Any = judge,
+    hooks: Hooks | None = None,
+) -> int:
     """Rank 1 alone is signalled, in the ``number``-th evaluation; returns the step at which this rank stopped."""
     calls = 0
 
@@ -175,10 +184,12 @@ def stop_in_evaluation(session: Session, run_dir: Path, number: int, checkpoint:
             if session.rank == 1:
                 session.gate.request(STOP)
             wait_for(is_cut, 20, "the stop to be seen in the evaluation")
+            if judge is judge_by_a_draw:
+                return None
         return judge(strategy, is_cut)
 
     with pytest.raises(StoppedError) as stopped:
-        train(session, run_dir, judge=judge_and_stop, checkpoint=checkpoint)
+        train(session, run_dir, judge=judge_and_stop, checkpoint=checkpoint, hooks=hooks)
     return int(str(stopped.value).split()[3])
 
 
@@ -193,6 +204,32 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_the_resumed_run_makes_up_for_
         assert result == undisturbed[1]
         assert_same(state, undisturbed[2])
     assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
+
+
+def judge_by_a_draw(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+    return {"draw": strategy.sum({"draw": float(torch.rand(()))})["draw"]}
+
+
+class Epochs(Hooks):
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, float]] = []
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.ends.append((epoch, metrics["eval/draw"]))
+
+
+def ends_of_epochs(session: Session, run_dir: Path) -> list[tuple[int, float]]:
+    hooks = Epochs()
+    train(session, run_dir, judge=judge_by_a_draw, hooks=hooks)
+    return hooks.ends
+
+
+def test_an_evaluation_made_up_for_draws_the_same_and_ends_its_epoch_then(tmp_path: Path) -> None:
+    hooks = Epochs()
+    run_ranks(2, partial(stop_in_evaluation, judge=judge_by_a_draw, hooks=hooks), tmp_path / "again", 2)
+    whole, again = (run_ranks(2, ends_of_epochs, tmp_path / folder) for folder in ("whole", "again"))
+    assert whole[0][1:] == again[0]
+    assert [epoch for epoch, _ in whole[0]] == [0, 1, 2, 3]
 
 
 def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any, tmp_path: Path) -> None:

@@ -127,6 +127,13 @@ def remove(run: RunDir) -> None:
     fsio.remove_tree(grave)
 
 
+def remove_graves() -> None:
+    """Remove what is left of runs whose removal was interrupted: no listing shows it."""
+    for grave in rundir.runs_root().glob("*/.removed-*"):
+        with contextlib.suppress(OSError):
+            fsio.remove_tree(grave)
+
+
 def _lives(run: RunDir) -> bool:
     """True if a process may still write the run's files."""
     if run.result() is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -63,13 +64,13 @@ class Auto(Spmd):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        name = _agreed(self._session, lambda memory: self._pick(model, optimizer, memory))
+        size = measure(model, optimizer)  # on all ranks: an optimizer may compare the parameters of all of them
+        name = _agreed(self._session, partial(self._pick, size))
         self._layout = self._layout_of(name)
         self.evaluates_together = self._layout.passes_are_joint
         super().build(model, optimizer, objective, sample)
 
-    def _pick(self, model: ModelFactory, optimizer: OptimizerFactory, memory_bytes: int) -> tuple[str, str]:
-        size = measure(model, optimizer)
+    def _pick(self, size: Size, memory_bytes: int) -> tuple[str, str]:
         bf16 = self._train.precision == "bf16"
         return pick(size, self._session.world_size, memory_bytes, bf16=bf16, accumulates=self._train.accumulate > 1)
 

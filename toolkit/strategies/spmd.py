@@ -265,7 +265,8 @@ class Spmd(AllNeeded):
         own = (entry.value for entry in self._layout.state().values())
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
         objective = self._objective
-        with priming(objective, self._train, self._model, self._activity) as checked:
+        primed = priming(objective, self._train, self._model, self._activity)
+        with primed as checked, self._update.following():
             self._objective = checked
             torch.manual_seed(0)  # as in a step, ranks with the same share draw the same numbers
             self.own_time.start()

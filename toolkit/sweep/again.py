@@ -89,11 +89,13 @@ def _end_without_job(run: RunDir, executor: str) -> None:
 
     A point of this machine needs one to be left alone.
     """
-    if executor != "slurm" and ownership.read(run) is not None:  # its process is being started
+    is_here = executor != "slurm"
+    if not (is_here and ownership.read(run) is not None) and run.config.exists() and run.result() is None:
+        write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+    if is_here and ownership.read(run) is not None:  # its process is being started, perhaps since this moment
+        stop_request.ask(run, Intent.STOP)
         with contextlib.suppress(RequestError):  # it finds the request
             attach(run).stop()
-    elif run.config.exists() and run.result() is None:
-        write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
 
 
 _AT_WORK = (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING)

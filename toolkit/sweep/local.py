@@ -14,6 +14,7 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import fsio, logs
 from toolkit.errors import ToolkitError
+from toolkit.launch import outages
 from toolkit.launch.record import ownership, sweep_folder
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.sweep_folder import Point, SweepDir
@@ -42,17 +43,26 @@ def start(sweep: SweepDir) -> None:
 
 def work(sweep: SweepDir) -> None:
     """Run all points of the sweep that were submitted for this machine, and return when all have ended."""
-    while _waiting(sweep) and (fd := sweep.local_lock()) is not None:
+    while True:
         try:
-            _run_all(sweep)
-        finally:
-            os.close(fd)
-        # A submitter that has added points meanwhile found the lock taken: look again.
+            if not _waiting(sweep) or (fd := sweep.local_lock()) is None:
+                return
+            try:
+                _run_all(sweep)
+            finally:
+                os.close(fd)
+            # A submitter that has added points meanwhile found the lock taken: look again.
+        except OSError as error:
+            if error.errno not in outages.PASSING:
+                raise
+            log.error("%s: tried again: %s", sweep.path, error)
+            time.sleep(outages.RETRY_EVERY_S)
 
 
 def _run_all(sweep: SweepDir) -> None:
     active: list[Run] = []
     while True:
+        is_put_off = False  #: a point cannot be started at this moment
         active = [run for run in active if run.dir.result() is None and not run.is_over()]
         for point in _waiting(sweep):
             run = sweep.run_of(point)
@@ -69,7 +79,9 @@ def _run_all(sweep: SweepDir) -> None:
                 break
             if (started := _start(sweep, point)) is not None:
                 active.append(started)
-        if not active:
+            else:
+                is_put_off = is_put_off or run.result() is None
+        if not active and not is_put_off:
             return
         time.sleep(LOOK_EVERY_S)
 
@@ -97,15 +109,25 @@ def _waiting(sweep: SweepDir) -> list[Point]:
 
 
 def _start(sweep: SweepDir, point: Point) -> Run | None:
-    """Start a point's run, or find it at work. None if it cannot be started; its result then says why."""
+    """Start a point's run, or find it at work. None if it cannot be started; its result then says why.
+
+    None without a result: not at this moment. Raises OSError of a full disk, and of others that pass.
+    """
     run = sweep.make_run(point, time.time())
     try:
-        if ownership.read(run) is None:
+        owner = ownership.read(run)
+        is_begun = ownership.is_being_submitted(run, owner)
+        if is_begun and owner is not None and owner.pid != os.getpid():  # its user resumes it
+            return None
+        if owner is None or is_begun:  # by this process, before the disk was full
             config = configs.load_config(run.config, site=False)
-            return executors.send(run, config, "local", ownership.submit_as(run, "local", ownership.take(run, 0)))
+            number = ownership.take(run, ownership.number_of(run))
+            return executors.send(run, config, "local", ownership.submit_as(run, "local", number))
         handle = attach(run)
         return handle if run.result() is None and not handle.is_over() else resume(run, executor="local")
     except (ToolkitError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in outages.PASSING:
+            raise
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")
         return None

@@ -75,12 +75,13 @@ def config_of(point: CheckedPoint) -> JobConfig:
 
 def identity(settings: Mapping[str, Any]) -> str:
     """Return the id of a point. Defaults are no part of it: a newer version may have more keys."""
-    deciding = {key: value for key, value in settings.items() if not _is_beside(key)}
+    deciding = {key: value for key, value in settings.items() if not is_beside(key)}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
-def _is_beside(key: str) -> bool:
+def is_beside(key: str) -> bool:
+    """True if the key does not decide what a run computes: where it runs, and how it is looked after."""
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
 
 
@@ -94,7 +95,7 @@ def checked(
 ) -> Iterator[CheckedPoint]:
     """Yield every point of the request, each once. Raises ConfigError or RequestError for the first that is refused."""
     for key in request.axes:
-        if _is_beside(key):
+        if is_beside(key):
             raise RequestError(
                 f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
             )

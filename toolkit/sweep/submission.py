@@ -13,10 +13,11 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs
@@ -120,7 +121,7 @@ def submit(
             found = check(request, project, chosen, waits_for)
         size = _array_size(slurm, request.options, len(found))
         record = _prepare(sweep, request, project, config)
-        jobs = [submit_array(array, record, slurm) for array in unsent(sweep)]
+        jobs = [submit_array(array, record, slurm, _placement(sweep, found)) for array in unsent(sweep)]
         new = _new_points(sweep, found, waits_for)
         for group in alike(new):
             for batch in batches(group, size):
@@ -193,6 +194,17 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
     return record
 
 
+def _placement(sweep: SweepDir, found: Sequence[CheckedPoint]) -> dict[str, Any] | None:
+    """Return where and for how long the request wants its jobs to run, as changes of the sweep's first config.
+
+    None of a request that has no new points.
+    """
+    if not found:
+        return None
+    base = points.settings_of(configs.load_config(sweep.base, site=False))
+    return {key: value for key, value in found[0].changes(base).items() if _is_placement(key)}
+
+
 def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint], waits_for: AfterRecord | None) -> list[Point]:
     """Return the points that are in no list of the sweep, as lines of one. Raises DamagedFileError."""
     damage: list[str] = []
@@ -238,9 +250,14 @@ def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], execu
     """Write the next list of points, which no job runs yet."""
     array = sweep.next_array()
     array.write_record(ArrayRecord(secrets.token_hex(8), executor, is_array=is_array, job_id=None))
-    lines = (point.replace(index=index) for index, point in enumerate(batch))
-    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(line.to_file()) for line in lines))
+    write_points(array, dict(enumerate(batch)))
     return array
+
+
+def write_points(array: Array, by_index: Mapping[int, Point]) -> None:
+    """Write the list of the points by their places in the array."""
+    lines = (point.replace(index=index) for index, point in by_index.items())
+    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(line.to_file()) for line in lines))
 
 
 def unsent(sweep: SweepDir) -> list[Array]:
@@ -253,8 +270,13 @@ def unsent(sweep: SweepDir) -> list[Array]:
     return arrays
 
 
-def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) -> str:
-    """Submit a list of points, unless Slurm has its job already; return the job's id. Raises SlurmError."""
+def submit_array(
+    array: Array, sweep_record: SweepRecord, slurm: SlurmCommands, placement: Mapping[str, Any] | None = None
+) -> str:
+    """Submit a list of points, unless Slurm has its job already; return the job's id. Raises SlurmError.
+
+    ``placement``: changes that its points get before. The partition of an earlier submission may have been a wrong one.
+    """
     record = array.record()
     # An interrupted submission may have reached Slurm.
     job_id = slurm.job_of_script(str(array.script)) if array.script.exists() else None
@@ -262,6 +284,8 @@ def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) 
         is_array = record is None or record.is_array
         record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None)
         array.write_record(record)
+        if placement is not None:
+            _place(array, placement)
         script, options = _script(array, sweep_record, record, slurm)
         fsio.write_atomic(array.script, script)
         try:
@@ -269,7 +293,8 @@ def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) 
         except SlurmRefusedError as error:
             raise RequestError(
                 f"sweep {array.sweep.name}: {len(array.points())} points are not submitted: {error}\n"
-                "Nothing is lost: the same command submits what is missing when there is room"
+                "Nothing is lost: the same command submits what is missing, when there is room or with other cluster.* "
+                "values"
             ) from error
     if record is None:
         # Slurm has the job, and the record is damaged. The job knows its array by the token.
@@ -279,6 +304,24 @@ def submit_array(array: Array, sweep_record: SweepRecord, slurm: SlurmCommands) 
         record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
     array.write_record(record.replace(job_id=job_id))
     return job_id
+
+
+def _place(array: Array, placement: Mapping[str, Any]) -> None:
+    """Let the points of a list that no job has run where ``placement`` says."""
+    damage: list[str] = []
+    before = array.by_index(damage)
+    after = {
+        index: point.replace(
+            changes={key: value for key, value in point.changes.items() if not _is_placement(key)} | dict(placement)
+        )
+        for index, point in before.items()
+    }
+    if after != before and not damage:
+        write_points(array, after)
+
+
+def _is_placement(key: str) -> bool:
+    return key.startswith("cluster.") and points.is_beside(key)
 
 
 def _script(
@@ -305,8 +348,10 @@ def _script(
     else:
         awaited_jobs = []
     awaited_jobs += _jobs_awaited_by(listed.values(), sweep, slurm)
-    if awaited_jobs:
-        options.append(f"--dependency=afterany:{':'.join(awaited_jobs)}")
+    if awaited_jobs:  # on the command line, where it would replace one that the config has for all points
+        own = values["additional_parameters"].get("dependency")
+        after = f"afterany:{':'.join(awaited_jobs)}"
+        options.append(f"--dependency={own + ',' if own else ''}{after}")
     command = f"{sbatch.exec_python()} -u -m toolkit.sweep.element {shlex.quote(str(array.points_path))}"
     text = _make_sbatch_string(command=command, folder=sweep.path / "logs", **values)
     name = "%A_%a.out" if record.is_array else "%j.out"

@@ -55,6 +55,8 @@ class OwnFeed:
         for at in range(start + first, self._start(number + 1)):
             self._seed(at)
             yield self._loader.at(at)
+        # What the loop draws between two epochs is then the same after a resume from there.
+        self._seed(self._start(number + 1))
 
     def batches_in(self, number: int) -> int:
         return self._start(number + 1) - self._start(number)
@@ -122,6 +124,10 @@ class ForeignFeed:
         for generator, seed in self._generators.items():
             generator.manual_seed(hash64(seed, number) >> 1)
         self._seed(-1 - number)
+        # Workers that persist were seeded in an earlier epoch, and a resume has no such workers: begin with new ones.
+        if getattr(self._loader, "persistent_workers", False) and self._loader._iterator is not None:
+            self._loader._iterator._shutdown_workers()
+            self._loader._iterator = None
         return iter(self._loader)
 
 

@@ -14,7 +14,7 @@ class Hooks:
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Take note of an epoch's end, with the last figure of each metric.
 
-        Called again where a run resumes from there.
+        If that end is evaluated, called after it: where a stop cut the evaluation short, the resumed run calls it.
         """
 
     def speed(self, samples_per_s: float) -> Mapping[str, float]:

@@ -133,8 +133,10 @@ class Trainer:
             self._life.begin()
             # Make up for an evaluation that was due at the checkpoint, if a stop cut it short.
             is_owed = self._evaluation_due() and self._evaluations.newest != self._step
-            if loaded is not None and self._step and is_owed and self._evaluate():
-                self._life.keep_best()
+            if loaded is not None and self._step and is_owed:
+                if self._evaluate():
+                    self._life.keep_best()
+                self._end_epoch()
             self._train()
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size
@@ -153,6 +155,7 @@ class Trainer:
         self._loss.restore(meta.get("loss_window"))
         self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
+        self._not_finite.restore(meta.get("not_finite"))
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _train(self) -> None:
@@ -169,12 +172,18 @@ class Trainer:
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate()
-            if self._epochs(self._step) > epoch:
-                self._hooks.on_epoch_end(self._epochs(self._step) - 1, self._life.metrics)
+            self._end_epoch()
             is_last = self._step == self._total
             self._life.save_or_copy(is_best or is_last or self._checkpoints.saver.is_due(self._step), must=is_last)
             # Stop or save here, if all ranks have agreed on this step.
             self._life.boundary()
+
+    def _end_epoch(self) -> None:
+        """Tell the job that an epoch has ended, if the last step was its last, and its evaluation was not cut short."""
+        epoch = self._epochs(self._step)
+        is_owed = self._evaluation_due() and self._evaluations.newest != self._step
+        if epoch > self._epochs(self._step - 1) and not is_owed:
+            self._hooks.on_epoch_end(epoch - 1, self._life.metrics)
 
     def _train_step(self, share: int) -> None:
         n = self._step
@@ -254,6 +263,8 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and log the figures. Return True if the model has never been as good."""
         self._life.report("evaluate")
+        # An evaluation that is made up for after a resume draws what it would have drawn.
+        reseed(self._config.seed, -1 - self._step, self._strategy.share.index)
         with self._life.sheet.on("evaluation"), self._checkpoints.saver.no_save_by_time():
             figures = self._evaluations.evaluate(self._step)
         if figures is None:
@@ -296,6 +307,7 @@ class Trainer:
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
             "finite": self._weights_are_finite,
+            "not_finite": self._not_finite.state(),
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept

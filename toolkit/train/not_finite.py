@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from toolkit.data.loader import Batches
 from toolkit.errors import ConfigError, listing
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import InRounds, Strategy
 from toolkit.train.seeds import reseed
 
@@ -64,6 +65,15 @@ class NotFinite:
             log.warning("the loss is %s since step %d (samples %s)", loss, self._since, self._samples(self._since))
         elif self.stops:
             self.refuse(step)
+
+    def state(self) -> Json:
+        """Return what a checkpoint must hold: the row of bad means, which a stop does not end."""
+        return {"row": self._row, "since": self._since}
+
+    def restore(self, saved: Any) -> None:
+        """Go on from a :meth:`state`."""
+        if saved is not None:
+            self._row, self._since = saved["row"], saved["since"]
 
     def weights_are_finite(self) -> bool:
         """True if all weights are finite on all ranks; a collective and a host sync."""

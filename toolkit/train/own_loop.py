@@ -101,6 +101,10 @@ def join_once(caller: str) -> JobConfig:
     return joined()
 
 
+#: A loop has one loader, or a few in turn.
+MOST_FEEDS = 7
+
+
 class TrainingRun(OwnSteps):
     """One rank's side of a run with the user's own loop. Every rank makes the same calls in the same order::
 
@@ -329,12 +333,13 @@ class TrainingRun(OwnSteps):
         if isinstance(loader, Loader):
             return OwnFeed(loader, self._seed)
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
-        feed = self._feeds.get(id(loader))
+        feed = self._feeds.pop(id(loader), None)
         if feed is None:
             # A resume may have restored the loader's position by a state of its own.
             is_there = self._state is not None and self._state.has_filled(loader)
             feed = ForeignFeed(loader, self._seed, self.world_size, is_there=is_there)
-            self._feeds[id(loader)] = feed
+        # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
+        self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
         return feed
 
     def _is_done(self, step: int, end: int | None) -> bool:

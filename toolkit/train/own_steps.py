@@ -62,6 +62,7 @@ class OwnSteps:
         # The metrics' files are opened after the resume: they drop what was logged after its step.
         if loaded is not None:
             self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
+            self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]
         self._stack.enter_context(self._life.open())
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
@@ -144,7 +145,8 @@ class OwnSteps:
 
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        return {"epoch": self._epoch, "batch": self._batch, "logged": self._window.agreed_tags()}
+        position: dict[str, Json] = {"epoch": self._epoch, "batch": self._batch}
+        return {**position, "logged": self._window.agreed_tags(), "not_finite": self._not_finite}
 
     def adopt(self, values: Mapping[str, Any]) -> None:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

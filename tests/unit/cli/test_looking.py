@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.listing import make_runs
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.submission import handle
@@ -210,6 +210,19 @@ def test_a_live_run_is_not_removed_and_neither_are_those_beside_it(
     assert not run.path.exists()
     assert lives.path.exists()
     assert [each.id for each in rundir.all_runs()] == [lives.id]
+
+
+@pytest.mark.parametrize("words", [["rm"], ["gc", "--older-than", "30d", "--remove"]])
+def test_the_next_removal_completes_one_that_was_interrupted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    other, path = new_run("digits", "0.1"), run.path
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio, "remove_tree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert cli.main(["rm", run.id]) != EXIT_DONE
+    (grave,) = path.parent.glob(".removed-*")
+    assert cli.main([*words, *([other.id] if words == ["rm"] else [])]) == EXIT_DONE
+    assert not grave.exists()
 
 
 @pytest.mark.parametrize("kind", ["project", "link"])

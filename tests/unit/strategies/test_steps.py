@@ -242,3 +242,19 @@ def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
     again.add(StepOutput(torch.tensor(3.0), parts={"kl": torch.tensor(0.0)}))
     assert window.take(0.5) == ({"loss": 3.0, "kl": 0.75}, [0.5])
     assert again.take(0.5) == ({"loss": 3.0, "kl": 0.5}, [0.5])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its count of steps beside the settings, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_state_would_be_in_no_checkpoint_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"Counting keeps state in its groups of parameters \(k\)"):
+        Update(model, Counting(model.parameters(), 0.1)).state()
+    Update(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).state()

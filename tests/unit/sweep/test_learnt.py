@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.sweep_folder import Point, SweepDir
 from toolkit.run_files import RunResult, RunState
 from toolkit.slurm.fake import FakeSlurm
+from toolkit.sweep import learnt
 
 pytest.importorskip("optuna")
 __all__ = ["project"]  # the fixture: each test is in a project of its own
@@ -37,8 +39,12 @@ def finish(sweep: SweepDir) -> None:
         run = sweep.make_run(point, 1.0)
         if run.result() is not None:
             continue
-        if number == 5:  # what has failed has no figure
+        if number == 5:  # its last figure, of an early step, would be the best of all
             write_ended(run, RunState.FAILED, "a bad node")
+            failed = run.result()
+            assert failed is not None
+            run.write_result(dataclasses.replace(failed, metrics={"eval/loss": -9.0}))
+            assert [each.score for each in learnt.tried(sweep, "-eval/loss") if each.score == -9.0] == []
         else:
             metrics = {"eval/loss": distance(point)}
             run.write_result(RunResult(RunState.COMPLETED, attempts=1, step=1, metrics=metrics))

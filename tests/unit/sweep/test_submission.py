@@ -216,6 +216,28 @@ def test_a_full_quota_loses_nothing() -> None:
     assert (sorted(listed), len(slurm.submitted)) == ([0, 1, 2, 3], 2)
 
 
+def test_points_that_a_wrong_partition_kept_back_are_sent_with_the_next_one(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.refuses_submissions = "invalid partition specified: gpuu"
+    with pytest.raises(RequestError, match=r"(?s)2 points are not submitted.*other cluster\.\* values"):
+        submit(slurm, "train.seed=0,1", "cluster.partition=gpuu")
+    slurm.refuses_submissions = ""
+    # Other values alone do as well: the first points wait no longer.
+    sent = submit(slurm, "train.seed=2,3", "cluster.partition=gpu", "cluster.time_min=7")
+    scripts = [array.script.read_text() for array in sent.sweep.arrays()]
+    assert len(scripts) == 2
+    assert all("--partition=gpu\n" in script and "--time=7\n" in script for script in scripts)
+    assert {point.changes["cluster.partition"] for array in sent.sweep.arrays() for point in array.points()} == {"gpu"}
+
+
+def test_arrays_wait_for_each_other_and_for_what_the_config_names() -> None:
+    slurm = FakeSlurm()
+    slurm.max_array_size = 2
+    submit(slurm, "train.seed=0..3", "cluster.extra.dependency=afterok:4711", max_running=1)
+    options = [[word for word in words if word.startswith("--dependency")] for words in slurm.submitted.values()]
+    assert options == [[], [f"--dependency=afterok:4711,afterany:{next(iter(slurm.submitted))}"]]
+
+
 def test_a_site_without_arrays_gets_single_jobs_and_no_storm() -> None:
     slurm = FakeSlurm()
     slurm.max_array_size = 0

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from toolkit.config import TrainConfig
+from toolkit.errors import ConfigError
 from toolkit.train.loop import total_steps
+from toolkit.train.not_finite import NotFinite
 
 
 @pytest.mark.parametrize(
@@ -18,3 +24,17 @@ def test_the_last_step_is_the_first_after_which_every_sample_was_seen_often_enou
 def test_max_steps_ends_a_run_early_and_never_late() -> None:
     assert total_steps(TrainConfig(epochs=4, max_steps=3), 50, 20) == 3
     assert total_steps(TrainConfig(epochs=4, max_steps=30), 50, 20) == 10
+
+
+def test_a_stop_between_two_means_that_are_not_finite_does_not_begin_their_count_anew() -> None:
+    held: Any = SimpleNamespace(sum=lambda values: {}, live=dict, global_samples=lambda step: [step])
+
+    def checks() -> NotFinite:
+        return NotFinite(TrainConfig(), held, held, held, lambda step, newest: None)
+
+    held.activity = SimpleNamespace()
+    before, after = checks(), checks()
+    before.judge(10, math.nan, [])
+    after.restore(before.state())
+    with pytest.raises(ConfigError, match="not finite since step 10"):
+        after.judge(20, math.nan, [])

@@ -39,6 +39,8 @@ def run(args: Namespace) -> None:
     runs = [each for each in rundir.all_runs() if args.name is None or fnmatchcase(each.name, args.name)]
     rows = disk.rows(runs, older_than_s)
     going = [row for row in rows if row["removed"]]
+    if args.remove:
+        disk.remove_graves()
     for row in going if args.remove else ():
         disk.remove(rundir.RunDir(Path(row["path"])))
     print(show.as_json(rows) if args.json else disk.table(rows, going, args))

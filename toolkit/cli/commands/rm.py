@@ -23,6 +23,7 @@ def run(args: Namespace) -> None:
     from toolkit.cli import disk
     from toolkit.fsio import size_text
 
+    disk.remove_graves()
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
     used = disk.used_origins()
     for each in runs:

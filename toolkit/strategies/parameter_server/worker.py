@@ -44,6 +44,7 @@ class Worker(Side):
         self._mine = self._rank - config.servers  #: its share in training
         self._recompute = recompute
         self._versions = dict.fromkeys(self._servers, 0)
+        self._later: list[PeerMessage] = []  #: requests for shares of a step whose weights have not all come
         self._again_done: dict[int, tuple[int, dict[int, Tensor], PassFigures]] = {}  #: by share
 
     @property
@@ -88,6 +89,9 @@ class Worker(Side):
         self._model.zero_grad()
         self._refresh()
         self._n += 1
+        later, self._later = self._later, []
+        for message in later:
+            self._stand_in(message)
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _pass(self, batch: Batch) -> PassFigures:
@@ -146,6 +150,10 @@ class Worker(Side):
         """Compute a dead worker's ticket for the server that asks; once, even if other servers ask for it as well."""
         step, share = int(message.numbers[0]), int(message.numbers[1])
         assert self._again is not None, "begin() comes before the first step"
+        # One server may be a step ahead of another. In `sync` the weights of that step come from both.
+        if self._keeps_own and step > self._n:
+            self._later.append(message)
+            return
         if self._again_done.get(share, (-1,))[0] != step:
             # This also seeds the random generators: the pass draws what the dead worker would have drawn.
             batch = self._again(step, Share(share, self._count))

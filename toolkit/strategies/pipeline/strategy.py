@@ -20,7 +20,7 @@ is the same in every schedule, and in a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -300,8 +300,11 @@ class Pipeline(AllNeeded):
             )
         self._weighs, self._names = False, ("",)
         # The first call of the objective is torch's probe.
-        activity = self._session.activity
-        with priming(objective, self._train, self._model, activity, probes=1) as checked, _errors_of_layers():
+        primed = priming(objective, self._train, self._model, self._session.activity, probes=1)
+        following: AbstractContextManager[None] = nullcontext()
+        if self._grid.replicas > 1:
+            following = self._update.following(self._grid.first_replica, self._replica_group)
+        with primed as checked, _errors_of_layers(), following:
             self._objective = checked
             self.own_time.start()
             self._forward_backward(batch)

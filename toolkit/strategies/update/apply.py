@@ -6,19 +6,21 @@ optimizer (or skip the step), prune weights, update the moving average. What the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.errors import ConfigError, listing
-from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
+from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_tensors
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.batch_norm import statistics
 from toolkit.strategies.layouts import local
@@ -57,6 +59,8 @@ class Update:
         self._model = model
         self._statistics: list[Tensor] = []  #: BatchNorm's, if they are averaged over the group's ranks
         self._group: dist.ProcessGroup | None = None
+        self._followed: list[tuple[nn.Module, str]] = []  #: buffers that are sent in each step: their places
+        self._source = 0
         self._buffers_equal = True  #: on all ranks, as the first ones are
         self._optimizer = optimizer
         # Kernels for several parameters at once take one kind only: split groups that hold both plain parameters
@@ -119,7 +123,7 @@ class Update:
             made = self._step_unless(skipped)
         self._optimizer.zero_grad()
         # What follows the weights: statistics, then masks, then the average, which gets the masks, too.
-        self._share_statistics()
+        self._share_buffers()
         if self._pruning is not None:
             self._pruning.follow()
         if self._average is not None:
@@ -129,15 +133,35 @@ class Update:
         return skipped
 
     @torch.no_grad()
-    def _share_statistics(self) -> None:
+    def _share_buffers(self) -> None:
+        if self._followed:
+            broadcast_tensors(_held(self._followed), self._source, self._group)
         wide = [value.double() for value in self._statistics]  # in fp64 the mean of equal values is that value
-        if not wide:
-            return
-        sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
-        for value, mean in zip(self._statistics, wide, strict=True):
-            value.copy_(mean)
-        if self._buffers is not None:
+        if wide:
+            sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
+            for value, mean in zip(self._statistics, wide, strict=True):
+                value.copy_(mean)
+        if self._buffers is not None and (wide or self._followed):
             self._buffers.keep()
+
+    @contextmanager
+    def following(self, source: int = 0, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Send those of rank ``source``, in each step from now on, of the buffers that the pass inside this changes.
+
+        A forward pass may read them: the codebook of a VQ-VAE, the observers of a quantization. Each rank's own would
+        be lost in a save, and so a training that has stopped would not go on as one that has not. Buffers of norms are
+        left out, since no pass in training mode reads them. All ranks of ``group`` call it.
+        """
+        parts = [part for part in (self._model, self._criterion) if part is not None]
+        modules = [each for part in parts for each in part.modules() if not isinstance(each, _NormBase)]
+        places = [(each, name) for each in modules for name, buffer in each._buffers.items() if buffer is not None]
+        before = [buffer.clone() for buffer in _held(places)]
+        yield
+        changed = [not torch.equal(*pair) for pair in zip(_held(places), before, strict=True)]
+        if places:
+            by_rank = gather_objects(changed, group)
+            self._followed = [place for place, *own in zip(places, *by_rank, strict=True) if any(own)]
+            self._source, self._group = source, group
 
     def drop(self) -> None:
         """Drop the gradients."""
@@ -251,6 +275,11 @@ class _Buffers:
         for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
+
+
+def _held(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor]:
+    """Return the buffers that the modules have now; a pass may replace one."""
+    return [buffer for module, name in places if (buffer := module._buffers[name]) is not None]
 
 
 def _names(model: nn.Module, criterion: nn.Module | None) -> dict[Tensor, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit.errors import ConfigError, listing
 from toolkit.ranks.state import Json, Replicated, Sharded
 from toolkit.strategies.layouts import entry, local
 
@@ -39,8 +40,10 @@ class OptimizerState:
                 for parameter in group["params"]:
                     if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
                         parameter.grad = torch.zeros_like(parameter)
+            own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
             self._optimizer.step()
+            _refuse_state_in_groups(self._optimizer, own)
             self._optimizer.zero_grad()
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -74,3 +77,19 @@ class OptimizerState:
         for parameter, slots in self._optimizer.state.items():
             for slot in slots:
                 yield f"optim/{self._names[parameter]}/{slot}", slots, slot
+
+
+def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError where a step has changed more in the groups of parameters than their slots."""
+    changed = {
+        key
+        for group, own in zip(optimizer.param_groups, before, strict=True)
+        for key, value in group.items()
+        if key != "params" and (key not in own or bool(torch.as_tensor(value != own[key]).any()))
+    }
+    if changed:
+        raise ConfigError(
+            f"optim.name: {type(optimizer).__name__} keeps state in its groups of parameters "
+            f"({listing(sorted(changed), 5)}), which would be in no checkpoint: a resumed run would go on otherwise. "
+            "Use another optimizer, or toolkit.start(), which saves whole optimizers"
+        )

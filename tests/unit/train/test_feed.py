@@ -1,0 +1,67 @@
+"""The batches of a loop of one's own, and the random numbers beside them, are the same after a resume."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit.data.loader import Loader
+from toolkit.data.memory import InMemory
+from toolkit.ranks.batch import Share
+from toolkit.train.feed import ForeignFeed, OwnFeed, seeder
+from toolkit.train.own_loop import MOST_FEEDS, TrainingRun
+
+EPOCHS, BATCHES = 3, 4
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Draws each sample in the worker that fetches it, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(3)
+
+
+def feed_of_workers() -> ForeignFeed:
+    loader = DataLoader(Noise(), 2, num_workers=1, persistent_workers=True)
+    return ForeignFeed(loader, seeder(3, 0), 1, is_there=False)
+
+
+def test_workers_that_persist_draw_in_each_epoch_what_new_ones_draw() -> None:
+    whole = feed_of_workers()
+    epochs = [torch.stack([*whole.epoch(number, 0, number * BATCHES)]) for number in range(EPOCHS)]
+    assert not torch.equal(epochs[0], epochs[1])
+    resumed = feed_of_workers()
+    last = EPOCHS - 1
+    assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
+
+
+def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_where_a_resume_has_no_step_to_make() -> None:
+    data = InMemory(torch.zeros(8, 1, 2, 2), torch.zeros(8, dtype=torch.int64))
+    feed = OwnFeed(Loader(data, global_batch_size=2, seed=3, share=Share(0, 1)), seeder(3, 0))
+    drawn = []
+    for first in (0, BATCHES):
+        torch.manual_seed(first)
+        assert len([*feed.epoch(0, first, first)]) == BATCHES - first
+        drawn.append(torch.rand(()))
+    assert drawn[0] == drawn[1]
+
+
+def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
+    run: Any = SimpleNamespace(_feeds={}, _seed=seeder(3, 0), _state=None, world_size=1)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(3 * MOST_FEEDS):
+        loader = DataLoader(Noise(), 2)
+        alive.add(loader)
+        feed = TrainingRun._feed(run, loader)
+        assert TrainingRun._feed(run, loader) is feed
+    del loader, feed
+    gc.collect()
+    assert len(alive) == MOST_FEEDS + 1
