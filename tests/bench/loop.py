@@ -161,7 +161,7 @@ def ours(session: Session) -> Round:
 
     life.begin()
     trainer._hooks = Hooks()
-    trainer._evaluations = Evaluations(session, strategy, life.sheet, None, trainer._hooks)
+    trainer._evaluations = Evaluations(session, strategy, life.sheet, None, trainer._hooks, 0)
 
     def train(steps: int) -> None:
         nonlocal end

@@ -133,7 +133,7 @@ def looked_at(session: Session, name: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "local_sgd", "pipeline x replicas"])
-def test_a_save_changes_no_training_whose_passes_read_buffers_that_follow_the_samples(name: str) -> None:
+def test_a_save_changes_no_training_that_reads_buffers_which_follow_the_samples(name: str) -> None:
     for quiet, watched in run_ranks(SUBJECTS[name][1], looked_at, name):
         assert [key for key in quiet if not torch.equal(quiet[key], watched[key])] == []
 

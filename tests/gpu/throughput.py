@@ -239,7 +239,7 @@ def trainer_of(work: Work, session: Session, log_every: int) -> Trainer:
     trainer._life.step = 0
     trainer._life.begin()
     trainer._hooks = Hooks()
-    trainer._evaluations = Evaluations(session, strategy, trainer._life.sheet, None, trainer._hooks)
+    trainer._evaluations = Evaluations(session, strategy, trainer._life.sheet, None, trainer._hooks, 0)
     return trainer
 
 

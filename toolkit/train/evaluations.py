@@ -14,6 +14,7 @@ from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.hooks import Hooks
+from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
 
@@ -27,10 +28,16 @@ class Evaluations:
     """Evaluates, and asks the job's hooks whether its training is done."""
 
     def __init__(
-        self, session: Session, strategy: Strategy, sheet: Timesheet, evaluate: Evaluate | None, hooks: Hooks
+        self,
+        session: Session,
+        strategy: Strategy,
+        sheet: Timesheet,
+        evaluate: Evaluate | None,
+        hooks: Hooks,
+        seed: int,
     ) -> None:
         self._session, self._strategy, self._sheet = session, strategy, sheet
-        self._evaluate, self._hooks = evaluate, hooks
+        self._evaluate, self._hooks, self._seed = evaluate, hooks, seed
         self.are_made = evaluate is not None
         self.newest: int | None = None  #: the step that was evaluated last
         #: The figures of each evaluation. Only a job that decides by them needs them, in memory and in checkpoints.
@@ -45,6 +52,8 @@ class Evaluations:
         assert self._evaluate is not None
         self._session.activity.phase = activity.EVALUATING
         while True:
+            # One that is made again, or made up for after a resume, draws the same.
+            reseed(self._seed, -1 - step, self._strategy.share.index)
             try:
                 means = self._evaluate(self._strategy, self._is_cut)
                 break

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import Tensor
 
 from toolkit.agent import preimports
 from toolkit.checkpoint.reader import Loaded
@@ -28,7 +29,7 @@ from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.on_request import OnRequest
-from toolkit.train.saver import SAVE
+from toolkit.train.save_timer import SAVE
 
 
 class Loop(Protocol):
@@ -212,6 +213,13 @@ class Lifecycle:
             **speed(self.throughput.samples_per_s),
             **self._history.scalars(self.step),
         }
+
+    def show_tensors(self, figures: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Show the tensors among ``figures`` as histograms of this step, and return the numbers."""
+        for tag, figure in figures.items():
+            if isinstance(figure, Tensor):
+                self.sink.histogram(self.step, tag, figure)
+        return {tag: figure for tag, figure in figures.items() if not isinstance(figure, Tensor)}
 
     def write(self, values: Mapping[str, float]) -> None:
         """Log ``values`` by tag at this step, and tell `toolkit status`."""

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
 from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import BadSamples
@@ -105,7 +103,6 @@ class Trainer:
         self._bad_samples = BadSamples(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
-        self._weights_are_finite = True
 
     def fit(
         self,
@@ -120,7 +117,8 @@ class Trainer:
         Raises StoppedError, with everything committed, when the ranks have agreed to stop.
         """
         self._show, self._hooks = show, hooks or Hooks()
-        self._evaluations = Evaluations(self._session, self._strategy, self._life.sheet, evaluate, self._hooks)
+        seed, sheet = self._config.seed, self._life.sheet
+        self._evaluations = Evaluations(self._session, self._strategy, sheet, evaluate, self._hooks, seed)
         loaded = self._life.resume()
         if loaded is not None:
             self._restore(loaded.meta)
@@ -235,12 +233,7 @@ class Trainer:
             **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
         }
-        # A strategy may add numbers, and tensors to be shown as histograms.
-        for tag, figure in self._strategy.figures().items():
-            if isinstance(figure, Tensor):
-                self._life.sink.histogram(self._step, tag, figure)
-            else:
-                values[tag] = figure
+        values |= self._life.show_tensors(self._strategy.figures())
         metrics = self._life.metrics
         values |= {f"train/{name}": loss for name, loss in losses.items()}
         # There is no mean where each step since the last logging step was left out.
@@ -263,9 +256,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and log the figures. Return True if the model has never been as good."""
         self._life.report("evaluate")
-        # An evaluation that is made up for after a resume draws what it would have drawn.
-        reseed(self._config.seed, -1 - self._step, self._strategy.share.index)
-        with self._life.sheet.on("evaluation"), self._checkpoints.saver.no_save_by_time():
+        with self._life.sheet.on("evaluation"), self._checkpoints.saver.timer.held():
             figures = self._evaluations.evaluate(self._step)
         if figures is None:
             return False
@@ -290,14 +281,7 @@ class Trainer:
         if self._skipped.saves_wait and not must:
             log.info("step %d is not saved: the steps before it were left out", self._step)
             return False
-        # Weights that are not finite are saved only with ``train.on_nan: warn``, and marked in the checkpoint.
-        self._weights_are_finite = self._not_finite.weights_are_finite()
-        if self._weights_are_finite or not self._not_finite.stops:
-            return True
-        if self._step == self._total:
-            self._not_finite.refuse(self._step)
-        log.warning("step %d is not saved: the weights are not finite", self._step)
-        return False
+        return self._not_finite.may_save(self._step, is_last=self._step == self._total)
 
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
@@ -306,7 +290,7 @@ class Trainer:
             "loss_window": self._loss.state(),
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
-            "finite": self._weights_are_finite,
+            "finite": self._not_finite.weights_were_finite,
             "not_finite": self._not_finite.state(),
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step

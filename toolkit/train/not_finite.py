@@ -47,6 +47,7 @@ class NotFinite:
         self._seed = config.seed
         self._activity = session.activity
         self._strategy, self._loader, self._roll_back = strategy, loader, roll_back
+        self.weights_were_finite = True  #: when a save was asked for last
         self._row = 0  #: means in a row that are not finite
         self._since: int | None = None  #: the first step of that row
 
@@ -75,9 +76,18 @@ class NotFinite:
         if saved is not None:
             self._row, self._since = saved["row"], saved["since"]
 
-    def weights_are_finite(self) -> bool:
-        """True if all weights are finite on all ranks; a collective and a host sync."""
-        return weights_are_finite(self._strategy)
+    def may_save(self, step: int, *, is_last: bool) -> bool:
+        """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``; a collective and a host sync.
+
+        Raises ConfigError after the last step, which must be saved.
+        """
+        self.weights_were_finite = weights_are_finite(self._strategy)
+        if self.weights_were_finite or not self.stops:
+            return True
+        if is_last:
+            self.refuse(step)
+        log.warning("step %d is not saved: the weights are not finite", step)
+        return False
 
     def refuse(self, step: int) -> NoReturn:
         """Raise ConfigError after ``step`` steps. All ranks call it: to find the layer they load a checkpoint."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, logs, trust
-from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -21,13 +18,12 @@ from toolkit.errors import CheckpointError
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.rundir import RunDir
+from toolkit.train.save_timer import SaveTimer
 from toolkit.train.state import TrainingState
 
 #: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
-#: The kind of request by which the ranks agree on the step of a save by time.
-SAVE = "save"
 
 log = logs.get(__name__)
 
@@ -38,8 +34,7 @@ class Saver:
     def __init__(self, config: CheckpointConfig, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state
         self._config = config
-        self._timer: threading.Timer | None = None
-        self._due_s = 0.0  #: when the timer fires, by ``time.monotonic``
+        self.timer = SaveTimer(config, session)
         self._blocked_s = 0.0
         self.checkpoints = CheckpointFolder(
             RunDir(session.run_dir).checkpoints,
@@ -104,44 +99,8 @@ class Saver:
         return True
 
     def set_timer(self) -> None:
-        """Start the timer for the next save by time. Called after a save, or where there is none to make.
-
-        Only rank 0's clock counts. When it fires, the ranks agree on the step of the save (see ``SAVE``).
-        """
-        if not self._session.is_main:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        # ``every_min`` and ``every_steps: auto`` may both be set: the shorter wait counts.
-        waits = [60.0 * self._config.every_min] if self._config.every_min is not None else []
-        if self._config.every_steps == "auto":
-            try:
-                attempts = RunDir(self._session.run_dir).attempts()
-            except OSError:  # the disk is away: as in a run's first attempt
-                attempts = []
-            waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
-        if waits:
-            self._due_s = time.monotonic() + min(waits)
-            self._start_timer()
-
-    @contextmanager
-    def no_save_by_time(self) -> Iterator[None]:
-        """Put off what the timer would ask for: the gate hands out one request after the other.
-
-        A save that waits for the end of an evaluation would keep a stop from cutting it short.
-        """
-        timer = self._timer if self._timer is not None and self._timer.is_alive() else None
-        if timer is not None:
-            timer.cancel()
-        yield
-        if timer is not None:
-            self._start_timer()
-
-    def _start_timer(self) -> None:
-        wait_s = max(0.0, self._due_s - time.monotonic())
-        self._timer = threading.Timer(wait_s, self._session.gate.request, [SAVE])
-        self._timer.daemon = True
-        self._timer.start()
+        """Start the time to the next save by time. Called after a save, or where there is none to make."""
+        self.timer.set(self._blocked_s, self.save_s)
 
     def describe(self, step: int, reached: Mapping[str, Json]) -> None:
         """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""
@@ -250,8 +209,7 @@ class Saver:
 
     def close(self) -> None:
         """Give up what is still being written."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self.timer.cancel()
         if self._writing is not None:
             self._writing.abandon()
 

@@ -28,7 +28,7 @@ def test_shares_tile_the_batch_within_the_bounds_and_the_faster_never_has_less(s
     assert sum(found) == size
     assert all(least <= count <= most for count in found)
     for i, j in np.ndindex(ranks, ranks):
-        if speeds[i] > speeds[j]:
+        if speeds[i] > speeds[j] * (1 + 1e-9):  # closer ones are equal when the shares are rounded
             assert found[i] >= found[j]
 
 

@@ -43,7 +43,7 @@ def test_workers_that_persist_draw_in_each_epoch_what_new_ones_draw() -> None:
     assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
 
 
-def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_where_a_resume_has_no_step_to_make() -> None:
+def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there() -> None:
     data = InMemory(torch.zeros(8, 1, 2, 2), torch.zeros(8, dtype=torch.int64))
     feed = OwnFeed(Loader(data, global_batch_size=2, seed=3, share=Share(0, 1)), seeder(3, 0))
     drawn = []

@@ -26,7 +26,7 @@ def test_max_steps_ends_a_run_early_and_never_late() -> None:
     assert total_steps(TrainConfig(epochs=4, max_steps=30), 50, 20) == 10
 
 
-def test_a_stop_between_two_means_that_are_not_finite_does_not_begin_their_count_anew() -> None:
+def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count() -> None:
     held: Any = SimpleNamespace(sum=lambda values: {}, live=dict, global_samples=lambda step: [step])
 
     def checks() -> NotFinite:

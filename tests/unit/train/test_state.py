@@ -32,7 +32,8 @@ from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.resume import refuse_other_identity
-from toolkit.train.saver import PATIENCE_S, SAVE
+from toolkit.train.save_timer import SAVE
+from toolkit.train.saver import PATIENCE_S
 
 
 class Clock:
@@ -426,13 +427,15 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(policy, "interval_s", lambda *_: 0.01)
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
-    checkpoints.saver._config = CheckpointConfig(every_steps=every_steps, every_min=every_min)
+    checkpoints.saver._config = checkpoints.saver.timer._config = CheckpointConfig(
+        every_steps=every_steps, every_min=every_min
+    )
     assert checkpoints.saver.is_due(10) == (every_steps == 10)
     checkpoints.resume()
     for step in (15, 25):
-        assert asked.get(timeout=20) == saver.SAVE
+        assert asked.get(timeout=20) == SAVE
         checkpoints.saver.save(step, REACHED)
-    assert asked.get(timeout=20) == saver.SAVE
+    assert asked.get(timeout=20) == SAVE
     checkpoints.saver.save(35, REACHED, must=True)
     assert asked.empty()
 
@@ -441,17 +444,17 @@ def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(ch
     """The gate hands out one request after the other: a stop would wait for this save, and so for the evaluation."""
     asked: queue.Queue[str] = queue.Queue()
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
-    checkpoints.saver._config = CheckpointConfig(every_min=0.1 / 60, background=False)
+    checkpoints.saver._config = checkpoints.saver.timer._config = CheckpointConfig(every_min=0.1 / 60, background=False)
     checkpoints.saver.set_timer()
-    timer = checkpoints.saver._timer
+    timer = checkpoints.saver.timer._timer
     assert timer is not None
-    with checkpoints.saver.no_save_by_time():
+    with checkpoints.saver.timer.held():
         timer.join(20)
-        assert checkpoints.saver._due_s
-        wait_for(lambda: time.monotonic() > checkpoints.saver._due_s + 0.1, 20, "the save to be due")
+        assert checkpoints.saver.timer._due_s
+        wait_for(lambda: time.monotonic() > checkpoints.saver.timer._due_s + 0.1, 20, "the save to be due")
         assert asked.empty()
     assert asked.get(timeout=20) == SAVE
-    with checkpoints.saver.no_save_by_time():
+    with checkpoints.saver.timer.held():
         pass
     assert asked.empty()
 
