@@ -184,7 +184,8 @@ def _lead(
             continue
         # A good one is found: only now is it safe to move the damaged ones out of the way.
         for name in () if read_only else skipped:
-            checkpoints.reject(checkpoints.folder / name, skipped[name])
+            if (checkpoints.folder / name).exists():  # a copy that could not be completed may have moved it already
+                checkpoints.reject(checkpoints.folder / name, skipped[name])
         log.info("resuming from %s", path)
         return replace(loaded, skipped=skipped)
     # Checkpoints exist, but none is good: do not start again from step 0 silently.

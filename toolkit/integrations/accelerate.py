@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit.integrations.library_run import LibraryRun
+from toolkit.ranks.state import Json
 
 
 class AccelerateRun(LibraryRun):
@@ -31,6 +32,8 @@ class AccelerateRun(LibraryRun):
         self.refuse_other_world(accelerator.num_processes)
         if self.checkpoint is not None:
             accelerator.load_state(str(self.checkpoint))
+            project = accelerator.project_configuration
+            project.iteration = int(self.meta.get("iteration", project.iteration))  # of the script's own checkpoints
 
     def _save(self, folder: Path) -> None:
         # With automatic names accelerate would choose another folder, and remove the script's own checkpoints there.
@@ -41,6 +44,9 @@ class AccelerateRun(LibraryRun):
             self._accelerator.save_state(str(folder))
         finally:
             project.automatic_checkpoint_naming, project.iteration = own
+
+    def saved_with(self) -> dict[str, Json]:
+        return {**super().saved_with(), "iteration": self._accelerator.project_configuration.iteration}
 
     def epochs(self, count: int) -> Iterator[int]:
         yield from super().epochs(count)

@@ -62,6 +62,7 @@ class LibraryRun(TrainingRun):
 
         checkpoints.saver.include_files(save_files)
         loaded = self._resume(checkpoints)
+        self.meta: Mapping[str, Any] = {} if loaded is None else loaded.meta  #: what :meth:`saved_with` has saved
         #: The library's part of the newest whole checkpoint; None in a new run.
         self.checkpoint: Path | None = None if loaded is None else loaded.path / library
 

@@ -76,8 +76,12 @@ class LightningCallback(Callback):
         # From a checkpoint after an epoch's last batch Lightning would come back to a wrong epoch. A validation that
         # comes now would be left out after a resume. Where each step has one, every second one may be saved.
         epoch = loop.epoch_loop
-        self._is_put_off = epoch._should_check_val_fx(loop._data_fetcher) and not self._is_put_off
-        may_save = not (self._is_put_off or epoch._num_ready_batches_reached())
+        is_last = epoch._num_ready_batches_reached()
+        if not is_last:
+            is_by_time = getattr(trainer, "_val_check_time_interval", None) is not None  # by each rank's own clock
+            validates = not is_by_time and epoch._should_check_val_fx(loop._data_fetcher)
+            self._is_put_off = validates and not self._is_put_off
+        may_save = not (is_last or self._is_put_off)
         self._run.step_made(values=trainer.callback_metrics, may_save=may_save)
         self._run.seed(self._run.step)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from toolkit.integrations.library_run import LibraryRun
@@ -29,8 +30,6 @@ class TransformersCallback(TrainerCallback):
         self._samples = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         self._is_put_off = False  #: no save or stop after this step, but after the next
         trainer.add_callback(self)
-        if self._run.checkpoint is not None:  # else an EarlyStoppingCallback would count from 0 again
-            args.restore_callback_states_from_checkpoint = True
 
     @property
     def checkpoint(self) -> str | None:
@@ -49,7 +48,25 @@ class TransformersCallback(TrainerCallback):
             vars(trainer.args).update(own)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._run.checkpoint is not None:
+            self._restore_callbacks(state)
         self._run.begin(state.max_steps)
+
+    def _restore_callbacks(self, state: TrainerState) -> None:
+        """Fill the callbacks from the checkpoint: an EarlyStoppingCallback would count from 0 again.
+
+        ``restore_callback_states_from_checkpoint`` would make new ones, which a class of the script may not allow.
+        """
+        by_class: dict[str, list[TrainerCallback]] = {}
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                by_class.setdefault(type(callback).__name__, []).append(callback)
+        for name, callbacks in by_class.items():
+            saved = state.stateful_callbacks.get(name, [])
+            # Those of several callbacks of one class are a list, to which each save appends.
+            newest = (saved if isinstance(saved, list) else [saved])[-len(callbacks) :]
+            for callback, found in zip(callbacks, newest, strict=False):
+                vars(callback).update(found.get("attributes", {}))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.

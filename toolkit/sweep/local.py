@@ -51,7 +51,8 @@ def work(sweep: SweepDir) -> None:
                 _run_all(sweep)
             finally:
                 os.close(fd)
-            # A submitter that has added points meanwhile found the lock taken: look again.
+            # Look again: a submitter that has added points found the lock taken, and some could not be started.
+            time.sleep(LOOK_EVERY_S)
         except OSError as error:
             if error.errno not in outages.PASSING:
                 raise
@@ -62,7 +63,6 @@ def work(sweep: SweepDir) -> None:
 def _run_all(sweep: SweepDir) -> None:
     active: list[Run] = []
     while True:
-        is_put_off = False  #: a point cannot be started at this moment
         active = [run for run in active if run.dir.result() is None and not run.is_over()]
         for point in _waiting(sweep):
             run = sweep.run_of(point)
@@ -79,9 +79,7 @@ def _run_all(sweep: SweepDir) -> None:
                 break
             if (started := _start(sweep, point)) is not None:
                 active.append(started)
-            else:
-                is_put_off = is_put_off or run.result() is None
-        if not active and not is_put_off:
+        if not active:
             return
         time.sleep(LOOK_EVERY_S)
 

@@ -121,7 +121,7 @@ def submit(
             found = check(request, project, chosen, waits_for)
         size = _array_size(slurm, request.options, len(found))
         record = _prepare(sweep, request, project, config)
-        jobs = [submit_array(array, record, slurm, _placement(sweep, found)) for array in unsent(sweep)]
+        jobs = [submit_array(array, record, slurm, _placements(sweep, found)) for array in unsent(sweep)]
         new = _new_points(sweep, found, waits_for)
         for group in alike(new):
             for batch in batches(group, size):
@@ -194,15 +194,12 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
     return record
 
 
-def _placement(sweep: SweepDir, found: Sequence[CheckedPoint]) -> dict[str, Any] | None:
-    """Return where and for how long the request wants its jobs to run, as changes of the sweep's first config.
-
-    None of a request that has no new points.
-    """
-    if not found:
-        return None
+def _placements(sweep: SweepDir, found: Sequence[CheckedPoint]) -> dict[str, dict[str, Any]]:
+    """Return by each point's id where it is to run, and for how long, as changes of the sweep's first config."""
     base = points.settings_of(configs.load_config(sweep.base, site=False))
-    return {key: value for key, value in found[0].changes(base).items() if _is_placement(key)}
+    return {
+        point.id: {key: value for key, value in point.changes(base).items() if _is_placement(key)} for point in found
+    }
 
 
 def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint], waits_for: AfterRecord | None) -> list[Point]:
@@ -271,11 +268,14 @@ def unsent(sweep: SweepDir) -> list[Array]:
 
 
 def submit_array(
-    array: Array, sweep_record: SweepRecord, slurm: SlurmCommands, placement: Mapping[str, Any] | None = None
+    array: Array,
+    sweep_record: SweepRecord,
+    slurm: SlurmCommands,
+    placements: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """Submit a list of points, unless Slurm has its job already; return the job's id. Raises SlurmError.
 
-    ``placement``: changes that its points get before. The partition of an earlier submission may have been a wrong one.
+    ``placements``: by id, changes that points get before. The partition of an earlier submission may have been wrong.
     """
     record = array.record()
     # An interrupted submission may have reached Slurm.
@@ -284,8 +284,7 @@ def submit_array(
         is_array = record is None or record.is_array
         record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None)
         array.write_record(record)
-        if placement is not None:
-            _place(array, placement)
+        _place(array, placements or {})
         script, options = _script(array, sweep_record, record, slurm)
         fsio.write_atomic(array.script, script)
         try:
@@ -306,16 +305,14 @@ def submit_array(
     return job_id
 
 
-def _place(array: Array, placement: Mapping[str, Any]) -> None:
-    """Let the points of a list that no job has run where ``placement`` says."""
+def _place(array: Array, placements: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let the points of a list that no job has run where ``placements`` says, by their ids; others stay as they are."""
     damage: list[str] = []
-    before = array.by_index(damage)
-    after = {
-        index: point.replace(
-            changes={key: value for key, value in point.changes.items() if not _is_placement(key)} | dict(placement)
-        )
-        for index, point in before.items()
-    }
+    before, after = array.by_index(damage), {}
+    for index, point in before.items():
+        others = {key: value for key, value in point.changes.items() if not _is_placement(key)}
+        changes = {**others, **placements[point.id]} if point.id in placements else point.changes
+        after[index] = point.replace(changes=changes)
     if after != before and not damage:
         write_points(array, after)
 

@@ -59,9 +59,13 @@ class Checkpoints:
             return None
         self._state.restore(loaded)
         if not is_on_disk:
-            # The restart may have cut off the save of the best state: what is on disk counts.
+            # The restart may have cut off the save of the best state: what is on disk counts, as rank 0 sees it.
             manifests = (manifest_or_none(checkpoints, path) for path in checkpoints.list())
-            self._state.restore_best(next((manifest.meta for manifest in manifests if manifest), {}))
+            metas = (manifest.meta for manifest in manifests if manifest is not None)
+            kept = self._session.from_main(
+                "best", lambda: {key: value for key, value in next(metas, {}).items() if key.startswith("best")}
+            )
+            self._state.restore_best(kept)
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
         self.saver.resume_from(loaded.step if is_on_disk else newest_step(checkpoints.folder))

@@ -124,10 +124,13 @@ class ForeignFeed:
         for generator, seed in self._generators.items():
             generator.manual_seed(hash64(seed, number) >> 1)
         self._seed(-1 - number)
-        # Workers that persist were seeded in an earlier epoch, and a resume has no such workers: begin with new ones.
-        if getattr(self._loader, "persistent_workers", False) and self._loader._iterator is not None:
-            self._loader._iterator._shutdown_workers()
-            self._loader._iterator = None
+        # Workers that persist were seeded in an earlier epoch, and a resume has no such workers: begin with new ones. A
+        # stateful loader keeps theirs.
+        loader = getattr(self._loader, "base_dataloader", self._loader)  # accelerate's wraps one
+        has_workers = getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict")
+        if has_workers and loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+            loader._iterator = None
         return iter(self._loader)
 
 

@@ -102,7 +102,7 @@ def join_once(caller: str) -> JobConfig:
 
 
 #: A loop has one loader, or a few in turn.
-MOST_FEEDS = 7
+MOST_FEEDS = 15
 
 
 class TrainingRun(OwnSteps):
@@ -335,12 +335,14 @@ class TrainingRun(OwnSteps):
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
-            # A resume may have restored the loader's position by a state of its own.
-            is_there = self._state is not None and self._state.has_filled(loader)
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=is_there)
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader))
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
         return feed
+
+    def _is_there(self, loader: Any) -> bool:
+        """True if a resume has restored the loader's position by a state of its own."""
+        return self._state is not None and self._state.has_filled(loader)
 
     def _is_done(self, step: int, end: int | None) -> bool:
         return end is not None and step >= end

