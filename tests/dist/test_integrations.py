@@ -101,6 +101,7 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
     assert result["metrics"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("library", "replaced"),
     [
