@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.dist.script_ranks import PRELOAD, ROOT, ScriptServer
 from tests.dist.test_own_scripts import LOOPS
 from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.train.feed import ForeignFeed, seeder
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
@@ -151,6 +152,31 @@ def test_what_a_script_sets_for_its_own_checkpoints_changes_no_resume(
     script.must_end_alike("whole", "again")
     ends = [json.loads((script._folder / run / "result.json").read_text())["step"] for run in ("whole", "again")]
     assert ends == [96, 96]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("library", ["lightning"])
+def test_a_script_stops_also_where_each_of_two_steps_is_followed_by_a_validation(script: Script) -> None:
+    script.change(("max_epochs=6", "max_epochs=40, limit_train_batches=2, val_check_interval=1"))
+    assert script.attempt("whole", kind="changed") == [0, 0]
+    assert script.attempt("again", (1, 3, "SIGTERM", "step"), kind="changed") == [75, 75]
+    assert script.attempt("again", kind="changed") == [0, 0]
+    script.must_end_alike("whole", "again")
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_workers_of_accelerates_loaders_may_persist_over_epochs(is_stateful: bool) -> None:
+    from accelerate.data_loader import DataLoaderShard
+
+    data = torch.arange(8)
+    loader = DataLoaderShard(
+        data, batch_size=2, num_workers=1, persistent_workers=True, use_stateful_dataloader=is_stateful
+    )
+    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False)
+    for number in range(3):
+        assert torch.equal(torch.cat([*feed.epoch(number, 0, 4 * number)]), data)
 
 
 @pytest.mark.parametrize("library", ["accelerate"])
