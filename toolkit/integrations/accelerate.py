@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from toolkit.integrations.library_run import LibraryRun
+from toolkit.integrations.library_run import LibraryRun, set_for_now
 from toolkit.ranks.state import Json
 
 
@@ -38,12 +38,8 @@ class AccelerateRun(LibraryRun):
     def _save(self, folder: Path) -> None:
         # With automatic names accelerate would choose another folder, and remove the script's own checkpoints there.
         project = self._accelerator.project_configuration
-        own = project.automatic_checkpoint_naming, project.iteration
-        project.automatic_checkpoint_naming = False
-        try:
+        with set_for_now(project, automatic_checkpoint_naming=False, iteration=project.iteration):
             self._accelerator.save_state(str(folder))
-        finally:
-            project.automatic_checkpoint_naming, project.iteration = own
 
     def saved_with(self) -> dict[str, Json]:
         return {**super().saved_with(), "iteration": self._accelerator.project_configuration.iteration}

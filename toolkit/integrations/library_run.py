@@ -8,8 +8,8 @@ Ranks agree over the launch's store. There is no collective of ours between thos
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,17 @@ class LibraryRun(TrainingRun):
 
     def saved_with(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "batch": self._batch}
+
+
+@contextmanager
+def set_for_now(owner: object, **values: Any) -> Iterator[None]:
+    """Give attributes of a library's object other values, and put the script's own back at the end."""
+    own = {name: getattr(owner, name) for name in values}
+    try:
+        vars(owner).update(values)
+        yield
+    finally:
+        vars(owner).update(own)
 
 
 def _is_number(value: Any) -> bool:

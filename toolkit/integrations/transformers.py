@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from toolkit.integrations.library_run import LibraryRun
+from toolkit.integrations.library_run import LibraryRun, set_for_now
 
 
 class TransformersCallback(TrainerCallback):
@@ -39,13 +39,9 @@ class TransformersCallback(TrainerCallback):
 
     def _save(self, folder: Path) -> None:
         # Whatever the script leaves out of its own checkpoints: this one must hold all, and goes nowhere else.
-        trainer, ours = self._trainer, {"output_dir": str(folder), "save_only_model": False, "push_to_hub": False}
-        own = {name: getattr(trainer.args, name) for name in ours}
-        try:
-            vars(trainer.args).update(ours)
+        trainer = self._trainer
+        with set_for_now(trainer.args, output_dir=str(folder), save_only_model=False, push_to_hub=False):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-        finally:
-            vars(trainer.args).update(own)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._run.checkpoint is not None:

@@ -130,8 +130,7 @@ class Trainer:
             # From here on the time counts; what was before is start-up.
             self._life.begin()
             # Make up for an evaluation that was due at the checkpoint, if a stop cut it short.
-            is_owed = self._evaluation_due() and self._evaluations.newest != self._step
-            if loaded is not None and self._step and is_owed:
+            if loaded is not None and self._step and self._evaluation_owed():
                 if self._evaluate():
                     self._life.keep_best()
                 self._end_epoch()
@@ -179,8 +178,7 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Tell the job that an epoch has ended, if the last step was its last, and its evaluation was not cut short."""
         epoch = self._epochs(self._step)
-        is_owed = self._evaluation_due() and self._evaluations.newest != self._step
-        if epoch > self._epochs(self._step - 1) and not is_owed:
+        if epoch > self._epochs(self._step - 1) and not self._evaluation_owed():
             self._hooks.on_epoch_end(epoch - 1, self._life.metrics)
 
     def _train_step(self, share: int) -> None:
@@ -210,6 +208,10 @@ class Trainer:
         if isinstance(every, int):
             return self._due(every)
         return self._epochs(self._step) > self._epochs(self._step - 1) or self._step == self._total
+
+    def _evaluation_owed(self) -> bool:
+        """True if this step's evaluation is due and was not completed: a stop has cut it short."""
+        return self._evaluation_due() and self._evaluations.newest != self._step
 
     def _epochs(self, step: int) -> int:
         """Return the whole epochs in ``step`` steps."""
