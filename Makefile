@@ -57,7 +57,9 @@ bench-record: .venv/ready-dev  ## the same on a quiet machine, kept: docs/benchm
 	$(BIN)/python -m tests.bench.everything --keep $(if $(PEERS),--peers $(PEERS)) $(NAMES)
 
 gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
-	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) tests/gpu
+	rm -f gpu-figures.json gpu-figures.md
+	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) -n 6 --dist worksteal -m "not alone" tests/gpu; correct=$$?; \
+	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) -m alone tests/gpu && exit $$correct
 
 bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ratios and counts more than 5 % beyond the spread. Some: NAMES="loop steps"
 	$(BIN)/python -m tests.bench.compare $(NAMES)

@@ -70,6 +70,8 @@ class Params:
 
 #: Operations a second of GPUs in bf16 without sparsity, by a part of the name, as NVIDIA's data sheets have them.
 PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+#: A target that does not count.
+NO_TARGET = -100
 #: Tokens that a sample begins with, and that the model adds.
 PROMPT, SAMPLED = 64, 32
 
@@ -83,6 +85,8 @@ class LanguageModel(toolkit.Job):
         with self.main_first():  # which copies text into the run's folder
             self.tokens = toolkit.load_tokens(self.config.data, self.folder, self.alive)
         self.sizes, self.context = self._sizes(), self.params.length
+        # In fp32 the logits are the largest tensor of all, and not compiled they are written and read several times.
+        self.summed = torch.compile(summed_cross_entropy) if self.config.train.compile else None
 
     def _sizes(self) -> LlamaSizes:
         p: Params = self.params
@@ -110,7 +114,7 @@ class LanguageModel(toolkit.Job):
         return Llama(self.sizes)
 
     def loss(self, model: toolkit.Forward, batch: toolkit.Batch) -> toolkit.Loss:
-        return next_token(model(batch.inputs), batch.targets)
+        return next_token(model(batch.inputs), batch.targets, self.summed)
 
     def summary(self, figures: Mapping[str, Any]) -> dict[str, float]:
         return {**figures, "perplexity": math.exp(figures["loss"])}
@@ -162,10 +166,17 @@ def peak_flops(device: torch.device, given: float | None) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
-def next_token(logits: Tensor, targets: Tensor) -> toolkit.Loss:
+def next_token(
+    logits: Tensor, targets: Tensor, summed: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> toolkit.Loss:
     """Return the mean cross entropy of logits (n, length, vocabulary) against ``targets`` (n, length).
 
-    A target of -100 does not count.
+    A target of -100 does not count. ``summed`` computes the sum, see :func:`summed_cross_entropy`.
     """
-    total = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    return toolkit.Loss.sum(total, (targets != -100).sum())
+    total = (summed or summed_cross_entropy)(logits, targets)
+    return toolkit.Loss.sum(total, (targets != NO_TARGET).sum())
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross entropies of logits (n, length, vocabulary) against ``targets`` (n, length)."""
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")

@@ -27,6 +27,15 @@ from toolkit.config import DistConfig
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate
 
+#: Where the ranks of gloo compute if not on the CPU: `cuda:0` has them share a GPU, which NCCL does not let them.
+DEVICE_VARIABLE = "TOOLKIT_TEST_DEVICE"
+
+
+def device() -> str:
+    """Return where a rank of gloo has its model and its batches."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu")
+
+
 #: A hang; on a busy machine all takes several times as long.
 LIMIT_S = 300.0
 #: torch._dynamo as well: the first optimizer of a process imports it, for another 2 s.
@@ -61,7 +70,7 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        call = pickle.dumps((function, args, limit_s, not mortal, job))
+        call = pickle.dumps((function, args, limit_s, not mortal, job, device()))
         ranks = [
             context.Process(
                 target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
@@ -121,11 +130,10 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    function, args, limit_s, leave_together, job = pickle.loads(call)
+    function, args, limit_s, leave_together, job, os.environ[DEVICE_VARIABLE] = pickle.loads(call)
     faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
-    opened = (
-        _on_gloo(rank, world_size, port, folder) if job is None else _as_in_a_job(rank, world_size, port, folder, job)
-    )
+    place = (rank, world_size, port, folder)
+    opened = _on_gloo(*place) if job is None else _as_in_a_job(*place, job)
     with opened as session:
         try:
             answer = pickle.dumps((True, function(session, *args)))
@@ -149,7 +157,7 @@ def _on_gloo(rank: int, world_size: int, port: int, folder: str) -> Iterator[Ses
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     gate = Gate(rank, world_size, connector(store))
-    yield Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
+    yield Session(rank, world_size, rank, torch.device(device()), Path(folder), 1, store, NullReporter(), gate)
     dist.destroy_process_group()
 
 

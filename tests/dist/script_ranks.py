@@ -43,6 +43,8 @@ class ScriptServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(LIMIT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def attempt(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.dist.ranks import device
 from toolkit.config import LocalSgdConfig, MeshConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
@@ -108,7 +109,7 @@ def part(share: Share, step: int, size: int = BATCH) -> Batch | None:
         return None
     inputs, targets = global_batch(step, size)
     start, stop = share.bounds(size)
-    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), size)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), size).to(torch.device(device()))
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +133,8 @@ def built(
 
 
 def snapshot(strategy: Strategy | Custom) -> dict[str, Tensor]:
-    """A copy of the state, of sharded tensors the whole."""
-    return {name: whole(entry).clone() for name, entry in strategy.state().items()}
+    """Return a copy of the state on the CPU, of sharded tensors the whole."""
+    return {name: whole(entry).clone().cpu() for name, entry in strategy.state().items()}
 
 
 def whole(entry: Any) -> Tensor:

@@ -140,6 +140,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     (site.folder / "project" / "data" / "words.txt").write_text("a file beside the script")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(site.folder / "project" / "data")
+        # The first command decides whether ranks are forked, whichever test comes first.
+        (site.folder / "first.py").write_text("import torch")
+        site.run_command([sys.executable, str(site.folder / "first.py")])
         yield site
         site.agents.close()
 

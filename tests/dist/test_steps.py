@@ -107,9 +107,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def tensors(strategy: Strategy) -> dict[str, Tensor]:
-    """A copy of the state, as far as it is tensors; of sharded ones the whole."""
+    """Return a copy on the CPU of the state, as far as it is tensors; of sharded ones the whole."""
     entries = {name: entry for name, entry in strategy.state().items() if isinstance(entry.value, Tensor)}
-    return {name: whole(entry).clone() for name, entry in entries.items()}
+    return {name: whole(entry).clone().cpu() for name, entry in entries.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- clipping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -121,6 +122,18 @@ def test_an_eval_set_with_fewer_samples_than_ranks_is_refused() -> None:
     assert run_ranks(2, evaluate_one_sample) == [expected] * 2
 
 
+def send_over_gloo(session: Session, name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_strategy(StrategyConfig(name), replace(session, device=torch.device("cuda", 0)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_what_sends_a_gpus_tensors_from_rank_to_rank_is_refused_over_gloo(name: str) -> None:
+    expected = f"dist.backend: {name} sends a GPU's tensors from rank to rank, which gloo cannot do; use nccl"
+    assert run_ranks(2, send_over_gloo, name) == [expected] * 2
+
+
 # --------------------------------------------------------------------------------------------------- bitwise
 
 
@@ -193,7 +206,7 @@ def prime(session: Session) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not optimizer.state
-    assert all(torch.equal(value, made.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value.cpu(), made.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_priming_changes_no_weights_buffers_gradients_optimizer_or_random_numbers() -> None:

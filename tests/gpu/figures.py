@@ -55,13 +55,20 @@ def _first_line(*command: str) -> str | None:
 
 
 def write(tests: Sequence[Tested], about: Mapping[str, Any], path: Path) -> None:
-    """Write ``path``.json and ``path``.md."""
-    record = {"machine": dict(about), "tests": [asdict(test) for test in tests]}
-    path.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-    lines = [f"{key}: {value}  " for key, value in about.items()]
+    """Write ``path``.json and ``path``.md, behind what the first already holds."""
+    kept = path.with_suffix(".json")
+    before = json.loads(kept.read_text())["tests"] if kept.exists() else []
+    record = {"machine": dict(about), "tests": [*before, *map(asdict, tests)]}
+    kept.write_text(json.dumps(record, indent=2) + "\n")
+    path.with_suffix(".md").write_text("\n".join(table(record)) + "\n")
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a record's table."""
+    lines = [f"{key}: {value}  " for key, value in record["machine"].items()]
     lines += ["", "| test | | s | figures |", "|---|---|---|---|"]
-    for test in tests:
+    for test in (Tested(**each) for each in record["tests"]):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in test.figures.items())
         told = "; ".join(filter(None, (figures, test.reason))).replace("|", "\\|")
         lines.append(f"| {test.name} | {test.outcome} | {test.seconds:.1f} | {told} |")
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    return lines

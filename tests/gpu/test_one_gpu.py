@@ -46,6 +46,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.alone
 def test_a_batch_is_on_the_gpu_before_the_step_before_it_is_done(note: Any) -> None:
     work = throughput.images(torch.nn.Identity, 224, 64, "fp32")
     kept = throughput.Kept(work)
@@ -80,6 +81,7 @@ def test_memory_of_a_batch_is_not_used_again_while_a_step_reads_it() -> None:
         assert found.item() == kept.batches[number][0].sum(dtype=torch.int64).item()
 
 
+@pytest.mark.alone
 def test_the_stopwatch_has_the_time_of_the_gpu_and_none_of_the_host(note: Any) -> None:
     watch = stopwatch(DEVICE)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,6 +104,7 @@ def test_the_stopwatch_has_the_time_of_the_gpu_and_none_of_the_host(note: Any) -
     assert host_s / 5 < 1e-3
 
 
+@pytest.mark.alone
 def test_a_background_save_holds_the_gpu_no_longer_than_the_copy_to_pinned_memory(note: Any) -> None:
     """1 GiB in 16 tensors. The goal is 1.2 times the plain copies' time."""
     state = {f"w{number}": Replicated(torch.randn(1 << 24, device=DEVICE)) for number in range(16)}

@@ -85,10 +85,11 @@ def test_the_host_does_not_wait_for_the_gpu_between_logging_steps(name: str) -> 
 
 
 def race(session: Session, name: str) -> dict[str, float]:
-    steps = {"gpt": 20, "resnet50": 30}[name]
+    steps = {"gpt": 10, "resnet50": 30}[name]
     return throughput.race(session, lambda device: throughput.full_size(name, device), steps, rounds=5)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["resnet50", "gpt"])
 def test_our_loop_is_as_fast_as_the_bare_one(name: str, note: Any) -> None:
     """The goals: 0.99 of the bare loop, and for the GPT an MFU of 45 %."""
@@ -110,6 +111,7 @@ def timm_race(session: Session) -> dict[str, float]:
     return throughput.race(session, work, steps=20, rounds=5)
 
 
+@pytest.mark.alone
 def test_our_loop_is_as_fast_as_the_bare_one_for_a_model_of_timm(note: Any) -> None:
     """timm's own training script is not in its package, so its model is trained by both loops."""
     pytest.importorskip("timm", reason="timm is not installed")

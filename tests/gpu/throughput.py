@@ -24,8 +24,9 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import Indices
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies import Loss, Objective, build_strategy
 from toolkit.strategies.layouts import autocast
+from toolkit.strategies.objective import Forward
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluations import Evaluations
 from toolkit.train.gpu_settings import apply_gpu_settings
@@ -51,6 +52,7 @@ class Work:
     samples: int
     train: TrainConfig
     optim: OptimConfig
+    loss: Callable[[Forward, Tensor, Tensor], Tensor]  #: the mean over a batch, of a model, its inputs and targets
     flops_per_sample: float | None = None  #: of a step; None: MFU is not asked for
 
 
@@ -98,7 +100,11 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A decoder of nanoGPT's shape: learnt positions, no biases, the embedding is the head too."""
+    """A decoder of nanoGPT's shape: learnt positions, no biases, the embedding is the head too.
+
+    Its forward pass ends with the loss, as nanoGPT's does: compiled apart from the model, the logits of 50,304 tokens
+    would be written and read several times in fp32.
+    """
 
     def __init__(self, sizes: GptSizes) -> None:
         super().__init__()
@@ -109,11 +115,12 @@ class Gpt(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return functional.linear(self.norm(x), self.tokens.weight)
+        logits = functional.linear(self.norm(x), self.tokens.weight)
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 class OfBytes(nn.Module):
@@ -134,9 +141,13 @@ def gpt(sizes: GptSizes, samples: int, precision: str, *, compile: bool) -> Work
         drawn = torch.randint(sizes.vocabulary, (count, sizes.length + 1), generator=torch.Generator().manual_seed(0))
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
+    def own_loss(model: Forward, tokens: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = model(tokens, targets)
+        return found
+
     train = TrainConfig(precision=precision, compile=compile, float32_matmul="high")
     needed = sizes.flops_per_token * sizes.length
-    return Work(partial(Gpt, sizes), batch, samples, train, OptimConfig("adamw", lr=6e-4), needed)
+    return Work(partial(Gpt, sizes), batch, samples, train, OptimConfig("adamw", lr=6e-4), own_loss, needed)
 
 
 def images(model: Callable[[], nn.Module], edge: int, samples: int, precision: str) -> Work:
@@ -147,8 +158,11 @@ def images(model: Callable[[], nn.Module], edge: int, samples: int, precision: s
         pixels = torch.randint(256, (count, 3, edge, edge), generator=draw, dtype=torch.uint8)
         return pixels, torch.randint(1000, (count,), generator=draw)
 
+    def loss(model: Forward, pixels: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(model(pixels), targets)
+
     train = TrainConfig(precision=precision, channels_last=True)
-    return Work(lambda: OfBytes(model()), batch, samples, train, OptimConfig("sgd", lr=0.1))
+    return Work(lambda: OfBytes(model()), batch, samples, train, OptimConfig("sgd", lr=0.1), loss)
 
 
 def full_size(name: str, device: torch.device) -> Work:
@@ -156,17 +170,11 @@ def full_size(name: str, device: torch.device) -> Work:
     memory = torch.cuda.get_device_properties(device).total_memory
     part = 1 if memory > 39e9 else 4
     if name == "gpt":
-        return gpt(GptSizes(), 16 // part, "bf16", compile=True)
+        return gpt(GptSizes(), 64 // part, "bf16", compile=True)
     return images(resnet50, 224, 256 // part, "bf16")
 
 
 # ---------------------------------------------------------------------------------------------------------- the loops
-
-
-def mean_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
-    """Return the sum over samples of the mean loss of each."""
-    losses = functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="mean")
-    return losses * len(outputs), None
 
 
 class Kept:
@@ -216,8 +224,7 @@ def bare(work: Work, session: Session) -> Round:
         for step in range(steps):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batches[step % KEPT])
             with autocast(device, work.train.precision):
-                outputs = ddp(inputs)
-            loss = mean_cross_entropy(outputs, targets)[0] / len(inputs)
+                loss = work.loss(ddp, inputs, targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -231,7 +238,8 @@ def trainer_of(work: Work, session: Session, log_every: int) -> Trainer:
     strategy = build_strategy(StrategyConfig(), session, config)
     batch = work.samples * session.world_size
     loader = Loader(Kept(work), global_batch_size=batch, seed=0, share=strategy.share, device=session.device)
-    strategy.build(work.model, partial(build_optimizer, work.optim), of_pairs(mean_cross_entropy), loader.at(0))
+    objective = Objective(lambda model, batch: Loss.mean(work.loss(model, batch.inputs, batch.targets)))
+    strategy.build(work.model, partial(build_optimizer, work.optim), objective, loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
     trainer = Trainer(
         config, session, strategy, loader, schedule=partial(build_schedule, work.optim), checkpoints=checkpoints

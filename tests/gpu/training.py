@@ -42,7 +42,7 @@ class Case:
     @property
     def is_fused(self) -> bool:
         """True if the optimizer is: torch has no fused SGD for sharded weights."""
-        return self.optim == "adamw" or self.strategy.name == "ddp"
+        return self.optim == "adamw" or self.strategy.name in ("ddp", "pipeline")
 
 
 #: The loops differ in the order of their sums; in half precision each rounds to two or three digits.
@@ -67,9 +67,11 @@ CASES: dict[str, Case] = {
     "fsdp, compiled": Case(StrategyConfig("fsdp"), TrainConfig(compile=True)),
     "fsdp, offloaded": Case(StrategyConfig("fsdp", cpu_offload=True), optim="adamw", tolerance=1e-3),
     "fsdp, offloaded, clipped": Case(
-        StrategyConfig("fsdp", cpu_offload=True), TrainConfig(clip_norm=0.1, skip_bad_steps=True)
+        StrategyConfig("fsdp", cpu_offload=True), TrainConfig(clip_norm=0.1, skip_bad_steps=True), "adamw", 1e-3
     ),
     "zero": Case(StrategyConfig("zero")),
+    "tensor": Case(StrategyConfig("tensor")),
+    "pipeline": Case(StrategyConfig("pipeline")),
 }
 
 
@@ -78,15 +80,16 @@ def small_images() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
 
 
-def batch_of(case: Case, share: Share, step: int) -> Batch:
+def batch_of(case: Case, share: Share, step: int, device: torch.device) -> Batch:
+    """Return the share's part of a step's batch on ``device``, as a loader gives it."""
     if not case.has_images:
         found = part(share, step, SAMPLES)
         assert found is not None
-        return found
+        return found.to(device)
     draw = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(SAMPLES, 3, 8, 8, generator=draw), torch.randint(4, (SAMPLES,), generator=draw)
     start, stop = share.bounds(SAMPLES)
-    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), SAMPLES)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), SAMPLES).to(device)
 
 
 def train(session: Session, case: Case) -> dict[str, Any]:
@@ -99,10 +102,10 @@ def train(session: Session, case: Case) -> dict[str, Any]:
 
     strategy = build_strategy(case.strategy, session, case.train)
     model: Callable[[], nn.Module] = small_images if case.has_images else plain_model
-    strategy.build(model, optimizer, of_pairs(cross_entropy), batch_of(case, strategy.share, 0))
+    strategy.build(model, optimizer, of_pairs(cross_entropy), batch_of(case, strategy.share, 0, session.device))
     losses = []
     for step in range(STEPS):
-        output = strategy.step(batch_of(case, strategy.share, step), rates(step))
+        output = strategy.step(batch_of(case, strategy.share, step, session.device), rates(step))
         losses.append(strategy.sum({"loss": output.loss})["loss"])
     return {"losses": losses, "fused": bool(made[0].param_groups[0].get("fused")), "device": str(session.device)}
 
@@ -121,7 +124,7 @@ def by_hand(session: Session, case: Case) -> list[float]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = rates(step)
-        inputs, targets = (tensor.to(device) for tensor in batch_of(case, Share(0, 1), step))
+        inputs, targets = batch_of(case, Share(0, 1), step, device)
         with autocast(device, case.train.precision):
             outputs: Tensor = model(inputs)
         loss = nn.functional.cross_entropy(outputs.float(), targets)

@@ -41,12 +41,17 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     """Return the strategy that ``config.name`` names; its model is not built yet.
 
     Its ``share`` is known already. ``train`` says how a step is computed: precision, accumulation, compiling. Raises
-    ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` asks for
-    what this strategy cannot do.
+    ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` or the
+    process group's backend does not go with this strategy.
     """
     one_of("strategy.name", config.name, STRATEGIES)
     train = train or TrainConfig()
     check_step(train, config)
+    if config.name in ("tensor", "pipeline") and session.device.type == "cuda" and dist.get_backend() == "gloo":
+        # It would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
+        raise ConfigError(
+            f"dist.backend: {config.name} sends a GPU's tensors from rank to rank, which gloo cannot do; use nccl"
+        )
     # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
     match config.name:
         case "pipeline":

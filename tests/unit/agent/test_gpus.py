@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -67,10 +68,14 @@ def torchs_choice(root: Path, gpu_count: int, monkeypatch: pytest.MonkeyPatch) -
     accelerator = SimpleNamespace(
         is_available=lambda: True, current_accelerator=lambda: None, device_count=lambda: gpu_count
     )
-    played: Any = SimpleNamespace(accelerator=accelerator, get_device_module=lambda accelerator: module)
+    # torch 2.11 asks torch.cuda, and its argument has another name.
+    cuda = SimpleNamespace(**vars(module), device_count=lambda: gpu_count)
+    played: Any = SimpleNamespace(accelerator=accelerator, get_device_module=lambda accelerator: module, cuda=cuda)
     monkeypatch.setattr(binding, "torch", played)
     monkeypatch.setattr(binding, "open", lambda path: (root / path[1:]).open(), raising=False)
-    return [sorted(binding._exclusive_get_logical_cpus_to_bind_to(device_index=index)) for index in range(gpu_count)]
+    chosen: Callable[..., set[int]] = binding._exclusive_get_logical_cpus_to_bind_to
+    (index_word,) = inspect.signature(chosen).parameters
+    return [sorted(chosen(**{index_word: index})) for index in range(gpu_count)]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0]])

@@ -210,7 +210,8 @@ def test_the_monitor_is_a_small_process_that_prints_samples() -> None:
         process.kill()
     assert usage["memory_bytes"] > 0
     (peak_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    assert peak_kib < 20 << 10
+    most_mib = 20 if not Path("/dev/nvidiactl").exists() else 40  # 34 with the driver's library, on one GPU
+    assert peak_kib < most_mib << 10
 
 
 def test_samples_cost_less_than_a_thousandth_of_a_processor_in_the_long_run() -> None:
