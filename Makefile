@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# Three tests at a time, each with a Slurm of its own, on two CPUs: most of a story is waiting.
-ABREAST := -n 3 --dist worksteal
+# Four tests at a time, each with a Slurm of its own, on two CPUs: most of a story is waiting.
+ABREAST := -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check coverage box bench bench-record bench-compare gpu fuzz soak soak-local lock clean

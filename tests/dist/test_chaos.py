@@ -74,7 +74,8 @@ def test_a_rank_killed_at_any_operation_of_its_saves_resumes_from_a_whole_checkp
     for point in points(operations, some):
         folder = tmp_path / str(point)
         folder.mkdir()
-        with pytest.raises(AssertionError, match="rank 0:\nthe process ended without an answer"):
+        # Whoever is heard first: the dead rank, or one that waits for it.
+        with pytest.raises(AssertionError, match=r"the process ended without an answer|Connection"):
             run_ranks(RANKS, suffer, folder, [asdict(Fault("SIGKILL", point))])
         checkpoints = CheckpointFolder(folder / "checkpoints")
         assert all(checkpoints.verify(path) for path in checkpoints.list())
