@@ -56,9 +56,11 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 bench-record: .venv/ready-dev  ## the same on a quiet machine, kept: docs/benchmarks/*.json, the pages' tables and pictures. Some: NAMES="loop steps"
 	$(BIN)/python -m tests.bench.everything --keep $(if $(PEERS),--peers $(PEERS)) $(NAMES)
 
+# Each test has a rank for each GPU, up to four: with several GPUs fewer tests at a time.
+GPU_ABREAST ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); test $$n -gt 1 && echo 2 || echo 6)
 gpu: .venv/ready-dev  ## what only a GPU can show, on one machine within 40 minutes: correctness and speed, written to gpu-figures.json and .md
 	rm -f gpu-figures.json gpu-figures.md
-	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) -n 6 --dist worksteal -m "not alone" tests/gpu; correct=$$?; \
+	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) -n $(GPU_ABREAST) --dist worksteal -m "not alone" tests/gpu; correct=$$?; \
 	TOOLKIT_GPU_FIGURES=gpu-figures $(PYTEST) -m alone tests/gpu && exit $$correct
 
 bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ratios and counts more than 5 % beyond the spread. Some: NAMES="loop steps"

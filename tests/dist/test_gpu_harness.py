@@ -103,6 +103,12 @@ def test_the_page_has_the_figures_of_the_kept_record() -> None:
     assert f"one {about['gpus'][0]}," in page
     races = [test["figures"] for test in tests if "ours_of_bare" in test["figures"]]
     assert len(races) == 3
+    (save,) = [test["figures"] for test in tests if "of_plain" in test["figures"]]
+    assert f"({save['plain_GB_per_s']:.1f} GB a second) | {save['of_plain']:.3f} |" in page
+    (copied,) = [test["figures"]["host_s"] for test in tests if "host_s" in test["figures"]]
+    assert f"| {copied * 1000:.1f} ms |" in page
+    (lap,) = [test["figures"]["host_us_per_lap"] for test in tests if "host_us_per_lap" in test["figures"]]
+    assert f"| {lap:.0f} us |" in page
     for race in races:
         row = f"{race['bare_samples_per_s']:.4g} | {race['ours_samples_per_s']:.4g} | {race['ours_of_bare']:.3f}"
         assert f" | {row} | {race['mfu']:.3f} |" in page if "mfu" in race else f" | {row} | |" in page

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from jobs.language_model import NO_TARGET, next_token, summed_cross_entropy
 from jobs.llama import Llama, LlamaSizes
 from toolkit.cli.main import main
 from toolkit.data.tokens.folder import Tokens
@@ -78,3 +79,18 @@ def test_a_pipeline_evaluates_like_one_process_and_says_what_it_cannot_show(
     rows = json.loads(capsys.readouterr().out)["continuations"]
     assert [row["prompt"] for row in rows] == ["17 and ", "3"]
     assert all(row["tokens"] > 0 or row["ended"] for row in rows)
+
+
+def test_the_compiled_loss_is_the_plain_one_with_its_gradients() -> None:
+    compiled = torch.compile(summed_cross_entropy)
+    for size in (4, 3, 1):  # the last batch of an epoch has another size
+        drawn, targets = torch.randn(size, 5, 50).bfloat16(), torch.randint(50, (size, 5))
+        targets[0, :4] = NO_TARGET
+        found, expected = (drawn.clone().requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, plain = next_token(found, targets, compiled), next_token(expected, targets)
+        assert ours.total.dtype == plain.total.dtype == torch.float32
+        torch.testing.assert_close(ours.total, plain.total, atol=1e-5, rtol=1e-6)
+        for loss in (ours, plain):
+            loss.total.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-2, rtol=1e-2)

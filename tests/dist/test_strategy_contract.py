@@ -129,8 +129,8 @@ def send_over_gloo(session: Session, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
-def test_what_sends_a_gpus_tensors_from_rank_to_rank_is_refused_over_gloo(name: str) -> None:
-    expected = f"dist.backend: {name} sends a GPU's tensors from rank to rank, which gloo cannot do; use nccl"
+def test_what_gloo_cannot_carry_between_gpus_is_refused(name: str) -> None:
+    expected = f"dist.backend: gloo cannot carry what {name} sends between GPUs; use nccl"
     assert run_ranks(2, send_over_gloo, name) == [expected] * 2
 
 
@@ -197,13 +197,16 @@ def test_state_has_the_unwrapped_models_names_and_is_complete_before_the_first_s
 def prime(session: Session) -> None:
     made = noisy_model()
     torch.manual_seed(9)
+    on_gpu = session.device.type == "cuda"  # where dropout draws from a generator of its own
     before = torch.get_rng_state()
+    gpus_before = torch.cuda.get_rng_state() if on_gpu else None
     strategy = build_strategy(StrategyConfig("ddp"), session)
     model = noisy_model()
     optimizer = OPTIMIZERS["sgd"](model)
     torch.set_rng_state(before)
     strategy.build(lambda: model, lambda _: optimizer, of_pairs(cross_entropy), part(strategy.share, 0))
     assert torch.equal(torch.get_rng_state(), before)
+    assert gpus_before is None or torch.equal(torch.cuda.get_rng_state(), gpus_before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not optimizer.state
     assert all(torch.equal(value.cpu(), made.state_dict()[name]) for name, value in model.state_dict().items())

@@ -43,7 +43,7 @@ def pytest_runtest_makereport(
 
 
 class Record:
-    """Where the tests' reports arrive, those of workers too: keeps them, and writes the record at the end."""
+    """Keep the tests' reports, those of xdist's workers too, and write the record at the end."""
 
     def __init__(self) -> None:
         self._tests: list[figures.Tested] = []

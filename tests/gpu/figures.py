@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-#: The files' name without its ending; where they go if it is not set.
-VARIABLE, NAME = "TOOLKIT_GPU_FIGURES", "gpu-figures"
+#: The files' path without its ending. Without it nothing is written.
+VARIABLE = "TOOLKIT_GPU_FIGURES"
 
 
 @dataclass
@@ -55,9 +55,10 @@ def _first_line(*command: str) -> str | None:
 
 
 def write(tests: Sequence[Tested], about: Mapping[str, Any], path: Path) -> None:
-    """Write ``path``.json and ``path``.md, behind what the first already holds."""
-    kept = path.with_suffix(".json")
+    """Write ``path``.json and ``path``.md. Other tests that the first already holds stay in it."""
+    kept, names = path.with_suffix(".json"), {test.name for test in tests}
     before = json.loads(kept.read_text())["tests"] if kept.exists() else []
+    before = [test for test in before if test["name"] not in names]
     record = {"machine": dict(about), "tests": [*before, *map(asdict, tests)]}
     kept.write_text(json.dumps(record, indent=2) + "\n")
     path.with_suffix(".md").write_text("\n".join(table(record)) + "\n")

@@ -1,6 +1,6 @@
 """Strategies on ranks that share one GPU, over gloo: what tests/dist holds them to.
 
-gloo sums and broadcasts tensors of GPUs, but cannot send them from rank to rank: see build_strategy().
+gloo sums and broadcasts tensors of GPUs, and cannot carry what tensor and pipeline send: see build_strategy().
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.dist import test_compression, test_steps, test_strategy_contract
-from tests.dist.ranks import DEVICE_VARIABLE
+from tests.dist.ranks import DEVICE_VARIABLE, run_ranks
 from tests.dist.strategy_cases import EXACT, NAMES, SUBJECTS
 from tests.gpu import NO_GPU
+from toolkit.ranks.session import Session
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
 
@@ -42,6 +43,15 @@ SHARED: list[tuple[Callable[..., None], Any]] = [
     (steps.test_pruning_takes_what_torchs_own_takes_and_no_momentum_brings_it_back, ("fsdp",)),
     (test_compression.test_top_k_of_all_values_takes_the_steps_of_one_process, ()),
 ]
+
+
+def device_type(session: Session) -> str:
+    return session.device.type
+
+
+def test_the_ranks_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda:0")
+    assert run_ranks(2, device_type) == ["cuda"] * 2
 
 
 @pytest.mark.parametrize(("test", "args"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in SHARED])

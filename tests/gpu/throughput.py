@@ -37,7 +37,7 @@ from toolkit.train.state import identity
 
 #: Different batches in memory, which come again and again.
 KEPT = 4
-LOG_EVERY = 50
+LOG_EVERY = 10
 NEVER = 10**9
 #: A round: makes so many steps and returns the seconds.
 Round = Callable[[int], float]
@@ -166,9 +166,9 @@ def images(model: Callable[[], nn.Module], edge: int, samples: int, precision: s
 
 
 def full_size(name: str, device: torch.device) -> Work:
-    """Return ``resnet50`` or ``gpt`` at the size of a GPU; smaller batches for one of less than 40 GB."""
+    """Return ``resnet50`` or ``gpt`` at the size of a GPU; smaller batches for one of less than 60 GB."""
     memory = torch.cuda.get_device_properties(device).total_memory
-    part = 1 if memory > 39e9 else 4
+    part = 1 if memory > 60e9 else 4
     if name == "gpt":
         return gpt(GptSizes(), 64 // part, "bf16", compile=True)
     return images(resnet50, 224, 256 // part, "bf16")

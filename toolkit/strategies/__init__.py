@@ -47,11 +47,10 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     one_of("strategy.name", config.name, STRATEGIES)
     train = train or TrainConfig()
     check_step(train, config)
-    if config.name in ("tensor", "pipeline") and session.device.type == "cuda" and dist.get_backend() == "gloo":
-        # It would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
-        raise ConfigError(
-            f"dist.backend: {config.name} sends a GPU's tensors from rank to rank, which gloo cannot do; use nccl"
-        )
+    is_sent_over_gloo = session.world_size > 1 and dist.get_backend() == "gloo"
+    if config.name in ("tensor", "pipeline") and session.device.type == "cuda" and is_sent_over_gloo:
+        # gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
+        raise ConfigError(f"dist.backend: gloo cannot carry what {config.name} sends between GPUs; use nccl")
     # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
     match config.name:
         case "pipeline":
