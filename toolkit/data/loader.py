@@ -302,13 +302,12 @@ def _source(
     collate: Collate | None = None,
 ) -> Source:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
-    pin = device.type == "cuda"
     gives_batches = isinstance(dataset, BatchedSamples) and collate is None
     reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
     # Tensors in memory draw nothing, and saving the generators takes 0.1 ms.
-    source: Source = InlineSource(reader, sampler, pin=pin, draws=_uses_workers(dataset))
+    source: Source = InlineSource(reader, sampler, draws=_uses_workers(dataset))
     if workers > 0 and _uses_workers(dataset):
-        source = WorkerSource(reader, sampler, workers=workers, pin=pin)
+        source = WorkerSource(reader, sampler, workers=workers, pin=device.type == "cuda")
     return _DeviceSource(source, device, reader.finish)

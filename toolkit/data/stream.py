@@ -126,11 +126,11 @@ class StreamLoader:
         self._source: InlineSource | WorkerSource | None = None
         # A rank without a share reads nothing.
         if share.count:
-            reader, pin = _StreamReader(make(share, seed), seed, share, collate), self._device.type == "cuda"
+            reader = _StreamReader(make(share, seed), seed, share, collate)
             self._source = (
-                WorkerSource(reader, self._sampler, workers=1, pin=pin)
+                WorkerSource(reader, self._sampler, workers=1, pin=self._device.type == "cuda")
                 if workers
-                else InlineSource(reader, self._sampler, pin=pin)
+                else InlineSource(reader, self._sampler)
             )
         self._next = 0
         self._first: Batch | None = None  # the strategy is primed on step 0's batch, and step 0 needs it again

@@ -195,17 +195,15 @@ class Failure:
 class InlineSource:
     """A source that loads in the calling process; with ``draws`` it restores its random generators afterwards."""
 
-    def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool, draws: bool = True) -> None:
+    def __init__(self, reader: PartReader, sampler: Sampler, *, draws: bool = True) -> None:
         self.draws = draws
         self.reader = reader
         self.sampler = sampler
-        self.pin = pin
 
     def fetch(self, step: int) -> Batch:
         """Return the batch of ``step``."""
         with generators_kept() if self.draws else nullcontext():
-            batch = self.reader.load(self.sampler.at(step))
-        return batch.pin_memory() if self.pin else batch
+            return self.reader.load(self.sampler.at(step))
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""

@@ -60,10 +60,12 @@ class Loss:
         assert weight is not None
         return cls(value * weight, weight)
 
-    def summed(self, samples: int) -> Loss:
-        """Return this loss as a sum over a batch of ``samples`` samples, a tensor without dimensions."""
+    def summed(self, samples: int, divisor: float = 1.0) -> Loss:
+        """Return this loss as a sum over a batch of ``samples`` samples by ``divisor``, a tensor without dimensions."""
         total = self.total.reshape(()) if self.total.ndim else self.total  # a reshape would go backward, too
-        return Loss(total * samples if self.is_mean_over_samples else total, self.weight)
+        # A product takes a kernel, and one more in the backward pass: the mean over an even share needs none.
+        factor = (samples if self.is_mean_over_samples else 1) / divisor
+        return Loss(total if factor == 1 else total * factor, self.weight)
 
     def __mul__(self, factor: float) -> Loss:
         """Return this loss times a number."""
@@ -105,22 +107,22 @@ Criterion: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 class Objective:
     """A job's ``loss(model, batch)``; ``module`` has parameters that are trained besides the model's.
 
-    A call returns the losses by name, as sums. A loss without a name has the name "".
+    A call returns the losses by name, as sums by ``divisor``. A loss without a name has the name "".
     """
 
     loss: Callable[[Forward, Batch], Losses]
     module: nn.Module | None = None
 
-    def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
+    def __call__(self, model: Forward, batch: Batch, divisor: float = 1.0) -> dict[str, Loss]:
         """Return the losses by name. Raises JobFailedError for a value that is not a loss."""
         given = self.loss(model, batch)
         if isinstance(given, Mapping):
-            return {name: self._summed(name, value, len(batch)) for name, value in given.items()}
-        return {"": self._summed("", given, len(batch))}
+            return {name: self._summed(name, value, len(batch), divisor) for name, value in given.items()}
+        return {"": self._summed("", given, len(batch), divisor)}
 
-    def _summed(self, name: str, value: Any, samples: int) -> Loss:
+    def _summed(self, name: str, value: Any, samples: int, divisor: float) -> Loss:
         if isinstance(value, Tensor) and value.shape == (samples,):
-            return Loss(value.sum())
+            value = Loss(value.sum())
         if not isinstance(value, Loss):
             kind = f"a {type(value).__name__}"
             if isinstance(value, Tensor):
@@ -129,7 +131,7 @@ class Objective:
         if not isinstance(value.total, Tensor) or value.total.numel() != 1:
             shape = tuple(getattr(value.total, "shape", ()))
             raise JobFailedError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
-        return value.summed(samples)
+        return value.summed(samples, divisor)
 
     @property
     def where(self) -> str:
@@ -200,10 +202,10 @@ def total_weight(passes: Sequence[Mapping[str, Loss]]) -> Tensor | None:
 
 
 def means_of(passes: Sequence[Mapping[str, Loss]], *factors: Tensor | float) -> dict[str, Tensor]:
-    """Return the sum of each loss over ``passes``, by name, times ``factors``."""
+    """Return the sum of each loss over ``passes``, which are detached, by name, times ``factors``."""
     means = {}
     for name in passes[0]:
-        first, *others = [losses[name].total.detach() for losses in passes]
+        first, *others = [losses[name].total for losses in passes]
         means[name] = sum(others, first)
         for factor in factors:
             # Each product takes a kernel. One by 1, as where every rank counts, changes no bit.

@@ -225,7 +225,7 @@ class CheckedObjective(Objective):
         self._is_finite = train.on_nan == "stop" and not train.skip_bad_steps
         self._probes = probes
 
-    def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
+    def __call__(self, model: Forward, batch: Batch, divisor: float = 1.0) -> dict[str, Loss]:
         outputs: list[Any] = []
 
         # The model's outputs are kept, so that the check below can call the loss again without the model.
@@ -233,7 +233,7 @@ class CheckedObjective(Objective):
             outputs.append(model(*args, **kwargs))
             return outputs[-1]
 
-        losses = super().__call__(recorded, batch)
+        losses = super().__call__(recorded, batch, divisor)
         self.refusal = self._refused(losses) or self.refusal or _no_sum(self, outputs, batch)
         self.names = tuple(losses)
         self._probes -= 1

@@ -198,8 +198,8 @@ class Spmd(AllNeeded):
             factor = self._reweigh(total.wait(), batch.global_count)
             means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
-        # No layout knows of what the criterion learns.
-        sum_tensors(self._criterion_gradients(), part=1 / dist.get_world_size())
+        if self._learnt is not None:  # no layout knows of it
+            sum_tensors(self._criterion_gradients(), part=1 / dist.get_world_size())
         return means
 
     def _criterion_gradients(self) -> list[Tensor]:
@@ -221,7 +221,7 @@ class Spmd(AllNeeded):
         are then refused. The losses are appended to ``passes``.
         """
         with self._layout.precision():
-            losses = self._objective(self._layout.forward, batch)
+            losses = self._objective(self._layout.forward, batch, batch.global_count / self.share.count)
         if in_parts is not None:
             refuse_other_weights(losses, in_parts)
         elif not common_weight(losses):
@@ -237,13 +237,9 @@ class Spmd(AllNeeded):
             losses = {
                 name: Loss(loss.total * factor) for (name, loss), factor in zip(losses.items(), factors, strict=True)
             }
-        factor = self.share.count / batch.global_count
-        totals: list[Tensor] = []
-        passes.append({})
-        for name, loss in losses.items():
-            totals.append(loss.total * factor)
-            passes[-1][name] = Loss(totals[-1].detach(), loss.weight)
-        return self._update.scaled(sum(totals[1:], totals[0]))
+        passes.append({name: Loss(loss.total.detach(), loss.weight) for name, loss in losses.items()})
+        first, *others = [loss.total for loss in losses.values()]
+        return self._update.scaled(sum(others, first))
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; return the factor.

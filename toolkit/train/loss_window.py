@@ -21,7 +21,7 @@ class LossWindow:
     ) -> None:
         self._rank, self._world_size, self._by_rank = rank, world_size, by_rank
         self._sums: dict[str, Tensor] = {}
-        #: The losses that were added since the last :meth:`take`, and before it.
+        #: The sums after each step since the last :meth:`take`, and before it.
         self._losses: list[Tensor] = []
         self.taken: list[Tensor] = []
         self._steps = 0
@@ -31,11 +31,9 @@ class LossWindow:
         """Add one step's losses: their sum as ``loss``, and each named one."""
         counted = output.counted()
         for name, loss in counted.items():
-            if name in self._sums:
-                self._sums[name].add_(loss)
-            else:
-                self._sums[name] = loss + self._before.get(name, 0.0)
-        self._losses.append(counted["loss"])
+            # Not in place, and nothing else is kept: the loss may be memory of the job's own that its next step reuses.
+            self._sums[name] = loss + self._sums.get(name, self._before.get(name, 0.0))
+        self._losses.append(self._sums["loss"])
         self._steps += 1
 
     def leave_out(self, steps: int) -> None:

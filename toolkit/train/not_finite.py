@@ -54,8 +54,8 @@ class NotFinite:
     def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
         """Check ``loss``, the mean of the steps before ``step``.
 
-        ``losses`` are this rank's parts in each of these steps. With ``train.on_nan: stop``, raises ConfigError at the
-        second mean in a row that is not finite.
+        ``losses`` are the sums of this rank's parts after each of these steps. With ``train.on_nan: stop``, raises
+        ConfigError at the second mean in a row that is not finite.
         """
         if math.isfinite(loss):
             self._row, self._since = 0, None

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.unit.data.samples import Numbers
 from toolkit.data import to_device as module
 from toolkit.data.loader import Loader, eval_batches
-from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.batch import Share
 
 
 @dataclass
@@ -37,8 +37,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield
         on.pop()
 
-    def to(batch: Batch, device: torch.device) -> Batch:
-        return batch.map(lambda tensor: noted.append(f"copy on {on[-1]} to {device}") or tensor)
+    def to(tensor: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        assert non_blocking
+        noted.append(f"copy on {on[-1]} to {device}")
+        return tensor
 
     def record_stream(tensor: Tensor, used_on: Stream) -> None:
         noted.append(f"keep until {used_on.name} is done")
@@ -46,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", noted))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(on[-1], noted))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(Batch, "to", to)
+    monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: noted.append("pin") or tensor)
     monkeypatch.setattr(Tensor, "record_stream", record_stream)
     module._copy_stream.cache_clear()
@@ -55,12 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 #: For a batch of Numbers, which has two tensors.
-ORDER = [
-    *["pin"] * 2,
-    *["copy on copies to cuda:0"] * 2,
-    "compute waits for copies",
-    *["keep until compute is done"] * 2,
-]
+ORDER = [*["pin", "copy on copies to cuda:0", "keep until compute is done"] * 2, "compute waits for copies"]
 
 
 class Bytes:

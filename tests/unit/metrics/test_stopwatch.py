@@ -38,7 +38,8 @@ class Event:
         self.waited = False
         Event.made.append(self)
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "that of cuda:1"
         Event.clock_ms += 8.0 if Event.clock_ms < 8.0 else 2.0
         self.at_ms = Event.clock_ms
 
@@ -51,7 +52,8 @@ class Event:
 
 def test_on_cuda_the_last_laps_are_read_from_a_ring_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    watch = CudaStopwatch()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    watch = CudaStopwatch(torch.device("cuda", 1))
     for _ in range(3 * KEPT_LAPS):
         watch.start()
         watch.stop()

@@ -123,7 +123,8 @@ class Update:
             made = self._step_unless(skipped)
         self._optimizer.zero_grad()
         # What follows the weights: statistics, then masks, then the average, which gets the masks, too.
-        self._share_buffers()
+        if self._followed or self._statistics:
+            self._share_buffers()
         if self._pruning is not None:
             self._pruning.follow()
         if self._average is not None:
@@ -141,7 +142,7 @@ class Update:
             sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
             for value, mean in zip(self._statistics, wide, strict=True):
                 value.copy_(mean)
-        if self._buffers is not None and (wide or self._followed):
+        if self._buffers is not None:
             self._buffers.keep()
 
     @contextmanager
