@@ -47,8 +47,8 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     one_of("strategy.name", config.name, STRATEGIES)
     train = train or TrainConfig()
     check_step(train, config)
-    is_sent_over_gloo = session.world_size > 1 and dist.get_backend() == "gloo"
-    if config.name in ("tensor", "pipeline") and session.device.type == "cuda" and is_sent_over_gloo:
+    sends_between_gpus = config.name in ("tensor", "pipeline") and session.device.type == "cuda"
+    if sends_between_gpus and session.world_size > 1 and dist.get_backend() == "gloo":
         # gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
         raise ConfigError(f"dist.backend: gloo cannot carry what {config.name} sends between GPUs; use nccl")
     # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
