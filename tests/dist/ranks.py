@@ -29,13 +29,6 @@ from toolkit.ranks.stop import STOP, Gate
 
 #: Where the ranks of gloo compute if not on the CPU: `cuda:0` has them share a GPU, which NCCL does not let them.
 DEVICE_VARIABLE = "TOOLKIT_TEST_DEVICE"
-
-
-def device() -> str:
-    """Return where a rank of gloo has its model and its batches."""
-    return os.environ.get(DEVICE_VARIABLE, "cpu")
-
-
 #: A hang; on a busy machine all takes several times as long.
 LIMIT_S = 300.0
 #: torch._dynamo as well: the first optimizer of a process imports it, for another 2 s.
@@ -47,6 +40,11 @@ PRELOAD = [
     "tensorboard.summary.writer.record_writer",
     "torch.utils.tensorboard.summary",
 ]
+
+
+def device() -> str:
+    """Return where a rank of gloo has its model and its batches."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu")
 
 
 def run_ranks(

@@ -198,8 +198,8 @@ class Spmd(AllNeeded):
             factor = self._reweigh(total.wait(), batch.global_count)
             means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
-        if self._learnt is not None:  # no layout knows of it
-            sum_tensors(self._criterion_gradients(), part=1 / dist.get_world_size())
+        # No layout knows of what the criterion learns.
+        sum_tensors(self._criterion_gradients(), part=1 / dist.get_world_size())
         return means
 
     def _criterion_gradients(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ class LossWindow:
         self._rank, self._world_size, self._by_rank = rank, world_size, by_rank
         self._sums: dict[str, Tensor] = {}
         #: The sums after each step since the last :meth:`take`, and before it.
-        self._losses: list[Tensor] = []
+        self._after_each: list[Tensor] = []
         self.taken: list[Tensor] = []
         self._steps = 0
         self._before: dict[str, float] = {}  # sums of a restored window, until the first step gives type and device
@@ -33,7 +33,7 @@ class LossWindow:
         for name, loss in counted.items():
             # Not in place, and nothing else is kept: the loss may be memory of the job's own that its next step reuses.
             self._sums[name] = loss + self._sums.get(name, self._before.get(name, 0.0))
-        self._losses.append(self._sums["loss"])
+        self._after_each.append(self._sums["loss"])
         self._steps += 1
 
     def leave_out(self, steps: int) -> None:
@@ -71,6 +71,6 @@ class LossWindow:
         means: dict[str, float] = {}
         if self._steps:
             means = {name: sums[name].sum().item() / self._steps for name in self._sums}
-        self.taken, self._losses = self._losses, []
+        self.taken, self._after_each = self._after_each, []
         self._sums, self._steps, self._before = {}, 0, {}
         return means, sums[""].tolist()
