@@ -1,1 +1,1 @@
-"""Jobs to copy: each is one short script with ``main(config)``, named in a config by its dotted path."""
+"""Jobs to copy. Each is one short script, which a config names by its dotted path."""

@@ -1,4 +1,6 @@
-"""Train a small GAN on the handwritten digits: a step of one's own with two optimizers, made to be copied.
+"""Train a small GAN on the handwritten digits: a job made to be copied.
+
+It has a step of its own, with two optimizers.
 
 Two ranks on any machine, in about a minute; samples are in TensorBoard, under IMAGES::
 
@@ -31,8 +33,11 @@ NOISE, PIXELS, COMPONENTS, SLOPE = 16, 64, 8, 0.2
 
 
 class Gan(toolkit.Job):
-    """The generator is to fool the discriminator (the loss that does not saturate, Goodfellow et al. 2014), whose slope
-    at real images costs it something (R1, Mescheder et al. 2018): without, the two circle around each other."""
+    """A GAN with the loss that does not saturate (Goodfellow et al. 2014).
+
+    The generator is to fool the discriminator. The discriminator pays for its slope at real images (R1, Mescheder et
+    al. 2018): without that the two may oscillate and not converge.
+    """
 
     def setup(self) -> None:
         self.data = toolkit.build_datasets(self.config.data)
@@ -67,7 +72,10 @@ class Gan(toolkit.Job):
         return {"made": self.made(model, batch).view(-1, 1, 8, 8).clamp(-1, 2)}
 
     def made(self, networks: Any, batch: toolkit.Batch) -> Tensor:
-        """Images of noise that follows from the samples' places in the eval set: the same ones at each step."""
+        """Return images that the generator makes of the same noise at each step.
+
+        The noise follows from the samples' places in the eval set.
+        """
         table = torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(0))
         return cast(Tensor, networks["generator"](table[batch.positions % 1024].to(self.device)))
 
@@ -82,8 +90,11 @@ def discriminator() -> nn.Module:
 
 
 def frechet(made: Tensor, real: Tensor) -> float:
-    """How far made images are from real ones, 0 for the same mean and covariance: the Frechet distance of Heusel et al.
-    2017, not in a network's features but in the directions in which real digits vary most."""
+    """Return how far made images are from real ones: 0 for equal mean and covariance.
+
+    It is the Frechet distance of Heusel et al. 2017, not in a network's features but in the directions in which real
+    digits vary most.
+    """
     axes = torch.linalg.svd(real - real.mean(0), full_matrices=False)[2][:COMPONENTS].T
     (mean, spread), (other_mean, other_spread) = (
         ((rows @ axes).mean(0).numpy(), np.cov((rows @ axes).numpy().T, ddof=0)) for rows in (made, real)

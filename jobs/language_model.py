@@ -145,10 +145,11 @@ class LanguageModel(toolkit.Job):
 def continued(
     model: toolkit.Forward, window: Tensor, begin: int, end: int, alive: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """Return tokens (1, ``end`` at most) of ``window`` (1, length) with those from ``begin`` on drawn by the model.
+    """Return the beginning of ``window`` with the tokens from ``begin`` on drawn by the model.
 
-    Every pass is over a whole window: what comes after a token changes nothing, and ranks that share sequences need
-    their length. All ranks make equally many passes, and draw the same.
+    ``window`` is (1, length), the result (1, ``end`` at most). Every pass is over a whole window: what comes after a
+    token changes nothing, and ranks that share sequences need their length. All ranks make equally many passes, and
+    draw the same.
     """
     tokens, draw = window.clone(), torch.Generator().manual_seed(0)
     end = min(end, tokens.shape[1])
@@ -160,7 +161,7 @@ def continued(
 
 
 def peak_flops(device: torch.device, given: float | None) -> float | None:
-    """Return the operations a second that ``device`` can make: those ``given``, or by its name; None: not known."""
+    """Return the operations a second that ``device`` can make. They are ``given``, or known by its name; else None."""
     if given is not None or device.type != "cuda":
         return given
     name = torch.cuda.get_device_name(device)
@@ -179,5 +180,5 @@ def next_token(
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross entropies of logits (n, length, vocabulary) against ``targets`` (n, length)."""
+    """Return the summed cross entropy of logits (n, length, vocabulary) against ``targets`` (n, length)."""
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")

@@ -68,6 +68,7 @@ class LlamaSizes:
 
         Raises ConfigError for a model that this decoder is not: another activation, biases, other positions.
         """
+        # Older and newer versions of transformers have these keys.
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in SCALINGS:
@@ -99,6 +100,7 @@ class LlamaSizes:
             )
         except KeyError as error:
             raise ConfigError(f"params.hf_config: {where} has no {error}; it is to be a Llama's config.json") from None
+        # The decoder's heads divide its width; some models have wider ones.
         if (config.get("head_dim") or width // heads) != width // heads:
             raise ConfigError(f"params.hf_config: {where}: head_dim is not hidden_size / num_attention_heads")
         return sizes
@@ -129,7 +131,7 @@ class LlamaSizes:
         }
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return the angles (head width / 2,) by which a step of one place turns the pairs of a head."""
+        """Return the angles by which one place turns the pairs of a head. The shape is (head width / 2,)."""
         width = self.width // self.heads
         plain: Tensor = self.rope_theta ** -(torch.arange(0, width, 2, device=device) / width)
         if self.rope_scaling is None:
@@ -283,9 +285,10 @@ class Places:
         self._found: tuple[Tensor, Tensor, Tensor | None]
 
     def of(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return cosines and sines (n or 1, 1, length, head width), and which tokens see each other.
+        """Return cosines and sines of the angles, and a mask: which tokens see each other.
 
-        That is (n, 1, length, length); None for tokens without places, of which each sees all before it.
+        Cosines and sines are (n or 1, 1, length, head width). The mask is (n, 1, length, length). It is None for tokens
+        without places, of which each sees all before it.
         """
         if torch.compiler.is_compiling():  # a compiled or exported program must not depend on what is kept here
             return self._computed(inputs)
@@ -308,6 +311,9 @@ class Places:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + half) of (n, heads, length, head width) by their angles, in fp32."""
+    """Rotate the pairs (i, i + half) of each head by their angles, in fp32.
+
+    ``heads`` are (n, heads, length, head width).
+    """
     first, second = heads.chunk(2, -1)
     return (heads * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)

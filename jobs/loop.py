@@ -1,6 +1,7 @@
-"""Train an image classifier in a loop of one's own: an ordinary PyTorch script, and six lines of the toolkit.
+"""Train an image classifier in a loop of your own.
 
-Two ranks on any machine, in a few seconds; and by itself, on one::
+This is an ordinary PyTorch script, and six lines of the toolkit. Two ranks on any machine, in a few seconds; and by
+itself, on one::
 
     toolkit submit configs/digits_loop.yaml --wait
     python jobs/loop.py

@@ -1,4 +1,4 @@
-"""The models that the reference job can train, each fitted to the data set's images and classes."""
+"""The models of the reference job, each fitted to the data set's images and classes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Shape = tuple[int, int, int]
 
 
 def build_model(name: str, classes: int, shape: Shape, evaluated: Shape | None = None) -> nn.Module:
-    """A fresh model for images of ``shape`` (channels, height, width) that returns logits (n, classes).
+    """Return a fresh model for images of ``shape`` (channels, height, width).
 
-    ``evaluated`` is the shape of images in evaluation, by default the same. Raises ConfigError when there is no such
-    model, or when it cannot take images of that size.
+    It returns logits (n, classes). ``evaluated`` is the shape of images in evaluation, by default the same. Raises
+    ConfigError when there is no such model, or when it cannot take images of that size.
     """
     if name not in _OWN:
         return _torchvision(name, classes, shape, evaluated or shape)
@@ -56,7 +56,10 @@ _OWN: dict[str, Callable[[int, Shape], nn.Module]] = {"mlp": mlp, "lenet": lenet
 
 
 def _torchvision(name: str, classes: int, shape: Shape, evaluated: Shape) -> nn.Module:
-    """A classification model of torchvision, from random weights; its first convolution is fitted to the channels."""
+    """Return a classification model of torchvision with random weights.
+
+    Its first convolution is fitted to the channels.
+    """
     catalogue: Any = import_module("torchvision.models")  # 4 s, which a job with a model of its own need not pay
 
     names = catalogue.list_models(module=catalogue)
@@ -90,7 +93,7 @@ def _fitted(model: nn.Module, name: str, channels: int) -> nn.Module:
 
 
 def _probe(make: Callable[[], nn.Module], name: str, classes: int, shape: Shape) -> None:
-    """Refuse images that do not fit, by running the model's shapes only (no memory, no arithmetic)."""
+    """Refuse images that do not fit. Only the model's shapes run, without memory and arithmetic."""
     try:
         with torch.device("meta"):
             outputs = _fitted(make(), name, shape[0])(torch.empty(2, *shape))

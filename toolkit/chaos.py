@@ -1,7 +1,8 @@
-"""Faults on demand, for tests: what a disk, a kernel or a scheduler does to a writer, at an exact point.
+"""Faults of a disk, a kernel or a scheduler on demand, for tests.
 
-In a test's own process, :func:`watch` sees each operation that changes a file before it is done, and may raise, sleep
-or kill instead. In the ranks of a real run, ``TOOLKIT_CHAOS`` has a list of faults, of which each rank takes its own::
+They strike a writer at an exact point. In a test's own process, :func:`watch` sees each operation that changes a file
+before it is done, and may raise, sleep or kill instead. In the ranks of a real run, ``TOOLKIT_CHAOS`` has a list of
+faults, of which each rank takes its own::
 
     TOOLKIT_CHAOS='[{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 17}]' toolkit submit CONFIG
 
@@ -134,7 +135,10 @@ def parse(text: str) -> list[Fault]:
 
 
 def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
-    """Return a function for :func:`watch` that counts operations on paths with ``folder`` and applies the faults."""
+    """Return a function for :func:`watch` that counts operations and applies the faults.
+
+    Only operations on paths with ``folder`` count.
+    """
     numbers, lock = itertools.count(1), threading.Lock()
 
     def seen(operation: str, path: str) -> None:

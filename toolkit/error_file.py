@@ -1,4 +1,4 @@
-"""The report of a failing rank: a JSON file in the logs of its attempt, in the format of torch's elastic.
+"""Writes a failing rank's report, a JSON file in the logs of its attempt.
 
 The supervisor finds the first failing rank by the times in these files, and ``toolkit why`` shows its traceback.
 """

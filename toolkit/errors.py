@@ -51,7 +51,7 @@ class ConfigError(RequestError):
 
 
 class OnePassError(ConfigError):
-    """A job calls the model several times for a batch, of which its strategy makes one pass only."""
+    """A job calls the model again for a batch, but its strategy makes one pass."""
 
 
 class PlacementError(RequestError):
@@ -67,7 +67,7 @@ class RunNotFoundError(RequestError):
 
 
 class DamagedFileError(RequestError):
-    """A file of a run does not hold what was written there, and nothing of it can be used."""
+    """A file of a run is damaged, and nothing of it can be used."""
 
 
 class SlurmError(ToolkitError):
@@ -83,7 +83,7 @@ class CheckpointError(ToolkitError):
 
 
 class TrackerError(ToolkitError):
-    """A tracker of experiments did not answer, or refused what was sent. What it has not got is sent the next time."""
+    """A tracker of experiments did not answer, or refused what was sent. The next sync sends what is missing."""
 
 
 class RankLostError(ToolkitError):

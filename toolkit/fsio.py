@@ -77,9 +77,9 @@ def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
 
 
 def try_lock(path: Path) -> int | None:
-    """Return an open file that holds the lock ``path`` until it is closed; None if another process holds it.
+    """Return an open file that holds the lock ``path``. None if another process holds it.
 
-    The lock ends with its process. Where the file system has no locks nobody is kept out.
+    The lock ends when the file is closed, or with its process. A file system without locks keeps no process out.
     """
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -197,7 +197,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 class PatientLines:
-    """JSON lines of a file, kept in memory while the disk does not take them: a full disk must not end a training."""
+    """JSON lines of a file, kept in memory while the disk does not take them. A full disk must not end a training."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -308,7 +308,7 @@ def remove_tree(path: Path) -> None:
 
 
 class PatientFile:
-    """A file that is appended to, and that keeps in memory what the disk does not take.
+    """A file for appending, which keeps in memory what the disk does not take.
 
     A full disk or a quota loses nothing and tears no record. What could not be written is written as soon as there is
     room, from the very byte where it broke off. Only what is still in memory when the process ends is lost.

@@ -151,7 +151,7 @@ class _NumberRange:
     width: int = 0
 
     def is_followed_by(self, other: _NumberRange) -> bool:
-        """True if ``other`` can join without a change of padding: n9, n10 may join, n9, n010 may not."""
+        """True if ``other`` can join without a change of padding. n9 and n10 may join, n9 and n010 may not."""
         same_padding = len(str(other.low).zfill(self.width)) == other.width
         return other.low == self.high + 1 and same_padding
 

@@ -24,7 +24,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class JsonCodec:
-    """How a value is kept in JSON: its shape there, and the ways to and from it."""
+    """How a value is kept in JSON: its shape there, and the conversions."""
 
     shape: records.Shape
     load: Callable[[Any], Any] | None = None  #: None: the value as it is
@@ -92,7 +92,7 @@ class FileRecord(JsonRecord):
 
     @classmethod
     def read(cls, path: Path, damage: list[str] | None = None) -> Self | None:
-        """Return the record in ``path`` as far as it fits; None of no file. Raises DamagedFileError for a useless one.
+        """Return the record in ``path`` as far as it fits. None without a file; DamagedFileError for a useless one.
 
         ``damage`` gets the parts that are left out; without it they are named in the log.
         """
@@ -100,12 +100,12 @@ class FileRecord(JsonRecord):
 
     @classmethod
     def read_or_none(cls, path: Path, damage: list[str] | None = None) -> Self | None:
-        """Return what :meth:`read` does, and None for a useless file, which is named like a part."""
+        """Return what :meth:`read` does, but None for a useless file. It is named like a part that is left out."""
         return cls._of_file(records.read_or(path, shape_of(cls), None, damage), path)
 
     @classmethod
     def read_lines(cls, path: Path, damage: list[str] | None = None) -> list[Self]:
-        """Return the records in the lines of ``path`` that fit; none of no file."""
+        """Return the records in the lines of ``path`` that fit. Without a file there are none."""
         # The file is made with its first line, so an empty one has lost lines.
         lines = records.read_lines(path, shape_of(cls), damage, may_be_empty=False)
         return [record for line in lines if (record := cls._of_file(line, path)) is not None]
@@ -166,6 +166,7 @@ def _codec(hint: Any) -> JsonCodec:
         return args[1] if isinstance(args[1], JsonCodec) else JsonCodec(args[1])
     if hint in _LEAVES:
         return JsonCodec(_LEAVES[hint])
+    # Of a union only `X | None` is a record's type.
     if origin in (Union, UnionType):
         (inner,) = (_codec(arg) for arg in args if arg is not type(None))
         return JsonCodec(OrNull(inner.shape), inner.load and _or_none(inner.load), _or_none(inner.dump))
@@ -180,6 +181,7 @@ def _codec(hint: Any) -> JsonCodec:
         return JsonCodec(MapOf(_codec(args[1]).shape), None, dict)
     if issubclass(hint, StrEnum):
         return JsonCodec(records.one_of(*hint), hint, str)
+    # Any other type is a record itself.
     return JsonCodec(shape_of(hint), hint.load, hint.to_json)
 
 

@@ -1,4 +1,4 @@
-"""Logging to stderr with the rank in front of each line; stdout stays free for a command's output."""
+"""Logs to stderr, with the rank in front of each line. Stdout stays free for a command's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGER = logging.getLogger("toolkit")
 
 
 def setup(who: str = "", level: int = logging.INFO) -> None:
-    """Send this package's log to stderr, each line headed by the time and ``who`` (such as ``rank 3/8 node2``).
+    """Send this package's log to stderr. Each line begins with the time and ``who``, such as ``rank 3/8 node2``.
 
     A second call replaces the heading: a rank learns its number only after the process has started.
     """

@@ -1,4 +1,4 @@
-"""Tells how much memory this process may take: of the node's, and of what its control groups allow."""
+"""Tells how much memory this process may take. The node and the process's control groups limit it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def total_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def available_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return what is left of the node's memory, or of the control group with the least left."""
+    """Return the bytes that this process can still take.
+
+    They are left of the node's memory, or of the control group with the least left.
+    """
     left = (limit - used for limit, used in _limited(proc, groups))
     return max(0, min([_of_node("MemAvailable", proc), *left]))
 
@@ -27,7 +30,7 @@ def _of_node(name: str, proc: Path) -> int:
 
 
 def oom_kills(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return how many processes the kernel has killed for lack of memory in this one's control groups; 0 if unknown."""
+    """Return how many processes of this one's control groups were killed for lack of memory. 0 if unknown."""
     kills = 0
     for group, is_first_version in _own_groups(proc, groups):
         with contextlib.suppress(OSError, ValueError):
@@ -48,7 +51,7 @@ def _limited(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's groups for memory, and whether each is of cgroup version 1."""
+    """Yield the folder of each memory group of this process. True marks cgroup version 1."""
     with contextlib.suppress(OSError, ValueError):  # a container hides it
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1

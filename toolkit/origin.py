@@ -50,6 +50,7 @@ def find(text: str, *, may_come: bool = False) -> Origin:
                 f"    toolkit data fetch {text} --root {shlex.quote(str(weights.parents[1]))}"
             )
         return Origin(TORCH, weights)
+    # A file or folder of this name counts before a run.
     path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)

@@ -46,7 +46,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def started_ticks(self) -> int:
-        """Return when it was started, since the machine's start: it tells apart two processes with one pid."""
+        """Return its start in ticks since the machine's start. It tells two processes with one pid apart."""
         return self.number(22)
 
     @property
@@ -56,9 +56,9 @@ class ProcessStat(NamedTuple):
 
 
 def parse(text: str) -> ProcessStat | None:
-    """Return the content of a ``stat`` file; None for an empty text, as of a process that is gone.
+    """Return the content of a ``stat`` file. None for an empty text, as of a process that is gone.
 
-    The name in parentheses may hold spaces and parentheses, hence the last one.
+    The name in parentheses may hold spaces and parentheses, so the last one ends it.
     """
     start, _, end = text.rpartition(")")
     rest = end.split()
@@ -66,7 +66,7 @@ def parse(text: str) -> ProcessStat | None:
 
 
 def read(pid: int | str, proc: Path = Path("/proc")) -> ProcessStat | None:
-    """Return the stat of a process; None for one that is gone, or another user's where these are hidden."""
+    """Return the stat of a process. None if it is gone, or is another user's and hidden."""
     try:
         return parse((proc / str(pid) / "stat").read_text(errors="replace"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Readers of JSON files that may be damaged, by the shape that they are declared to have.
+"""Reads JSON files that may be damaged, each by the shape declared for it.
 
 A power cut, a full disk or an editor leaves files that are empty, cut off, full of NULs, or of another type. The part
 of such a file that fits its shape is returned. Each part that does not fit is left out and named with its file, line
@@ -137,7 +137,7 @@ TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
 
 
 def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | None:
-    """Return the value in ``path`` as far as it fits; None when there is no such file.
+    """Return the value in ``path`` as far as it fits. None if there is no such file.
 
     Raises DamagedFileError if nothing of it can be used.
     """
@@ -161,7 +161,7 @@ def fit(value: Any, shape: Shape) -> Any:
 
 
 def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
-    """Return what :func:`read` does, and ``default`` for a file that is missing or useless; a useless one is named."""
+    """Return what :func:`read` does, or ``default`` for a missing or useless file. A useless one is named."""
     try:
         value = read(path, shape, damage)
     except DamagedFileError as error:
@@ -184,6 +184,7 @@ def read_lines(path: Path, shape: Shape, damage: list[str] | None = None, *, may
     except Misfit as misfit:
         note(f"{path} is damaged: {misfit}", damage)
         return []
+    # A damaged line leaves the others as they are.
     found = []
     for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
         try:
@@ -199,7 +200,7 @@ def set_aside(path: Path, damage: Sequence[str]) -> None:
 
 
 def note(text: str, damage: list[str] | None) -> None:
-    """Add ``text`` to the list, or warn of it once in the life of this process."""
+    """Add ``text`` to the list. Without a list warn of it, once in the life of this process."""
     if damage is None:
         _warn(text)
     elif text not in damage:
@@ -289,6 +290,7 @@ def _new_check(shape: Shape | Null) -> Callable[[Any], bool]:
                 if not isinstance(value, dict) or not needed <= value.keys():
                     return False
                 for name, item in value.items():
+                    # An unknown key may be nested too deeply: `_fit` looks.
                     known = by_name.get(name)
                     if isinstance(item, (dict, list)) if known is None else not known(item):
                         return False
@@ -366,7 +368,7 @@ def _refuse_other_than_object(value: Any, key: str) -> None:
 
 
 def _refuse_depth(value: Any, key: str, left: int) -> None:
-    """Raise Misfit for a value that can be read, but is nested too deeply to be copied or printed."""
+    """Raise Misfit for a value that is nested too deeply to be copied or printed."""
     if not isinstance(value, (dict, list)):
         return
     if not left:

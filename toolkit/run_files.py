@@ -1,4 +1,4 @@
-"""What the files of a run folder hold: a class for each file, and the states of a run."""
+"""A class for each file of a run folder, and the states of a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _iso(seconds: float) -> str:
 
 @lru_cache(maxsize=16)
 def _hosts(text: str) -> tuple[str, ...] | None:
-    """Return the names in a host list; None if it is none. Cached: most attempts of a run have the same nodes."""
+    """Return the names in a host list. None if it is none. Cached: most attempts of a run have the same nodes."""
     try:
         return tuple(hostlist.expand(text))
     except RequestError:
@@ -191,7 +191,7 @@ class RunUsage(FileRecord):
 
 @dataclass(frozen=True)
 class Efficiency(JsonRecord):
-    """What a run has used of what it had, over all its jobs, and how to ask next time."""
+    """What a run has used of what it had, and how to ask next time. All its jobs count."""
 
     jobs: int
     usage: JobUsage
@@ -369,7 +369,7 @@ class AfterRecord(FileRecord):
 
 @dataclass(frozen=True)
 class SyncRecord(FileRecord):
-    """What a tracker has of ``metrics.jsonl``: all up to the byte ``end``, and perhaps some up to ``sending``."""
+    """What a tracker has of ``metrics.jsonl``. It has all up to byte ``end``, and perhaps some up to ``sending``."""
 
     tracker: str
     place: str  #: the server or file, and the project

@@ -1,4 +1,4 @@
-"""The run folder: where each file of a run lies, how a run is created and how it is found again.
+"""The run folder: where its files are, how it is created and found.
 
 ``runs/<name>/<run id>/`` holds everything about one run. docs/design.md says who writes which of its files.
 """
@@ -86,12 +86,12 @@ class RunDir:
 
     @property
     def bad_samples(self) -> Path:
-        """Return the file of the samples that could not be loaded and were replaced, one JSON line each."""
+        """Return the file of the replaced samples, one JSON line each. They could not be loaded."""
         return self.path / "bad_samples.jsonl"
 
     @property
     def skipped_steps(self) -> Path:
-        """Return the file of the steps that were left out, each with its samples, one JSON line each."""
+        """Return the file of the steps that were left out. Each has a JSON line, with its samples."""
         return self.path / "skipped_steps.jsonl"
 
     @property
@@ -106,7 +106,7 @@ class RunDir:
 
     @property
     def trackers(self) -> Path:
-        """Return the folder of what `toolkit sync` has sent, a file for each tracker and project."""
+        """Return the folder of what `toolkit sync` has sent. It has a file for each tracker and project."""
         return self.path / "trackers"
 
     @property
@@ -120,7 +120,7 @@ class RunDir:
         return self.submitit / "submission.json"
 
     def has_log_of(self, job_id: str, since: float | None, *others: Path) -> bool:
-        """True if a job has written into its log here, or one of ``others``, after ``since``. It does so at once."""
+        """True if a job has written to its log, or one of ``others``, after ``since``. It does so at once."""
         logs = [*self.submitit.glob(f"{job_id}_*_log.*"), self.logs / f"follow-up-{job_id}.out", *others]
         return any(log.is_file() and log.stat().st_mtime >= (since or 0.0) for log in logs)
 
@@ -137,7 +137,7 @@ class RunDir:
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
     def status(self, damage: list[str] | None = None) -> RunStatus:
-        """Return ``status.json`` as far as it can be read; empty before the first start.
+        """Return ``status.json`` as far as it can be read. It is empty before the first start.
 
         It is never flushed: after a power cut it may be damaged, and a requeued job must start all the same.
         Here and below ``damage`` gets what cannot be read; without it that goes into the log.
@@ -149,7 +149,7 @@ class RunDir:
         return SweepPoint.read_or_none(self.path / "point.json", damage)
 
     def left_over(self) -> AttemptStatus | None:
-        """Return the status of an attempt whose supervisor died before it wrote the attempt's line; else None.
+        """Return the status of an attempt that was never closed, or None. Its supervisor died before it did so.
 
         `toolkit resume` replaces the status, and keeps such a one as a part of the new one.
         """
@@ -159,7 +159,7 @@ class RunDir:
         return left if is_open else None
 
     def step(self) -> int:
-        """Return the last step that rank 0 has reported to the supervisor; 0 before the first."""
+        """Return the last step that rank 0 has reported to the supervisor. It is 0 before the first report."""
         return self.status().progress.step or 0
 
     def write_status(self, status: RunStatus) -> None:
@@ -182,7 +182,7 @@ class RunDir:
         fsio.write_json(self.path / "result.json", result.to_file())
 
     def clear_result(self) -> None:
-        """Remove the result of a run that goes on: a waiting program must not read the previous one.
+        """Remove the result of a run that goes on. A waiting program must not read the previous one.
 
         A damaged one is kept under another name: it may be all that says how the run ended.
         """
@@ -197,7 +197,7 @@ class RunDir:
         return AttemptRecord.read_lines(self.path / "attempts.jsonl", damage)
 
     def next_attempt(self, closed: Sequence[AttemptRecord]) -> int:
-        """Return a number that no attempt has had, even one whose line is missing or damaged.
+        """Return a number that no attempt has had. An attempt whose line is missing or damaged counts, too.
 
         ``closed`` are :meth:`attempts`. Attempts that shared a number would share their logs and error files.
         """
@@ -295,13 +295,13 @@ def create(name: str, root: Path | None = None) -> RunDir:
 
 
 def refuse_code_of_others(run: RunDir) -> None:
-    """Raise RequestError if someone else may change the sources of ``run``, which are about to run as this user."""
+    """Raise RequestError if others may change the sources of ``run``. They are about to run as this user."""
     for path in (run.path, run.code, run.config):
         trust.refuse_of_others(path, f"run {run.id} would run its sources as you (--trust allows its owner's)")
 
 
 def all_runs(root: Path | None = None) -> list[RunDir]:
-    """Return every run, oldest first, also one whose config is lost but that has started."""
+    """Return every run, oldest first. A run without a config counts if it has started."""
     # os.path and texts: there may be 10,000 runs, and a Path takes ten times as long.
     found: list[tuple[str, str]] = []
     for _, name in _folders(str(root or runs_root())):
@@ -310,7 +310,7 @@ def all_runs(root: Path | None = None) -> list[RunDir]:
 
 
 def _folders(path: str) -> list[tuple[str, str]]:
-    """Return names and paths of the folders in ``path``; none where it cannot be read."""
+    """Return names and paths of the folders in ``path``. There are none if it cannot be read."""
     try:
         with os.scandir(path) as entries:
             return [(entry.name, entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
@@ -376,7 +376,7 @@ def remember_job(run: RunDir, job: str) -> None:
 
 
 def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
-    """Return the run that a restarted job served before; None if it served none, or that run was removed.
+    """Return the run that a restarted job served before. None if it served none, or that run was removed.
 
     Raises DamagedFileError if that cannot be read: a new run would throw the old one away silently.
     """

@@ -1,4 +1,4 @@
-"""Secrets of a run: the config names where each comes from, and only the ranks read the values.
+"""Secrets of a run: the config names their sources, and only ranks read the values.
 
 ``secrets: {HF_TOKEN: ~/.hf_token, WANDB_API_KEY: env}``. Each rank reads a file on its own node, so its value is in no
 file of the run, no command line, and no environment of supervisor, agents or Slurm. With ``env`` the value is in the
@@ -60,7 +60,7 @@ def check_sources(secrets: Mapping[str, str]) -> None:
 
 
 def give_to_rank(secrets: Mapping[str, str]) -> None:
-    """Set the secrets as variables of this process, a rank, and mask them in what it prints.
+    """Set the secrets as variables of this process, a rank. Mask them in what it prints.
 
     Raises ConfigError for one that this node does not have.
     """
@@ -123,7 +123,7 @@ def _read(name: str, source: str) -> str:
     try:
         value = content.decode().strip("\r\n")
     except UnicodeDecodeError:
-        value = "\0"
+        value = "\0"  # refused below, as other binary content is
     if not value or "\0" in value or len(content) > MOST_BYTES:
         raise _error(name, f"{path} must hold the secret as text: it is empty, too long for a variable, or binary")
     return value

@@ -1,7 +1,8 @@
-"""The signals by which Slurm, a site or a person asks a job to stop soon, noted in a way that is safe in a handler.
+"""Notes the signals that ask a job to stop soon.
 
-A handler runs between any two instructions of the main thread. If it saves, logs or takes a lock, it hangs or corrupts
-what it interrupted. So this one only notes the signal and passes the request on to something reentrant.
+Slurm, a site or a person sends them. A handler runs between any two instructions of the main thread. If it saves, logs
+or takes a lock, it hangs or corrupts what it interrupted. So this one only notes the signal and passes the request on
+to something reentrant.
 """
 
 from __future__ import annotations

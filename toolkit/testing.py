@@ -1,10 +1,10 @@
-"""For tests of code that uses the toolkit: a Slurm in memory, and faults at an exact point.
+"""Helps to test code that uses the toolkit: a Slurm in memory, and faults.
 
     slurm = FakeSlurm()
     slurm.preempt(slurm.sbatch(["--requeue", "job.sh"]))
 
-``watch`` sees each operation on a file before it is done, and may raise there. ``CHAOS_VARIABLE`` names the environment
-variable that makes a rank of a real run fail: see docs/lifecycle.md.
+``watch`` sees each operation on a file before it is done, and may raise at that exact point. ``CHAOS_VARIABLE`` names
+the environment variable that makes a rank of a real run fail: see docs/lifecycle.md.
 """
 
 from __future__ import annotations

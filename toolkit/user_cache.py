@@ -9,7 +9,10 @@ from toolkit import fsio, trust
 
 
 def cache_dir() -> Path | None:
-    """Return this user's cache folder, made with mode 0700; None if there is none that only this user may change."""
+    """Return this user's cache folder, made with mode 0700.
+
+    None if it cannot be written, or if others may change it.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = fsio.expand(base) / "slurm-batch-toolkit"
     try:

@@ -1,1 +1,1 @@
-"""One process on each node that starts the ranks, by forks of a process with torch imported."""
+"""The agent: one process on each node, which starts the ranks. It forks them from a process with torch imported."""

@@ -13,9 +13,10 @@ _SYN_SENT = "02"
 
 
 def unanswered(net: Path = Path("/proc/net")) -> set[str]:
-    """Return the addresses from which this node's TCP connections get no first answer, for a second or longer.
+    """Return the addresses from which this node's TCP connections get no first answer.
 
-    By the columns of ``/proc/net/tcp``: remote address and port, state, and how often the kernel has tried again.
+    The connections have waited for a second or longer. By the columns of ``/proc/net/tcp``: remote address and port,
+    state, and how often the kernel has tried again.
     """
     addresses = set()
     for name in ("tcp", "tcp6"):

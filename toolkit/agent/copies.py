@@ -90,6 +90,7 @@ class CopyKeeper:
 
         def take(text: bytes) -> None:
             whole: Mapping[str, str] = parsed(text, MapOf(TEXT)) or {}
+            # Ranks use the original of each copy that is not whole.
             lost = [source for source in paths if source not in whole]
             if lost:
                 problems = [f"{source}: files of its copy were removed from this node's disk" for source in lost]
@@ -105,7 +106,7 @@ class CopyKeeper:
 
 
 def start(helpers: Helpers, request: Message, take: Callable[[Message], None], tries: int = 2) -> None:
-    """Copy packages in a separate process, which holds the copies until this one ends; ``take`` gets its answer.
+    """Copy packages in a separate process. It holds the copies until this one ends; ``take`` gets its answer.
 
     The process may be killed: then it is started once more. One that cannot be started is a problem in the answer.
     """

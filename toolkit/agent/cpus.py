@@ -1,4 +1,7 @@
-"""Which CPUs each task of a node gets: whole cores first, next to each other, near its GPU."""
+"""Chooses the CPUs of each task of a node.
+
+A task gets whole cores first, next to each other and near its GPU.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _number(cpu: int, name: str, topology: Path) -> int:
 
 
 def _first(cpu: int, topology: Path) -> int:
-    """Return the lowest number among the CPUs of a core: ``core_id`` is unique only within a package."""
+    """Return the lowest number among the CPUs of a core. ``core_id`` is unique only within a package."""
     try:
         text = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text()
         return int(text.replace("-", ",").split(",")[0])

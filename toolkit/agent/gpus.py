@@ -1,7 +1,8 @@
-"""Prints the CPUs near each GPU: ``python -I -S gpus.py``, a child of the node's agent.
+"""Prints the CPUs near each GPU.
 
-It imports nothing of ours. It is a separate process because NVIDIA's drivers before 590 wake a GPU up before they tell
-which one it is. For a lost GPU they may wait for ever, and the agent must not wait.
+The node's agent starts it as ``python -I -S gpus.py``. It imports nothing of ours. It is a separate process because
+NVIDIA's drivers before 590 wake a GPU up before they tell which one it is. For a lost GPU they may wait for ever, and
+the agent must not wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[int]]:
-    """Return the CPUs of each visible GPU's NUMA node, in the order of CUDA's device numbers.
+    """Return the CPUs of each visible GPU's NUMA node, ordered by CUDA's device numbers.
 
     ``root`` is the folder in which ``dev``, ``proc`` and ``sys`` lie. Raises OSError, LookupError or ValueError where
     the order or a NUMA node is not certain: MIG ids, unequal GPUs in the order of their speed, NUMA node -1. From

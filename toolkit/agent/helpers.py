@@ -41,7 +41,10 @@ def start_child(
 
 
 def parsed(text: bytes, shape: Shape) -> Any:
-    """Return what a helper has printed; None, with a warning, if that is cut off or something else."""
+    """Return what a helper has printed, parsed.
+
+    Return None, with a warning, if it is cut off or does not fit ``shape``.
+    """
     try:
         return records.fit(json.loads(text), shape)
     except (ValueError, RecursionError, Misfit) as error:
@@ -112,7 +115,10 @@ class Helpers:
         self.start(command, hear, given, pass_fds)
 
     def ask_if_possible(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
-        """Do the same, but log an OSError: no memory or no processes may be left, and the ranks go on."""
+        """Start a process as :meth:`ask` does, but log an OSError.
+
+        No memory or no processes may be left, and the ranks go on.
+        """
         try:
             self.ask(command, take, given)
         except OSError as error:

@@ -1,9 +1,10 @@
-"""A connection between two processes of a job, without its socket: bytes in, messages out, and the reverse.
+"""The protocol between two processes of a job: bytes in, messages out, and the reverse.
 
-Each end sends 32 random bytes first. From both and the job's secret each derives a key for each direction. So no
-message of another connection, nor one sent back to its sender, is accepted as genuine. Every message is a frame: its
-length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32 bytes), and the content, a
-JSON object in UTF-8, or a part of a package (:mod:`.relay`). Nothing is encrypted: secrets must not be sent.
+The caller has the socket. Each end sends 32 random bytes first. From both and the job's secret each derives a key for
+each direction. So no message of another connection, nor one sent back to its sender, is accepted as genuine. Every
+message is a frame: its length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32
+bytes), and the content, a JSON object in UTF-8, or a part of a package (:mod:`.relay`). Nothing is encrypted: secrets
+must not be sent.
 
 A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
@@ -31,7 +32,7 @@ Message = dict[str, Any]
 
 
 class StrangerError(Exception):
-    """The data was not written by an end that knows the secret: the connection is to be closed."""
+    """The data was not written by an end that knows the secret. The connection is to be closed."""
 
 
 class AuthenticatedLink:
@@ -56,11 +57,14 @@ class AuthenticatedLink:
         return self._received_count > 0
 
     def send(self, message: Message) -> bytes:
-        """Return the bytes to send for ``message``; none yet if the other end's greeting has not arrived."""
+        """Return the bytes to send for ``message``.
+
+        There are none before the other end's greeting has arrived: :meth:`receive` then returns them.
+        """
         return self.send_content(json.dumps(message).encode())
 
     def send_content(self, content: bytes) -> bytes:
-        """Return the bytes to send for ``content``, likewise."""
+        """Return the bytes to send for ``content``, as :meth:`send` does for a message."""
         if self._keys is None:
             self._waiting.append(content)
             return b""
@@ -74,7 +78,7 @@ class AuthenticatedLink:
         return [json.loads(content) for content in contents], answer
 
     def receive_contents(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Return the same, but the messages as their bytes."""
+        """Take received data as :meth:`receive` does, but return each message as bytes."""
         self._received += data
         answer = b""
         # The greeting comes first; it makes the keys, and so the messages that wait for them can go.

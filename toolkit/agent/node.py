@@ -187,6 +187,7 @@ class Agent:
             case "connections":
                 self._answer(order, addresses=sorted(connections.unanswered()))
             case "start":
+                # First, since files of a copy may have been removed since the last start.
                 self._copies.check()
                 self._processes.start(order)
             case "signal":
@@ -198,6 +199,7 @@ class Agent:
             case "stacks":
                 self._digest_stacks(order)
             case "hear_ranks":
+                # The answer says that all reports have been passed on: the step's end must come after them.
                 self._take_reports()
                 self._answer(order)
             case "watch":
@@ -306,7 +308,7 @@ class Agent:
         self._helpers.ask_if_possible(STACKS_COMMAND, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
-        """Reap ended processes, also those that a rank has left behind: the agent is their new parent."""
+        """Reap ended processes. The agent is also the new parent of those that a rank has left behind."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

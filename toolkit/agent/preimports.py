@@ -1,4 +1,4 @@
-"""Modules that ranks import before their first step, so that the zygote can import them, too.
+"""Finds the modules that ranks import before their first step, for the zygote.
 
 Rank 0 writes their names into the run folder after its first step (:func:`note`). They are installed packages and the
 standard library, never a user's own modules. The zygote imports them while the ranks train (:func:`learn`), and at the
@@ -35,7 +35,7 @@ inherited: frozenset[str] | None = None
 
 
 def note(path: Path) -> None:
-    """Write the names of the installed modules that this process has imported since it was forked.
+    """Write the names of the installed modules that this process imported after its fork.
 
     Do nothing in a fresh interpreter, and where the file has them already.
     """
@@ -57,10 +57,11 @@ def note(path: Path) -> None:
 
 
 def learn(path: Path, varying: Collection[str]) -> list[str]:
-    """Import the modules of the file, except packages that a trial found harmful; return those imported.
+    """Import the modules of the file, and return those imported.
 
-    ``varying`` are the environment variables in which the ranks differ. They are known once a rank has been forked;
-    before, there is no trial. The trial's outcome is added to the file, and not tried again.
+    Packages that a trial found harmful are left out. ``varying`` are the environment variables in which the ranks
+    differ. They are known once a rank has been forked; before, there is no trial. The trial's outcome is added to the
+    file, and not tried again.
     """
     modules, left_out = _read(path)
     wanted = [name for name in modules if name not in sys.modules]
@@ -74,7 +75,7 @@ def learn(path: Path, varying: Collection[str]) -> list[str]:
 
 
 def import_quietly(name: str) -> bool:
-    """Import the module; return False where that fails, for any reason: the ranks will report the error."""
+    """Import the module. Return False where that fails, for any reason: the ranks will report the error."""
     try:
         importlib.import_module(name)
     except (Exception, SystemExit):
@@ -86,7 +87,7 @@ _SHAPE = Record({"modules": ListOf(TEXT), "left_out": Null(ListOf(TEXT))})
 
 
 def _read(path: Path) -> tuple[list[str], list[str] | None]:
-    """Return the modules, and the packages that are left out; None where there was no trial yet."""
+    """Return the modules, and the packages that are left out. The latter are None before the first trial."""
     fields = read_or(path, _SHAPE, {})
     return fields.get("modules", []), fields.get("left_out")
 
@@ -142,7 +143,10 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
 
 @contextlib.contextmanager
 def _watched(varying: Collection[str]) -> Iterator[list[str]]:
-    """Yield a list that gets each read of one of these environment variables, or of all variables."""
+    """Yield a list that gets each read of these environment variables.
+
+    A loop over all variables counts as a read, too.
+    """
     reads: list[str] = []
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
@@ -170,9 +174,10 @@ def _threads() -> int:
 
 
 def has_gpu() -> bool:
-    """True if a fork of this process could not use its GPU: one has been opened, or CUDA was asked how many there are.
+    """True if a fork of this process could not use its GPU.
 
-    ``torch.cuda.is_available()`` asks that where NVML does not answer. Without a GPU it does no harm.
+    A GPU has been opened, or CUDA was asked how many there are. ``torch.cuda.is_available()`` asks that where NVML does
+    not answer. Without a GPU it does no harm.
     """
     torch: Any = sys.modules.get("torch")
     is_in_bad_fork = getattr(torch and torch._C, "_cuda_isInBadFork", None)  # only torch builds with CUDA have it

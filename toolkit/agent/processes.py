@@ -76,13 +76,13 @@ class NodeCopies:
         return staging.environment(self.paths, environ) if self.paths else environ
 
     def program(self, program: str) -> str:
-        """Return the program of the environment's copy, or of the environment itself if that has none."""
+        """Return the path of ``program`` in the environment's copy; ``program`` itself without a copy."""
         copy = staging.moved(Path(program), self.paths)
         return program if copy == Path(program) else str(copy)
 
 
 class Processes:
-    """Starts processes, as forks of a zygote or fresh programs, signals them and reports their ends."""
+    """Starts processes, signals them and reports their ends. They are forks of a zygote or fresh programs."""
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
         """Take the file of what a zygote learns as ``imports``, see :mod:`toolkit.agent.preimports`."""
@@ -277,7 +277,7 @@ class Processes:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def pass_on(self, numbers: bytes) -> None:
-        """Send the ranks the signals that Slurm has sent the agent, where these reach no other process of a job."""
+        """Send the ranks the signals that Slurm has sent the agent. Skip ranks that get them from Slurm."""
         for number in [signal.Signals(number) for number in numbers if number in SIGNALS]:
             for pid, child in self._children.items():
                 if child.rank is not None and not child.gets_signals:  # a second one ends some scripts at once

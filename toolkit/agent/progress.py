@@ -1,4 +1,4 @@
-"""The progress of a node's ranks: each rank's reports, and the agent's digest of all together.
+"""The progress of a node's ranks: each rank's reports and the agent's digest of them.
 
 A rank reports every second, whether anything is new or not: that is its sign of life. The agent keeps the newest report
 of each rank and sends the supervisor one :class:`Digest` a second. Digests of nodes are merged like those of ranks, so
@@ -39,7 +39,7 @@ class RankReport:
 
 
 def parse(data: bytes) -> RankReport | None:
-    """Return the report in ``data``; None for data that none of the toolkit's ranks can have written."""
+    """Return the report in ``data``; None for data that no rank can have written."""
     try:
         report = RankReport(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -77,7 +77,10 @@ class Digest:
 
 
 def merge(digests: Iterable[Digest]) -> Digest | None:
-    """Return the digest of all ranks in ``digests``, in the newest attempt among them; None without any digest."""
+    """Return the digest of all ranks in ``digests``, those of the newest attempt.
+
+    Return None without any digest.
+    """
     every = list(digests)
     attempt = max((digest.attempt for digest in every), default=0)
     now = [digest for digest in every if digest.attempt == attempt]
@@ -120,7 +123,7 @@ class NodeProgress:
         self._ranks: dict[int, _Rank] = {}
 
     def hear(self, report: RankReport) -> bool:
-        """Take a report; True if it is the first one of its rank in this attempt. Earlier attempts' are ignored."""
+        """Take a report. True if it is its rank's first in this attempt. Earlier attempts' reports are ignored."""
         self._pass_time()
         if report.attempt < self._attempt:
             return False

@@ -1,8 +1,9 @@
-"""``python -m toolkit.agent.relay``: copy packages to a disk of this node, pass them on to other nodes, and keep them.
+"""``python -m toolkit.agent.relay``: copy packages to this node, pass them on, and keep them.
 
-The nodes form a tree. The first reads the shared disk. Each other takes a package from the node above it while that one
-still receives it. Where a node above is gone, hangs or has no such package, the next one above is asked for the rest,
-and at last the shared disk is read. Both ends of a connection prove that they know the job's secret.
+The copies are on a disk of this node, and other nodes take packages from it. The nodes form a tree. The first reads the
+shared disk. Each other takes a package from the node above it while that one still receives it. Where a node above is
+gone, hangs or has no such package, the next one above is asked for the rest, and at last the shared disk is read. Both
+ends of a connection prove that they know the job's secret.
 
 It reads a :class:`RelayRequest` as JSON, prints ``{"copies", "problems", "damaged", "took_s"}``, and then holds the
 locks of the copies until it is killed.
@@ -91,7 +92,7 @@ class RelayPeer:
 
 
 def received(package: Package, above: Sequence[NodeAddress], secret: bytes) -> Iterator[bytes]:
-    """Yield the bytes of ``package``: from the nodes ``above``, and what none of them sends from the shared disk."""
+    """Yield the bytes of ``package`` from the nodes ``above``. The rest is read from the shared disk."""
     position = 0
     for node in above:
         try:

@@ -1,4 +1,4 @@
-"""Carries a rank's reports to its node's agent, over a Unix socket with an abstract name.
+"""Carries a rank's reports to its node's agent, over an abstract Unix socket.
 
 Each report is one message. An abstract name needs no folder that both sides see, so a rank finds it from inside a
 container, too. It is gone as soon as the agent is. Every user of the node may connect to it. The agent closes the
@@ -124,7 +124,7 @@ class Outbox:
         self._socket: socket.socket | None = None
 
     def send(self, message: bytes, wait_s: float = 0.0) -> bool:
-        """Send a message of at most ``MAX_BYTES``; return False where the agent does not take it within ``wait_s``.
+        """Send a message of at most ``MAX_BYTES``. Return False where the agent does not take it within ``wait_s``.
 
         Without patience this never waits. The agent of an srun step may start after its ranks. Raises AgentGoneError
         where there was an agent.

@@ -1,4 +1,4 @@
-"""The anonymous files in memory in which the ranks of a node keep their state, see toolkit.checkpoint.memory.
+"""The anonymous memory files in which a node's ranks keep their state, see toolkit.checkpoint.memory.
 
 The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends in any way. Two belong to the
 node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.
@@ -38,7 +38,7 @@ class NodeFiles:
         return f"/proc/{os.getpid()}/fd/{self._pixels}"
 
     def hold(self, ranks: int) -> str:
-        """Hold the files of that many ranks; return the value of ``VARIABLE``, empty for too many."""
+        """Hold the files of that many ranks. Return the value of ``VARIABLE``, empty for too many."""
         wanted = FILES_A_NODE + FILES_A_RANK * ranks
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _KEPT_FREE
         if wanted > limit:

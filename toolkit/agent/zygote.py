@@ -1,9 +1,9 @@
-"""``python -m toolkit.agent.zygote FD FOR LEARNT ROOM``: import what ranks import, once, and fork each from there.
+"""``python -m toolkit.agent.zygote FD FOR LEARNT ROOM``: import what ranks import, and fork them.
 
-A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as a fresh
-interpreter. So this process has one Python thread, no CUDA context, no OpenMP pool, and no open files but its end of
-the agent's socket pair. Where this does not hold (a site's .pth file may start a thread) it reports why, and the ranks
-are started as fresh programs.
+A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s: the import is done once for all
+ranks of a node. A fork must be as good as a fresh interpreter. So this process has one Python thread, no CUDA context,
+no OpenMP pool, and no open files but its end of the agent's socket pair. Where this does not hold (a site's .pth file
+may start a thread) it reports why, and the ranks are started as fresh programs.
 
 The agent sends an :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
 object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
@@ -63,7 +63,7 @@ EXIT_UNWRITTEN = 120
 
 
 class ForkOrder(TypedDict):
-    """A process to be started: the module and its arguments, where, and what ``ps`` shows of it."""
+    """A process to start: its module and arguments, its files and CPUs, its ``ps`` title."""
 
     module: list[str]
     command: list[str]
@@ -121,9 +121,10 @@ def main() -> None:
 
 
 def _waited_s() -> float:
-    """Return for how long this process has waited for files: not at work, and not ready to work.
+    """Return for how long this process has waited for files.
 
-    Return 0 where the kernel does not tell: it may be built without CONFIG_SCHED_INFO.
+    In that time it was neither at work nor ready to work. Return 0 where the kernel does not tell: it may be built
+    without CONFIG_SCHED_INFO.
     """
     try:
         ready_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
@@ -133,7 +134,7 @@ def _waited_s() -> float:
 
 
 def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float = 0.0) -> None:
-    """Import what there is to learn, and report that forks can be made from now on."""
+    """Import what there is to learn, and report that forks can be made now."""
     path = sys.argv[3]
     modules = preimports.learn(Path(path), varying) if path else []
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page

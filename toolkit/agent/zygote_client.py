@@ -71,6 +71,7 @@ class ZygoteClient:
         if is_first:
             self.took = {name: ready[name] for name in self.took}
         self.can_fork = ready["unclean"] is None
+        # Before the first answer the zygote counts as one that has learnt: a learnt module may be what ended it.
         self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
         if not self.can_fork:
             log.warning("ranks start as fresh interpreters: %s", ready["unclean"])

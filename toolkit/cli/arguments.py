@@ -80,7 +80,10 @@ def trusted_run(args: argparse.Namespace) -> RunDir:
 
 
 def new_path(argument: str, text: str) -> Path:
-    """Return the absolute path of what is to be written. Raises RequestError if that is there, or has no folder."""
+    """Return the absolute path of a new file or folder.
+
+    Raises RequestError if it exists already, or the folder that is to hold it does not.
+    """
     from toolkit import fsio
 
     path = fsio.expand(text).absolute()
@@ -91,9 +94,10 @@ def new_path(argument: str, text: str) -> Path:
 
 
 def replaceable_path(text: str, begin: str) -> Path:
-    """Return the absolute path of what is to be written, which may replace a file that begins with ``begin``.
+    """Return the absolute path of a file to write.
 
-    Raises RequestError if another file is there, or there is no folder for it.
+    A file there that begins with ``begin`` may be replaced. Raises RequestError if another file is there, or the folder
+    does not exist.
     """
     from toolkit import fsio
 

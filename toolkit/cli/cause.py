@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import RequestError
 from toolkit.why.diagnosis import cause_of_text, last_lines, tail_of_file, tail_of_stream
 
-#: So many lines of a log are shown where the cause is not known.
+#: The number of a log's last lines that are shown where the cause is not known.
 LAST_LINES = 12
 #: What `--log` takes for the standard input.
 STDIN = "-"
@@ -19,7 +19,11 @@ _NO_TERMINAL = (1 << 20, 24)
 
 
 def of_log(path: str) -> dict[str, Any]:
-    """Return what the end of a log tells, of a run or of any other job. The log may have any size."""
+    """Return the cause of a job's end as the end of its log shows it.
+
+    The log may be of a run or of any other job, and of any size. Where the cause is not known, the last lines come
+    instead. Raises RequestError for a log that cannot be read.
+    """
     try:
         tail = tail_of_stream(sys.stdin.buffer) if path == STDIN else tail_of_file(Path(path))
     except OSError as error:
@@ -68,7 +72,7 @@ def last_lines_of(path: Path) -> list[str]:
 
 
 def wrapped(label: str, text: str, indent: str = "    ") -> list[str]:
-    """Return a text as lines that fit the terminal; as one line where there is none. Words are not broken."""
+    """Return a text as lines that fit the terminal, without breaking words. Without a terminal it is one line."""
     width = shutil.get_terminal_size(_NO_TERMINAL).columns
     return wrap(
         text,

@@ -20,9 +20,9 @@ from toolkit.rundir import RunDir
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint, newest first, then one for each folder that is none.
+    """Return a row for each checkpoint, newest first.
 
-    The latter are damaged, or left over.
+    A row for each other folder follows: a damaged checkpoint, or what a save has left over.
     """
     checkpoints = CheckpointFolder(run.checkpoints)
     found = [_row(checkpoints, path) for path in checkpoints.list()]
@@ -164,10 +164,10 @@ FORMATS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "
 
 
 def export(run: RunDir, text: str | None, to: str, form: str | None, *, everything: bool, weights: str | None) -> str:
-    """Write the checkpoint of step ``text``, by default the newest good one, as the file or folder ``to``.
+    """Write the checkpoint of step ``text`` as the file or folder ``to``. Default: the newest good one.
 
-    Returns what was written, and which weights: ``average`` or ``raw``, by default those that the run's figures are of.
-    Raises RequestError before anything is read.
+    Returns a line about what was written, and which weights: ``average`` or ``raw``. By default these are the weights
+    that the run's figures are of. Raises RequestError before anything is read.
     """
     # Refuse a wrong request before torch is imported and files are read.
     if everything and weights is not None:
@@ -192,9 +192,10 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints and those that the run's config keeps for good.
+    """Remove old, damaged and unfinished checkpoints, and return their paths.
 
-    Also removes what was damaged or never finished. Raises RequestError for a run that may still be writing.
+    The newest ``keep`` stay, and those that the run's config keeps for good. Raises RequestError for a run that may
+    still be writing.
     """
     state = run.status().state
     if run.result() is None and state is not None and not state.is_over:

@@ -1,4 +1,7 @@
-"""The columns of `toolkit status` and `toolkit watch`: the usual ones, any metric, and any key of a run's config."""
+"""The columns of `toolkit status` and `toolkit watch`.
+
+These are the usual ones, any metric, and any key of a run's config.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def start_text(start: float | None) -> str:
 
 
 def check(names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Raise RequestError for a name that is no column, no metric and no config key of any of the rows."""
+    """Raise RequestError for the name of an unknown column.
+
+    A name may be a column of the table, or a metric or a config key of any of the rows.
+    """
     metrics = {name for row in rows for name in row["metrics"]}
     keys = {name for row in rows for name in row.get("config", ())}
     for name in names:
@@ -89,7 +95,7 @@ def check(names: Sequence[str], rows: Sequence[Row]) -> None:
 
 
 def needs_config(names: Sequence[str]) -> bool:
-    """True if one of the columns may be a key of the config, which is read only then."""
+    """True if one of the columns may be a config key. Only then are the configs read."""
     return any(name not in _COLUMNS and "/" not in name for name in names)
 
 
@@ -134,14 +140,14 @@ def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
 
 
 def with_short_states(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with ``queued`` for ``queued (PENDING, Priority)``; the reason is told below the table."""
+    """Return the rows with ``queued (PENDING, Priority)`` as ``queued``. The reason stands below the table."""
     return [
         {**row, "state": str(row["state"]).split(" ")[0]} if row["slurm"] == "PENDING" else dict(row) for row in rows
     ]
 
 
 def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:
-    """Return the usual columns that fit into ``width`` characters, the most important first to be taken."""
+    """Return the usual columns that fit into ``width`` characters. The most important are taken first."""
     left, taken = width + 2, set[str]()
     for name in _IMPORTANCE:
         needs = 2 + max(len(name), max((len(text(row, name)) for row in rows), default=0))

@@ -14,7 +14,7 @@ from toolkit.cli.show import table
 from toolkit.metrics import lines
 from toolkit.rundir import RunDir
 
-#: What the sources' copy says of itself, with the folder it came from: not a part of them.
+#: Notes about the copy of the sources, such as the folder it came from: not a part of the sources.
 _NOTES = {"SNAPSHOT.json", "SNAPSHOT.diff"}
 #: The most bytes of a file whose lines are compared, and the most lines of differences in the table's form.
 _MOST_BYTES, _MOST_LINES = 1 << 20, 200
@@ -27,6 +27,7 @@ def facts(first: RunDir, second: RunDir) -> dict[str, Any]:
     runs = [facts_of(first), facts_of(second)]
     parts: dict[str, dict[str, Any]] = {"config": {}, "version of": {}, "result": {}, "": {}}
     for name, values in differing(runs):
+        # The empty kind is the last one: every name begins with it.
         kind = next(kind for kind in parts if name.startswith(kind))
         parts[kind][name.removeprefix(kind).strip()] = values
     damage = [text for run in runs for text in run.damage]
@@ -50,11 +51,13 @@ def _sources(first: Path, second: Path) -> dict[str, Any]:
     diff = ""
     for name in changed:
         one, two = mine[name], other[name]
+        # difflib's time can grow with the square of the number of lines.
         if max(one.stat().st_size, two.stat().st_size) > _MOST_BYTES:
             diff += f"{name} differs and is large\n"
             continue
         before, after = (path.read_text(errors="replace").splitlines(keepends=True) for path in (one, two))
         for line in difflib.unified_diff(before, after, f"first/{name}", f"second/{name}"):
+            # The last line of a file may lack its line end.
             diff += line if line.endswith("\n") else f"{line}\n"
     return {
         "only_first": sorted(mine.keys() - other.keys()),
@@ -65,13 +68,16 @@ def _sources(first: Path, second: Path) -> dict[str, Any]:
 
 
 def _files(code: Path) -> dict[str, Path]:
-    """Return the files of a copy of sources by their names in it; none where there is no copy."""
+    """Return the files of a copy of sources by their relative paths. Without a copy there are none."""
     found = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()} if code.is_dir() else {}
     return {name: path for name, path in found.items() if name not in _NOTES and "__pycache__" not in path.parts}
 
 
 def _curves(first: RunDir, second: RunDir, damage: list[str]) -> dict[str, dict[str, Any]]:
-    """Return each metric's last values, and both values at the last step that both runs have."""
+    """Return both runs' last values of each metric.
+
+    Also both values at the last step that both runs have: runs of different length are compared there.
+    """
     mine, other = _points(first, damage), _points(second, damage)
     found: dict[str, dict[str, Any]] = {}
     for tag in sorted(mine.keys() | other.keys()):
@@ -101,6 +107,7 @@ def page(found: Mapping[str, Any]) -> str:
         rows = [(f"  {name}", *map(_text, values)) for name, values in found[title].items()]
         same = f"{title}: no difference"
         parts.append(f"{title}:\n{table([('  ', 'FIRST', 'SECOND'), *rows])}" if rows else same)
+    # A difference is taken at a common step only: the last values may be of different steps.
     rows = [("  ", "FIRST", "SECOND", "AT STEP", "FIRST", "SECOND", "DIFFERENCE")]
     for tag, curve in found["curves"].items():
         at = curve["at_common_step"]

@@ -1,7 +1,8 @@
-"""Completion of the command line in bash, zsh and fish: commands, options, runs, config keys and their values.
+"""Completes the command line in bash, zsh and fish.
 
-The shell calls `toolkit __complete SHELL LINE` at each press of the tab key, so this loads as little as it can: one
-command's module, and no config. The config's keys are kept in the user's cache folder, for this version of the package.
+It offers commands, options, runs, config keys and their values. The shell calls `toolkit __complete SHELL LINE` at each
+press of the tab key, so this loads as little as it can: one command's module, and no config. The config's keys are kept
+in the user's cache folder, for this version of the package.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ compdef _toolkit toolkit
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what may stand at the end of the line that a shell gives. Whatever goes wrong, print nothing."""
+    """Print the words that may stand at the end of a shell's line. After an error print nothing."""
     shell, line = (*argv, "", "")[:2]
     try:
         for found in complete(line):
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complete(line: str) -> list[str]:
-    """Return the words that may stand at the end of ``line`` in place of its last one."""
+    """Return the words that may replace the last word of ``line``."""
     words = _words(line)[1:]
     from toolkit.cli.main import COMMANDS
 
@@ -70,7 +71,7 @@ def complete(line: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line; the last may be empty, or lack its closing quote."""
+    """Return the words of a line, as a shell splits it. The last may be empty, or lack its closing quote."""
     for ending in ("", "'", '"'):
         try:
             words = shlex.split(line + ending)
@@ -81,7 +82,7 @@ def _words(line: str) -> list[str]:
 
 
 def _offered(words: Sequence[str]) -> Iterable[str]:
-    """Return what fits the place of the last word: an option, an option's value, or an argument."""
+    """Return the words that fit the last place: options, or values of one, or arguments."""
     parser = argparse.ArgumentParser(conflict_handler="resolve")
     import_module(f"toolkit.cli.commands.{words[0].replace('-', '_')}").add_arguments(parser)
     last, before = words[-1], words[-2]
@@ -100,6 +101,7 @@ def _offered(words: Sequence[str]) -> Iterable[str]:
     places = [action for action in parser._actions if not action.option_strings]
     if not places:
         return ()
+    # The last argument may be repeated: it takes all further words.
     return _values(places[min(len(given), len(places) - 1)], last)
 
 
@@ -107,6 +109,7 @@ def _values(action: argparse.Action, begun: str) -> Iterable[str]:
     """Return the values that an option or argument takes, as far as they are known."""
     if action.choices is not None:
         return map(str, action.choices)
+    # All commands use the same metavar for the same kind of value.
     match action.metavar if isinstance(action.metavar, str) else action.dest:
         case "RUN":
             return _runs(begun)
@@ -144,7 +147,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _files(begun: str, endings: tuple[str, ...]) -> Iterator[str]:
-    """Yield the folders, and the files with one of the endings, that a path may mean."""
+    """Yield the folders that ``begun`` may mean, and the files with one of the endings."""
     head = begun[: begun.rfind("/") + 1]
     try:
         with os.scandir(os.path.expanduser(head) or ".") as entries:  # noqa: PTH111
@@ -160,7 +163,7 @@ def _files(begun: str, endings: tuple[str, ...]) -> Iterator[str]:
 
 
 def _settings(begun: str) -> list[str]:
-    """Return ``key=`` for each key of a config, or ``key=value`` for each value that a begun key takes."""
+    """Return ``key=`` for each config key. After ``key=`` return ``key=value`` for each known value."""
     keys = _keys()
     key, sign, _ = begun.partition("=")
     return [f"{key}={value}" for value in keys.get(key, ())] if sign else [f"{name}=" for name in keys]
@@ -172,6 +175,7 @@ def _keys() -> dict[str, list[str]]:
     from toolkit.user_cache import cache_dir
 
     folder = cache_dir()
+    # The time of the schema: in a checkout the keys change while the version stays.
     schema = Path(__file__).parents[1] / "config/schema.py"
     path = folder and folder / f"keys-{__version__}-{schema.stat().st_mtime_ns}.json"
     try:
@@ -180,6 +184,7 @@ def _keys() -> dict[str, list[str]]:
             return found
     except (OSError, ValueError, AttributeError):
         pass
+    # Without a usable cache file the keys are read from the sources, which takes longer.
     from toolkit.cli.keys import words_by_key
 
     found = words_by_key()

@@ -1,4 +1,4 @@
-"""The disk that runs take, and their removal by a user: `toolkit gc` and `toolkit rm`."""
+"""`toolkit gc` and `toolkit rm`: the disk that runs take, and their removal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RECENT_S = 300.0
 
 
 def usage(run: RunDir) -> dict[str, Any]:
-    """Return what the run takes on disk, and when a file of it was last written and last read.
+    """Return the run's disk use, and when its files were last written and read.
 
     A file with several links counts by its share. Sources that runs have in common are linked.
     """
@@ -45,13 +45,16 @@ def usage(run: RunDir) -> dict[str, Any]:
 
 
 def purged_files(run: RunDir, before: float) -> int:
-    """Return how many files a site's purge takes that removes what nobody has read or written since ``before``."""
+    """Return how many of the run's files a site's purge would remove.
+
+    Such a purge removes the files that were not read or written since ``before``.
+    """
     files = [status for _, status in _files(run) if stat.S_ISREG(status.st_mode)]
     return sum(max(status.st_atime, status.st_mtime) < before for status in files)
 
 
 def _files(run: RunDir) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield what the run has that is no folder, each with the folder that it is in."""
+    """Yield each file of the run as its folder and its status."""
     for folder, _, names in os.walk(run.path):
         for name in names:
             with contextlib.suppress(OSError):  # it is removed at this moment
@@ -59,9 +62,12 @@ def _files(run: RunDir) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, Any]]:
-    """Return a row for each run, the largest first, and which of them ``toolkit gc --older-than`` would remove."""
+    """Return a row for each run, the largest first.
+
+    ``removed`` marks the runs that ``toolkit gc --older-than`` would remove.
+    """
     now = time.time()
-    # First: whoever reads a file of a run, as the next lines do, changes the time by which a purge goes.
+    # Before any file of a run is read: reading it, as the next lines do, changes the time that a purge goes by.
     used = [usage(run) for run in runs]
     purged = [0 if older_than_s is None else purged_files(run, now - older_than_s) for run in runs]
     origins = {} if older_than_s is None else used_origins()
@@ -75,7 +81,10 @@ def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, A
 
 
 def used_origins() -> dict[Path, str]:
-    """Return the paths that runs which are not over begin with, or wait for, each with the id of such a run."""
+    """Return the paths that unfinished runs start from or wait for.
+
+    The value of each is the id of a run that needs it.
+    """
     cache, runs = run_rows.cache_of(rundir.runs_root()), rundir.all_runs()
     going = [run for run, row in zip(runs, status_rows(runs, cache), strict=True) if not is_over(row)]
     named = {config.get("model.init_from"): run.id for run, config in zip(going, cache.configs(going), strict=True)}
@@ -90,9 +99,9 @@ def used_origins() -> dict[Path, str]:
 
 
 def refuse(run: RunDir, used: Mapping[Path, str] | None = None) -> None:
-    """Raise RequestError for what is no run, and for a run that lives or is needed.
+    """Raise RequestError for a run that must not be removed.
 
-    ``used`` is :func:`used_origins`.
+    It may still be running, be needed by another run, or not be a run's own folder. ``used`` is :func:`used_origins`.
     """
     why = _why_kept(run, used or {})
     if why is not None:
@@ -119,7 +128,7 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
 
 
 def remove(run: RunDir) -> None:
-    """Remove a run that is over, with its checkpoints. Raises RequestError for one that lives, or may."""
+    """Remove a run that is over, with its checkpoints. Raises RequestError for one that runs, or may run."""
     refuse(run)
     # Its name changes first: a removal that is killed leaves no half of a run in the listings.
     grave = run.path.with_name(f".removed-{run.id}")
@@ -162,6 +171,7 @@ def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args:
         )
         for row in rows
     ]
+    # Without --older-than nothing is known about a purge: leave its column out.
     width = len(head) - (args.older_than is None)
     lines = [show.table([head[:width], *(row[:width] for row in cells)])]
     lines.append(f"{len(rows)} runs take {size_text(sum(row['bytes'] for row in rows))}")

@@ -1,4 +1,4 @@
-"""Watching a run from the login node: the progress bar, and the report at the end."""
+"""Follows a run from the login node: a progress bar, and a final report."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
 
 
 def describe(status: RunStatus) -> str:
-    """Describe in a few words what goes on. That is the epoch while training, else the state and what it waits for."""
+    """Describe the run's state in a few words. While it trains, that is the epoch and its phase."""
     at, state = status.progress, status.state or RunState.QUEUED
     words: list[str] = [_STARTING.format(status.world_size or "the") if state is RunState.STARTING else state]
     if state is RunState.RUNNING and at.epoch is not None:
@@ -145,6 +145,7 @@ def clock(at: RunProgress, waited_s: float) -> str:
 
 
 def _say_how_it_went(run: Run, console: Console) -> int:
+    # A job that was cancelled in the queue has left no result.
     result = run.dir.result() or RunResult(RunState.CANCELLED, why="ended before it started")
     if result.state is RunState.COMPLETED:
         lines = [f"[green]completed[/] in {result.wall_s or 0.0:.1f} s"]
@@ -162,6 +163,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
         console.print("\n".join(lines), highlight=False, soft_wrap=True)
         return EXIT_DONE
+    # Any other end: say why, where it can go on, and where the logs are.
     console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
     if result.step:
         resume = resume_words(run.id, newest_step(run.dir.checkpoints))
@@ -180,7 +182,10 @@ def _number(value: float | None) -> str:
 
 
 def _command() -> str:
-    """Return how to call this program from here: by the running Python if the entry point was not used."""
+    """Return the words that call this program from here.
+
+    If the entry point was not used, the running Python is called.
+    """
     program = Path(sys.argv[0])
     return shlex.quote(_short(program)) if program.name == "toolkit" else f"{_short(Path(sys.executable))} -m toolkit"
 

@@ -1,4 +1,7 @@
-"""`toolkit submit CONFIG --help`: every key that the config can set, described by the comments in its source."""
+"""`toolkit submit CONFIG --help`: every key that the config can set.
+
+The text about each key is the comment in its source.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,10 @@ class Key:
 
 
 def page(config: str, overrides: Sequence[str]) -> str:
-    """Return every key with its type, its value, its default if that differs, and its comment.
+    """Return a page of all keys with their types, values, defaults and comments.
 
-    The job's own keys come first. Raises ConfigError for a config that cannot be read.
+    A default is named where the value differs from it. The job's own keys come first. Raises ConfigError for a config
+    that cannot be read.
     """
     values, own = merged_layers(config, overrides)
     source = read_source(Path(schema.__file__))
@@ -74,7 +78,10 @@ def page(config: str, overrides: Sequence[str]) -> str:
 
 
 def words_by_key() -> dict[str, list[str]]:
-    """Return the keys of every config, each with the words that it takes if these are known."""
+    """Return the keys that all configs have, each with the words that it takes.
+
+    A key without known words has an empty list.
+    """
     keys = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
     defaults = defaults_of(keys, _REQUIRED)
     known: dict[str, Collection[object]] = {"data.name": schema.DATASETS, **WORDS}

@@ -1,4 +1,4 @@
-"""The values that `toolkit set` may give a run, checked as those of a config are, and the words for them."""
+"""Checks the values that `toolkit set` gives a run, as a config's values are checked."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
                 f"{key}: run {run.id} has a loop of its own, which does not read it. "
                 f"These can be set: {', '.join(LIVE_IN_OWN_LOOPS)}"
             )
+    # Read them as overrides of the config, which checks their types.
     then = configs.load_config(run.config, overrides, site=False)
     values = {key: configs.value_of(then, key) for key in keys}
     # Check them together with what the ranks have now, which is not what the file says.

@@ -1,4 +1,4 @@
-"""The logs of all ranks of an attempt as one, by time; and what the ranks that failed said, the first first."""
+"""Merges the logs of an attempt's ranks by time, and shows failed ranks' reports."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from toolkit.rundir import RunDir
 _TIME = re.compile(r"\W{0,2}(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 #: Without a date, a time that is this much earlier than the one before is of the next day.
 _NEXT_DAY_S = 12 * 3600
-#: The lines of a log that are shown of a rank that failed without a report, as one that was killed does.
+#: The number of log lines that are shown of a rank that failed without a report, such as one that was killed.
 _LAST_LINES = 25
 
 
 def merged(run: RunDir, attempt: int) -> Iterator[str]:
-    """Yield the lines of the supervisor and of all ranks in the order of their times, each behind its writer's name.
+    """Yield the lines of the supervisor and of all ranks in order of time.
 
-    A line without a time belongs to the one before it. Lines of the supervisor from before the attempt are left out.
+    Each begins with its writer's name. A line without a time belongs to the one before it. Lines of the supervisor from
+    before the attempt are left out.
     """
     files = sorted(run.attempt_logs(attempt).glob("rank-*.log"), key=_rank)
     if not files:
         raise RequestError(f"run {run.id} has no log of a rank of attempt {attempt} yet; `toolkit logs {run.id}`")
     claim_all()  # there may be a thousand ranks
-    # The attempt's begin to the second; where no file says it, the time of the oldest log.
+    # The attempt's start, to the second. Where no file has it, the time of the oldest log.
     status = run.status()
     known = {line.attempt: line.started for line in run.attempts()} | {status.attempt: status.started}
     begun = float(int(known.get(attempt) or min(path.stat().st_mtime for path in files)))
@@ -64,7 +65,7 @@ def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]
 
 
 def _time_of(line: str, before: float) -> float:
-    """Return the time that a line begins with, or else that of the line before it."""
+    """Return the time that a line begins with. Without one, return ``before``, the time of the line above."""
     match = _TIME.match(line)
     if match is None:
         return before
@@ -81,9 +82,9 @@ def _time_of(line: str, before: float) -> float:
 
 
 def errors(run: RunDir, attempt: int) -> Iterator[str]:
-    """Yield what each failed rank of the attempt said about its end, the first failing rank first.
+    """Yield each failed rank's report about its end, the first failing rank first.
 
-    A rank that was killed said nothing: of one that failed first its last lines are shown.
+    A rank that was killed wrote no report. If it failed first, the last lines of its log are shown.
     """
     reports = sorted(read_error_files(run.attempt_logs(attempt)), key=lambda report: report.time)
     record = next((line for line in run.attempts() if line.attempt == attempt), None)

@@ -13,7 +13,7 @@ from toolkit.errors import RequestError, nearest
 
 @dataclass(frozen=True)
 class Example:
-    """An example to begin with: the job's file, the files beside it, and its config, which a script lacks."""
+    """An example to begin with: the job's file, the files beside it, and its config. A script has no config."""
 
     job: str
     others: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def _files(name: str, example: Example) -> dict[str, str]:
 
 
 def _sources() -> Path:
-    """Return the folder in which the examples' paths begin: in the installed package, or in the checkout."""
+    """Return the folder that the examples' paths start from. It is in the installed package, or the checkout."""
     package = Path(__file__).parents[1]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 

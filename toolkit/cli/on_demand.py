@@ -1,4 +1,7 @@
-"""What `toolkit stacks`, `set` and `profile` have in common: a request to a run's ranks, and its answer."""
+"""Sends a request to a run's ranks and shows the answer.
+
+`toolkit stacks`, `set` and `profile` are such requests.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ def add_wait_s(parser: argparse.ArgumentParser) -> None:
 
 
 def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
-    """Leave a request for the run's supervisor and return what came of it.
+    """Leave a request for the run's supervisor and return its answer.
 
-    Raises RequestError for a run without ranks, for what is refused, and where there was no answer. The request is then
-    withdrawn: it is not carried out later.
+    Raises RequestError for a run without ranks, for a request that is refused, and where there was no answer. The
+    request is then withdrawn: it is not carried out later.
     """
     if not 0 < wait_s <= user_request.LONGEST_WAIT_S:
         raise RequestError(f"--wait {wait_s:g}: from 0 to {user_request.LONGEST_WAIT_S:.0f} seconds")
@@ -49,10 +52,12 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
                 has_said = True
                 where = f"{status.state}, step {status.progress.step or 0}, {status.progress.phase or 'no step yet'}"
                 print(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", file=sys.stderr)
+        # The loop also ends with the run, perhaps after a last answer.
         answer = user_request.answer_to(run, request_id)
     finally:
         user_request.remove(run, request_id)
     if answer is None:
+        # If the run has ended meanwhile, say so: no wait would have helped.
         refuse_unless_running(run)
         raise RequestError(
             f"run {run.id}: no answer within {wait_s:.0f} s, the request is withdrawn; "

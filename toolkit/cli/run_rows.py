@@ -1,4 +1,4 @@
-"""What a run's own files say of it, as a row of `toolkit status`. Slurm is asked elsewhere, by `toolkit.cli.show`.
+"""Reads a run's own files into a row of `toolkit status`. Slurm is asked elsewhere, by `toolkit.cli.show`.
 
 The rows of many runs are kept in a cache, an SQLite file that may be thrown away at any time. A row counts while the
 files that it was read from have the same times, sizes and inodes. Rows with damage are not kept. The cache is read as
@@ -45,13 +45,13 @@ _VERSION = 100 * 6 + marshal.version
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
-    """Return what all files of the run say. Damaged files are named in the row, not raised."""
+    """Return the row of a run, from all of its files. A damaged file is named in the row, not raised."""
     return _patient_row(run, is_whole=True)
 
 
 def _quick_row(run: RunDir) -> dict[str, Any]:
-    """Return what the two files that matter of an ended run say. Of one that may go on all are read."""
-    # Kept is what the path or `_EMPTY` does not say.
+    """Return the row of a run as the cache keeps it. Of an ended run only the files that matter are read."""
+    # Values that the path or `_EMPTY` holds are left out.
     row = _patient_row(run, is_whole=False)
     from_path = ("run", "name", "path")
     row["state"] = str(row["state"])
@@ -113,7 +113,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "damage": damage,
         "path": str(run.path),
     }
-    # Who has the run matters while it may go on.
+    # Which job has the run matters only while it may go on.
     if is_whole or result is None or status.job_id is None or damage:
         jobs, sent = ownership.jobs_of(run, damage), run.submission(damage)
         asked = stop_request.asked(run, damage)
@@ -172,7 +172,7 @@ class RowCache:
         self._new_rows = 0  #: rows that the file does not have
 
     def rows(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-        """Return the row of each run. Of an ended one only ``status.json`` and ``result.json`` are looked at."""
+        """Return the row of each run. A kept row of an ended run is checked by two files: its status and result."""
         kept = self._all("row", runs, _quick_row, _row_files)
         return [_whole(row, run) for row, run in zip(kept, runs, strict=True)]
 
@@ -213,7 +213,10 @@ class RowCache:
         return [values[path] for path in paths]
 
     def _known(self, kind: str, paths: Sequence[str], files: Sequence[str]) -> dict[str, Any]:
-        """Return the values whose files have not changed. The files of an ended run are the first of a live one's."""
+        """Return the kept values whose files have not changed.
+
+        The signature of an ended run covers fewer files, which are the first ones of ``files``.
+        """
         wanted, values, ask = set(paths), dict[str, Any](), f"SELECT path, signature, value FROM {kind}"
         if len(paths) < _FEW:
             found = self._database.execute(f"{ask} WHERE path IN ({','.join('?' * len(paths))})", paths)
@@ -252,7 +255,7 @@ OVER = frozenset(str(state) for state in RunState if state.is_over)
 
 
 def _signature(path: str, files: Sequence[str]) -> str | None:
-    """Return times, sizes and inodes of the files; None if one of them has changed only now."""
+    """Return times, sizes and inodes of the files as text. None if one of them has changed only now."""
     parts, newest = [], 0.0
     for name in files:
         try:
@@ -266,7 +269,7 @@ def _signature(path: str, files: Sequence[str]) -> str | None:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """Return the config's scalar values by their full keys; none of a config that cannot be read."""
+    """Return the config's scalar values by their full keys. A config that cannot be read has none."""
     from toolkit.config import yaml_core
 
     try:
@@ -289,7 +292,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
-    """Return the file's content as a database in memory; an empty one if it is missing or damaged."""
+    """Return the file's content as a database in memory. It is empty if the file is missing or damaged."""
     database = sqlite3.connect(":memory:")
     try:
         content = path.read_bytes() if path is not None else b""

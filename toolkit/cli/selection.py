@@ -38,7 +38,7 @@ def is_asked(args: Namespace) -> bool:
 
 
 def by_place(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
-    """Return the runs that ``--since`` and ``--name`` leave. Nothing of them is read: their paths say it."""
+    """Return the runs that ``--since`` and ``--name`` leave. No file is read: the paths hold both."""
     since = None if args.since is None else parse_since("--since", args.since, time.time())
     if since is not None:
         begin = time.strftime("%Y%m%d-%H%M%S", time.localtime(since))

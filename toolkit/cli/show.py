@@ -1,4 +1,4 @@
-"""The rows and the table of `toolkit status`, and the form of every table and JSON document."""
+"""The rows and table of `toolkit status`, and the form of tables and JSON documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUIET_S, SILENT_S = 5.0, 30.0
 
 
 def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[dict[str, Any]]:
-    """Return one row for each run, from its own files, or from the cache while these are unchanged.
+    """Return one row for each run, from its own files. With a cache, unchanged files are not read again.
 
     Slurm is asked, once for all, about runs that wait or are quiet.
     """
@@ -39,7 +39,10 @@ def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[d
 
 
 def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus]]) -> list[dict[str, Any]]:
-    """Return the rows with Slurm's word on those that wait or are quiet; ``ask`` is called once, if there are any."""
+    """Return the rows with Slurm's answers about those that wait or are quiet.
+
+    ``ask`` is called once, and only if there are such rows.
+    """
     for row in rows:
         is_over = row["state"] in OVER or row["state"] == "unknown"
         row.update(slurm=None, reason=None, expected_start=None)
@@ -47,7 +50,7 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
     asked = []
     for row in rows:
         state = row["state"]
-        # Not of an ended run, nor where neither status nor result says how it stands.
+        # Skip ended runs, and those whose files do not say how they stand.
         if row["executor"] != "slurm" or not isinstance(state, RunState) or state.is_over:
             continue
         if state.is_waiting or _quiet_s(row["updated"]) > QUIET_S:
@@ -65,7 +68,7 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
                 why=row["why"] or _launch_failure(row, job),
             )
     for row in rows:
-        # Of most runs Slurm has said nothing, and their own files are recent.
+        # Most rows keep their state: Slurm was not asked, and their own files are recent.
         if row["slurm"] is not None or row["silent"]:
             row["state"] = _honest_state(row)
     return rows
@@ -86,7 +89,7 @@ def as_json(value: Any) -> str:
 def ask_slurm(
     job_ids: Sequence[str], queue: SharedQueue | None = None, every_s: float | None = None
 ) -> dict[str, JobStatus]:
-    """Return Slurm's answer about the jobs, which all processes of the user share, without those it does not know.
+    """Return Slurm's answer about each job that it knows. All processes of the user share the answers.
 
     A controller that does not answer leaves all of them unknown, which never means "dead".
     """
@@ -121,12 +124,12 @@ def _honest_state(row: dict[str, Any]) -> str:
     return "lost" if here and not is_alive else f"{state}? (silent)"
 
 
-#: How a run has ended that a user has ended.
+#: The state of a run that its user has ended, by the request.
 _ASKED_FOR: Mapping[str, RunState] = {Intent.STOP: RunState.STOPPED, Intent.CANCEL: RunState.CANCELLED}
 
 
 def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
-    """Say what to do about a job of which no supervisor has come up.
+    """Return what to do about a job whose supervisor has not started. None if that is not the trouble.
 
     Where the batch host has no folder for the job's log, Slurm 22.05 does not start the batch script. Since 23.02 Slurm
     makes the folder, on the node's own disk if the shared one is not mounted: the script finds no run and fails.
@@ -143,6 +146,7 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
             f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
             f"then `toolkit resume {row['run']}` goes on. Else {blind}"
         )
+    # Since 23.02: the script has failed before its supervisor wrote a status, or a log where this machine sees it.
     if job.state != "FAILED" or not row["state"].is_waiting:
         return None
     if RunDir(Path(row["path"])).has_log_of(job.job_id, job.start_time):
@@ -184,8 +188,8 @@ _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> str:
     """Return the rows as a table for a terminal.
 
-    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Few rows have lines below
-    that tell more; many have their number by state.
+    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Lines below the table explain
+    the rows; of more than ``MOST_TOLD`` rows they give the number by state.
     """
     if not rows:
         return f"no runs under {rundir.runs_root()}"
@@ -197,7 +201,7 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
         slow_nodes = [(row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"]]
         lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows)
         lines += "".join(f"\n{run}: {text}" for run, text in slow_nodes if text)
-    # Where the time went and what is used: among several runs it would not be clear whose.
+    # Where the time went and what is used: among several runs a reader could not tell which run is meant.
     if len(rows) == 1:
         is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
         told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
@@ -231,7 +235,7 @@ def _damage_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _why_lines(rows: list[dict[str, Any]]) -> str:
-    # By kind, so that those of many runs stand together.
+    # Collected by kind, so that equal remarks about several runs stand together.
     why, losses, changed, bad, ailing, dead = (list[str]() for _ in range(6))
     for row in rows:
         run = f"\n{row['run']}: "
@@ -249,7 +253,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def loss_remark(metrics: Any) -> str:
-    """Return a remark on a loss that was not finite; empty if it always was finite."""
+    """Return a remark on a loss that was not finite. Empty if it was always finite."""
     count = metrics.get("train/not_finite") if isinstance(metrics, dict) else None
     return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 

@@ -11,7 +11,7 @@ from toolkit.run_files import RunStatus
 
 
 def stragglers(status: RunStatus) -> list[dict[str, Any]]:
-    """Return the newest attempt's stragglers, with ``slow_s``; ``until`` is None for those that are slow now."""
+    """Return the newest attempt's stragglers, each with ``slow_s``. ``until`` is None for those that are slow now."""
     now, rows = status.updated or 0.0, list[dict[str, Any]]()
     for straggler in status.progress.stragglers:
         # A straggler of an attempt that has ended was slow until that end.
@@ -27,7 +27,7 @@ def remark(slow: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lines(slow: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
-    """Return lines for each node that is or was slow for long, and what to do about them."""
+    """Return lines about the nodes that are or were slow, and about what to do."""
     if not slow:
         return []
     hosts = hostlist.compress(sorted(entry["host"] for entry in slow))

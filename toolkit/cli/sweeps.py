@@ -1,4 +1,7 @@
-"""What `toolkit sweep` prints: its points before they are submitted, one table of how they stand, the best, a CSV."""
+"""What `toolkit sweep` prints.
+
+That is its points before they are submitted, one table of how they stand, the best ones, or a CSV.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,12 @@ _USUAL = ("eval/accuracy", "-eval/loss", "-train/loss")
 
 def submit(args: Namespace) -> None:
     """Check all points, and submit those that are new."""
+    # The arguments have the names of the fields.
     options = Options(
         **{field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
     )
     asked = request.read(args.config, args.overrides, options)
+    # A dry run makes all checks of a submission, also of the runs that it would wait for.
     if args.dry_run:
         executor = choose_executor(args.executor)
         waits_for = awaited.find(args.after, executor, shared_queue.of_user().show_jobs)
@@ -113,7 +118,7 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
     print(f"sweep {sweep.name}: {len(found)} points: {counts}")
     shown = found
     if len(found) > MOST_ROWS and not args.all:
-        # Those that somebody may want to look at: what has failed, what works, then the best.
+        # The rows of most interest: what has failed, what runs, then the best.
         order = {id(each): number for number, each in enumerate(_ranked(found, metric))}
 
         def interest(each: PointStanding) -> tuple[bool, bool, int]:
@@ -231,7 +236,7 @@ def _table(found: Sequence[PointStanding], metric: str) -> str:
 
 
 def _causes(found: Sequence[PointStanding]) -> list[str]:
-    """Return a line for each cause, with the runs that it has ended or keeps waiting."""
+    """Return a line for each cause, with its runs. A cause has ended them, or keeps them waiting."""
     causes: dict[str, list[str]] = {}
     for each in found:
         if each.why and each.state != RunState.COMPLETED:

@@ -25,9 +25,9 @@ log = logs.get(__name__)
 
 
 def send(runs: Sequence[RunDir], name: str, project: str | None, *, follow: bool, everything: bool) -> bool:
-    """Send the runs' metrics and print what became of it. False if a tracker was away.
+    """Send the runs' metrics and print what was sent. False if a tracker was away at the end.
 
-    With ``follow`` again until all runs have ended. A tracker that is away meanwhile is tried again.
+    With ``follow`` this repeats until all runs have ended. A tracker that is away meanwhile is tried again.
     """
     left, away = list(runs), set[RunDir]()
     seen: dict[RunDir, tuple[bool, float]] = {}
@@ -78,6 +78,7 @@ def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
     target = arguments.replaceable_path(to, CSV_BEGIN) if to else None
     damage: list[str] = []
     while True:
+        # Look for the ends before the metrics are read: nothing written since is missed.
         is_over = all(run.result([]) is not None for run in runs)
         if target is None:
             csv.writer(sys.stdout, lineterminator="\n").writerows(csv_rows(runs, damage))

@@ -48,7 +48,7 @@ def choose(run: RunDir, text: str) -> list[Path]:
 
 
 def _best(run: RunDir, keep: Keep) -> Path:
-    """Return the best checkpoint of those evaluated when they were saved; of equals the oldest, like `Keep`."""
+    """Return the best checkpoint of those evaluated when they were saved. Of equals it is the oldest, as in `Keep`."""
     checkpoints = CheckpointFolder(run.checkpoints)
     ranked = []
     for path in checkpoints.list():
@@ -78,9 +78,9 @@ def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
 
 
 def submit_evaluation(run: RunDir, args: Namespace) -> Run:
-    """Submit the same evaluation as a job of its own, which starts when the run has completed.
+    """Submit the same evaluation as a separate job, which starts when the run has completed.
 
-    It gets one task on one node that the run's config describes. Raises RequestError.
+    It gets one task on one node, of the kind that the run's config asks for. Raises RequestError.
     """
     if args.images is not None or args.output is not None:
         raise RequestError("--submit: the figures are written into the run; leave out --images and --output")
@@ -99,7 +99,10 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
 
 
 def page(told: Mapping[str, Any]) -> str:
-    """Return the figures of an evaluation, beside those that the run itself recorded at this step."""
+    """Return the figures of an evaluation as text.
+
+    The figures that the run itself recorded at this step stand beside them.
+    """
     own = told["recorded"]
     run = f"{told['name']}/{told['run']}"
     lines = [f"step {told['step']} of {run}, weights: {told['weights']}, on {told['device']}"]

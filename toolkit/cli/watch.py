@@ -53,13 +53,13 @@ class Watch:
         self._answers: dict[str, JobStatus] = {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows as they are now, those that need a look first."""
+        """Return the rows as they are now, those of the newest runs first."""
         rows = self._cache.rows(self._listed())
         rows = show.with_slurm(rows, self._ask)
         return sorted(selection.by_state(rows, self._args.state), key=lambda row: row["run"], reverse=True)
 
     def _listed(self) -> list[RunDir]:
-        """Return the runs that the arguments name, or those that go on or have ended lately."""
+        """Return the runs that the arguments select. Without any: those that go on or have ended lately."""
         if self._listed_at is None or self._now() - self._listed_at >= LIST_EVERY_S:
             self._listed_at = self._now()
             named = [rundir.find(name) for name in self._args.run]
@@ -90,7 +90,7 @@ def _ended(row: dict[str, Any]) -> float:
 
 
 def run(args: Namespace) -> None:
-    """Show the table until q, Ctrl-C or the end of all runs; without a terminal print it at each change."""
+    """Show the table until q or Ctrl-C. Without a terminal print it at each change, until all runs are over."""
     watch = Watch(args, run_rows.cache_of(rundir.runs_root()), shared_queue.of_user())
     names = tuple(filter(None, (args.columns or "").split(",")))
     if sys.stdout.isatty():
@@ -101,7 +101,7 @@ def run(args: Namespace) -> None:
 
 
 def _on_paper(watch: Watch, names: Sequence[str]) -> None:
-    """Print the table each time that a state changes, and return when all runs are over."""
+    """Print the table at each change of a state, until all runs are over."""
     before: list[tuple[str, str]] | None = None
     while True:
         rows = watch.rows()
@@ -134,12 +134,14 @@ _COLORS = {"running": "green", "failed": "red", "lost": "red", "unreadable": "re
 
 
 def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, height: int) -> Any:
-    """Return what the screen shows: a head, as many rows as fit, and what the first of them have to tell."""
+    """Return what the screen shows: a head, the rows that fit, and notes about runs."""
     from rich.text import Text
 
     head = f"{time.strftime('%H:%M:%S')}  {show.count_by_state(rows)}"
+    # Notes take a quarter of the screen at most.
     notes = [note for row in rows if (note := _note(row))][: max(2, height // 4)]
     room = max(1, height - len(notes) - 3)
+    # One line is kept for the number of runs that do not fit.
     shown = columns.with_short_states(rows[: room if len(rows) <= room else room - 1])
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{head[:width]}\n", "bold")
@@ -156,7 +158,7 @@ def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, he
 
 
 def _note(row: dict[str, Any]) -> str:
-    """Return what is to be known of a run beside its row, in one line."""
+    """Return a line on damage, why the run ended, or what it waits for. Empty if there is none."""
     start = columns.start_text(row["expected_start"])
     waits = columns.text(row, "waits_for")
     if waits and start:
@@ -173,7 +175,10 @@ def _no_key(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key; the terminal is as before at the end. Without a keyboard it only waits."""
+    """Yield a function that waits for a key and returns it. Without a keyboard it only waits.
+
+    The terminal is as before at the end.
+    """
     if not sys.stdin.isatty():
         yield _no_key
         return

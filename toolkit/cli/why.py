@@ -1,4 +1,4 @@
-"""`toolkit why RUN`: one page about how a run stands or ended, from its own files."""
+"""`toolkit why RUN`: one page about a run's state or end, from its own files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     """Return everything on the page."""
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage), run.status(damage)
-    # A run can be over without a result of its own: then its row, for which Slurm was asked, says so.
+    # A run can be over without a result of its own. Its row says so, for which Slurm was asked.
     row = status_rows([run])[0]
     is_cut_short = row["state"] in (RunState.STOPPED, RunState.CANCELLED)
     is_over = row["state"].startswith("lost") or (result is None and is_cut_short)
@@ -80,7 +80,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int, Mapping[str, float]]:
-    """Return where the start of the first attempt went, and of the last one, as far as they were measured."""
+    """Return where the start-up time of the first and of the last measured attempt went."""
     known = {attempt.attempt: attempt.start_up for attempt in attempts if attempt.start_up}
     if status.attempt is not None and status.start_up:
         known.setdefault(status.attempt, status.start_up)
@@ -128,6 +128,7 @@ def page(told: dict[str, Any]) -> str:
     lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or waits, "  "), ""]
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
+    # Sentences, which are wrapped together below.
     prose = [told["loss"]] if told["loss"] else []
     prose += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
@@ -143,6 +144,7 @@ def page(told: dict[str, Any]) -> str:
     prose += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
     prose += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
+    # No failure above explains why a run was moved.
     prose += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     prose += [f"damaged: {what}" for what in told["damage"]]
     lines += [part for line in prose for part in cause.wrapped("", line)]
@@ -166,7 +168,10 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
 
 
 def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | None) -> list[str]:
-    """Return the cause and what to do; if it is not known, the log's last lines, unless an error is shown above."""
+    """Return the cause and what to do. If it is not known, return the last lines of the failing rank's log.
+
+    These are left out where an error is shown above.
+    """
     if diagnosis is not None:
         return [*cause.lines(diagnosis), ""]
     if failure is None or failure["traceback"]:

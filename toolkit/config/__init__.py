@@ -1,6 +1,7 @@
-"""The configuration: its keys (schema), how layers of them merge (layers), and what is refused (validation).
+"""The configuration of a run: its keys, how layers merge, and what is refused.
 
-No module here imports torch or the job: a config is checked on the login node in well under a second.
+See schema, layers and validation. No module here imports torch or the job: a config is checked on the login node in
+well under a second.
 """
 
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models

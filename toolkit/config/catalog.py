@@ -1,4 +1,4 @@
-"""What is known about data sets without torch: names, shapes, and the files that each needs.
+"""The data sets, as far as they are known without torch: names, shapes and files.
 
 A data set is in ``data.root``; null means ``$TOOLKIT_DATA``, and without that ``./data``. Compute nodes mostly have no
 internet, so files are looked for on the login node before a job is queued, and fetched there.
@@ -34,10 +34,11 @@ _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set: ``folder`` (below the root) and ``files`` (below that) must exist; neither for one without files.
+    """One data set.
 
-    ``shape`` is (channels, height, width) of a sample where ``data.image_size`` is null. ``classes`` is None where the
-    files determine the number. ``names`` are the classes' where they are not just numbers.
+    ``folder`` (below the root) and ``files`` (below that) must exist. A data set without files has neither. ``shape``
+    is (channels, height, width) of a sample where ``data.image_size`` is null. ``classes`` is None where the files
+    determine the number. ``names`` are the classes' where they are not just numbers.
     """
 
     shape: tuple[int, int, int]
@@ -70,7 +71,7 @@ def entry_of(name: str) -> Entry:
 
 
 def data_root(root: str | None) -> Path:
-    """Return the absolute path of the folder that ``data.root`` means, or of its copy on this node."""
+    """Return the absolute path that ``data.root`` means, or that of its copy on this node."""
     named = root or os.environ.get("TOOLKIT_DATA") or "data"
     try:
         return staged(Path(named).expanduser().absolute())
@@ -147,10 +148,10 @@ def text_files(root: str | None) -> list[Path]:
 
 
 def class_names(root: Path) -> list[str]:
-    """Return the classes of an image folder in order: the sub-folders of ``root/train`` and of ``root/val``.
+    """Return the classes of an image folder in order: the sub-folders of ``root/train``.
 
-    Both must have the same ones. A class's number is its place in the list, and would mean another class in evaluation.
-    Raises DataMissingError.
+    ``root/val`` must have the same ones. A class's number is its place in the list, and would mean another class in
+    evaluation. Raises DataMissingError.
     """
     names: list[list[str]] = []
     for split in _SPLITS:

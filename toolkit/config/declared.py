@@ -49,7 +49,7 @@ def declared(f: Any) -> Declared:
 
 @lru_cache(maxsize=16)
 def dataclass_in(source: PythonSource, name: str) -> type | None:
-    """Return a dataclass with the fields of the class ``name`` of ``source``; None where there is none.
+    """Return a dataclass with the fields of the class ``name`` of ``source``. None if that is no dataclass.
 
     Raises ConfigError, with the line, for a field whose type or default cannot be known without running the file.
     """
@@ -274,7 +274,7 @@ class _DataclassReader:
         raise self._unknown(node)
 
     def _item(self, node: ast.expr) -> Any:
-        """Return the type of the items of a list, a tuple, a mapping or a union."""
+        """Return the type of an item of a list, tuple, mapping or union. It must not be a dataclass."""
         hint = self._hint(node)
         if is_dataclass(hint):
             raise self._error(

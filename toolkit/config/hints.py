@@ -1,4 +1,7 @@
-"""The plain values that an annotation allows: texts, numbers, true and false, null, lists and mappings of them."""
+"""Tells which plain values an annotation allows.
+
+These are texts, numbers, true and false, null, and lists and mappings of them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def hints_of(schema: Any) -> dict[str, Any]:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; a type that is not a union is the only one."""
+    """Return the alternatives of a union. Any other type is the only one."""
     if hint is Any:
         return SCALARS
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -59,14 +62,17 @@ def kind_names(kinds: tuple[type, ...]) -> str:
 
 
 def check_word(key: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError, naming the key, for a value that is none of the words that ``hint`` allows."""
+    """Raise ConfigError for a value that is none of the words of ``hint``. The error names the key."""
     words = words_of(hint)
     if words and value is not None and value not in words:
         one_of(key, str(value), map(str, words))
 
 
 def container_of(hint: Any, *kinds: type) -> Any:
-    """Return the first member of ``hint`` that is one of ``kinds``: ``list[int]`` of ``int | list[int]``, or None."""
+    """Return the first member of ``hint`` that is one of ``kinds``, or None.
+
+    For ``int | list[int]`` and the kind ``list`` that is ``list[int]``.
+    """
     return next((member for member in members(hint) if get_origin(member) in kinds), None)
 
 

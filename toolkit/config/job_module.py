@@ -1,4 +1,4 @@
-"""The job's own file, found and read on the login node without an import: it imports torch."""
+"""Finds and reads the job's own file on the login node. It is not imported, because it imports torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JobFiles:
         return self._loops[job]
 
     def check(self, config: JobConfig) -> None:
-        """Do what :func:`check_job` does, once for all configs that are alike in what it looks at."""
+        """Call :func:`check_job`, once for all configs that are equal in the keys that it reads."""
         looked_at = (config.job, config.strategy.name, config.model.name)
         if looked_at not in self._checked:
             check_job(config, self._project)
@@ -72,14 +72,17 @@ def check_job(config: JobConfig, project: Path | None) -> None:
 
 
 def _job_classes(source: PythonSource, project: Path | None) -> list[ast.ClassDef]:
-    """Return the classes of a file that derive from ``toolkit.Job``, except those that others in it derive from."""
+    """Return the classes of a file that derive from ``toolkit.Job``. Base classes of others in it are left out."""
     derived = _derived(source, project or Path.cwd())
     above = {source.full_name(base) for node in derived.values() for base in node.bases}
     return [node for name, node in derived.items() if name not in above]
 
 
 def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
-    """Return all classes of a file that derive from ``toolkit.Job``, also through other files of the project."""
+    """Return all classes of a file that derive from ``toolkit.Job``.
+
+    A class may derive from it through other files of the project.
+    """
     derived: dict[str, ast.ClassDef] = {}
     for name, node in source.classes.items():  # a base class comes before the classes that derive from it
         bases = [source.full_name(base) for base in node.bases]
@@ -89,7 +92,7 @@ def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
 
 
 def _elsewhere(name: str, source: PythonSource, project: Path) -> PythonSource | None:
-    """Return the other file of the project in which ``name`` is a job's class; None if there is none."""
+    """Return the project's other file in which ``name`` is a job's class, or None."""
     module, _, kind = name.rpartition(".")
     path = module.lstrip(".")
     folders = [project, project / "src", source.path.parent]
@@ -104,9 +107,10 @@ def _elsewhere(name: str, source: PythonSource, project: Path) -> PythonSource |
 
 
 def params_source(source: PythonSource, project: Path | None) -> PythonSource:
-    """Return the file that declares the keys of the job in ``source``, as ``params_of`` finds them on a rank.
+    """Return the file that declares the keys of the job in ``source``.
 
-    That is the file itself, or without ``Params`` the one that has the class from which its job derives.
+    That is the file itself, or without ``Params`` the one that has the class from which its job derives. ``params_of``
+    finds the same keys on a rank.
     """
     folder = project or Path.cwd()
     if "Params" in source.classes or source.imports("Params"):
@@ -131,12 +135,15 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
 
 def is_job(job: str, project: Path | None = None) -> bool:
-    """True if the script uses the toolkit: it has its own loop or a job class. Raises ConfigError."""
+    """True if the script uses the toolkit, by its own loop or a job class. Raises ConfigError."""
     return is_loop(job, project) or bool(_job_classes(read_source(job_source(job, project)), project))
 
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
-    """Raise ConfigError where a job with its own step asks for a strategy of the toolkit, or the other way round."""
+    """Raise ConfigError where the job's step and ``strategy.name`` do not go together.
+
+    A job with its own step needs ``custom``, and ``custom`` needs such a job.
+    """
     own = "train_step" in [node.name for node in job.body if isinstance(node, ast.FunctionDef)]
     is_custom = config.strategy.name == "custom"
     if own and not is_custom:
@@ -205,7 +212,7 @@ def _spec(parts: list[str], project: Path) -> ModuleSpec | None:
 
 
 def _declared_models(tree: ast.Module) -> list[str] | None:
-    """Return the models that a job declares by its literal ``MODELS = (...)``; None without one.
+    """Return the models that a job declares by its literal ``MODELS = (...)``. None without one.
 
     ``"torchvision"`` among them stands for every classification model of torchvision.
     """
@@ -214,6 +221,7 @@ def _declared_models(tree: ast.Module) -> list[str] | None:
             continue
         if "MODELS" not in [target.id for target in node.targets if isinstance(target, ast.Name)]:
             continue
+        # Anything but a literal would have to be run.
         try:
             names = [str(name) for name in ast.literal_eval(node.value)]
         except (ValueError, TypeError):
@@ -230,5 +238,5 @@ def _declared_models(tree: ast.Module) -> list[str] | None:
 
 @lru_cache(maxsize=1)
 def torchvision_models() -> list[str]:
-    """Return the classification models of torchvision, from a list in this package: the import takes 7 s."""
+    """Return the classification models of torchvision. They are listed in this package: the import takes 7 s."""
     return Path(__file__).with_name("torchvision_models.txt").read_text().split()

@@ -1,4 +1,7 @@
-"""Reads the sources of a configuration: the site's file, a file and what it extends, ``key=value`` arguments."""
+"""Reads the sources of a configuration.
+
+These are the site's file, a file and what it extends, and ``key=value`` arguments.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class Layer:
 
 
 def site_layers(enabled: bool) -> list[Layer]:
-    """Return the layers of the site's file: none where it is absent, but an error where TOOLKIT_SITE names it."""
+    """Return the layers of the site's file; none if it is absent.
+
+    Raises ConfigError if TOOLKIT_SITE names a file that is absent.
+    """
     named = os.environ.get("TOOLKIT_SITE")
     path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
     # Path's own is_file raises for a HOME that is too long.
@@ -66,6 +72,7 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
     layer = Layer(str(path), root)
+    # `sweep` is no key of a config: keep it beside the layer.
     for key, value in layer.root.value:
         if isinstance(key, ScalarNode) and key.value == "sweep":
             layer.root.value.remove((key, value))
@@ -104,7 +111,7 @@ def override_layer(text: str) -> Layer:
 
 
 def sweep_of(path: Path) -> tuple[Layer, Node] | None:
-    """Return the section ``sweep`` of a file, or of the nearest that it extends; None where there is none."""
+    """Return the section ``sweep`` of a file, or of the nearest file that it extends. None without one."""
     found = [(layer, layer.sweep) for layer in file_layers(path, ()) if layer.sweep is not None]
     return found[-1] if found else None
 

@@ -1,4 +1,7 @@
-"""Reads the nodes of one layer as the keys and types of a schema; a misfit says the key, the line and what to write."""
+"""Reads the nodes of one layer as the keys and types of a schema.
+
+An error for a misfit names the key and the line, and says what to write.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
 
 def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
     """Return the plain value of a node, of the type ``hint``."""
+    # A key may take several forms, such as `int | list[int]`: the node decides.
     listed, mapping = container_of(hint, list, tuple), container_of(hint, dict)
     if listed is not None and isinstance(node, SequenceNode):
         try:
@@ -87,6 +91,7 @@ def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
     if mapping is not None and isinstance(node, MappingNode):
         each = get_args(mapping)[1]
         return {key: _value(layer, value, each, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
+    # No form is left for a scalar.
     if not kinds_of(hint):
         how = "a list: [first, second]" if listed is not None else "a mapping: {key: value}"
         raise layer.error(node, f"{full} is {how}")

@@ -88,6 +88,7 @@ def merged_layers(
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]
     for layer in layers:
         _merge(merged, read_section(layer, layer.root, JobConfig))
+    # The params of a run were checked when it was submitted, and its job's file may have changed since.
     if not site and project is None:
         for layer, node in given:
             _merge(merged["params"], read_mapping(layer, node, "params"))

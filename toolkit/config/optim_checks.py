@@ -1,4 +1,4 @@
-"""What a config may ask of the optimizer and its learning rate, checked without importing the optimizer."""
+"""Checks a config's optimizer and learning rate, without importing the optimizer."""
 
 from __future__ import annotations
 

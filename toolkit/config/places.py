@@ -1,4 +1,7 @@
-"""Whether the programs, folders and secrets that a config names exist, as far as the login node can tell."""
+"""Checks that a config's programs, folders and secrets exist.
+
+Only the login node is asked: the compute nodes may see other files.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from toolkit.slurm import container
 
 
 def check_places(config: JobConfig) -> None:
-    """Refuse a missing program or secret, and a folder that is missing or cannot be written. Raises ConfigError."""
+    """Refuse a missing program, secret or folder, and one that cannot be written. Raises ConfigError."""
     secret_values.check_sources(config.secrets)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)

@@ -27,6 +27,7 @@ def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate:
     sizes = mesh_of(config, ranks)
     stages, replicas = sizes.stages or 1, sizes.replicas or 1
     given, interleaved = config.pipeline.micro_batches, config.pipeline.schedule == "interleaved"
+    # Only interleaved gives a rank several stages.
     parts = stages * (config.pipeline.stages_per_rank if interleaved and stages > 1 else 1)
     split = config.pipeline.split
     if split and len(split) != parts - 1:

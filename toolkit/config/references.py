@@ -79,12 +79,12 @@ def final_value(value: Scalar, hint: Any, references: References, path: _Path) -
 
 
 def refers(text: str) -> bool:
-    """True if any ``${`` in ``text`` begins a reference: those after an odd number of backslashes do not."""
+    """True if any ``${`` in ``text`` begins a reference. After an odd number of backslashes it does not."""
     return any(len(match[1]) % 2 == 0 for match in _MARK.finditer(text))
 
 
 def escaped(value: Any) -> Any:
-    """Return ``value`` with every ``${`` in its texts marked as text: n backslashes before it become 2 n + 1."""
+    """Return ``value`` with every ``${`` in its texts marked as text. The n backslashes before it become 2 n + 1."""
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,7 @@
-"""The flags of sbatch that ``cluster.extra`` may hold: all but those that the toolkit sets or relies on.
+"""The flags of sbatch that ``cluster.extra`` may hold.
 
-sbatch_flags.txt lists all flags and says where they are from.
+These are all but those that the toolkit sets or relies on. sbatch_flags.txt lists all flags and says where they are
+from.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ def _check_value(where: str, flag: str, value: object) -> None:
 
 
 def check_hosts(key: str, text: str) -> None:
-    """Refuse a list of hosts that Slurm would read as other hosts: to Slurm ``n[1`` is a host ``n]``.
+    """Refuse a list of hosts that Slurm would read as other hosts.
 
-    A text with a slash is a file for sbatch, which holds a list. Raises ConfigError.
+    To Slurm ``n[1`` is a host ``n]``. A text with a slash is a file for sbatch, which holds a list. Raises ConfigError.
     """
     if "/" in text:
         if not Path(text).is_file():
@@ -153,7 +154,7 @@ def check_hosts(key: str, text: str) -> None:
 
 
 def _plugins_flags() -> frozenset[str]:
-    """Return the long names that this site's sbatch knows, also those of SPANK plugins; none without an sbatch."""
+    """Return the long names of the flags of this site's sbatch, SPANK plugins included. Empty without an sbatch."""
     try:
         return commands.Slurm().sbatch_flags()
     except SlurmError:

@@ -332,7 +332,7 @@ _reader = cache(attrgetter)
 
 
 def put(config: Any, parts: Sequence[str], value: Any) -> None:
-    """Set the value at a dotted key; below ``params`` and other mappings the last part is the mapping's key."""
+    """Set the value at a dotted key. Below ``params`` and other mappings the last part is the mapping's key."""
     for name in parts[:-1]:
         config = config[name] if isinstance(config, dict) else getattr(config, name)
     if isinstance(config, dict):

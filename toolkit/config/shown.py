@@ -1,4 +1,7 @@
-"""A run's config for reports and trackers, which others may read: as text by dotted key, without what may be secret."""
+"""A run's config as text by dotted key, for reports and trackers.
+
+Others may read these, so values that may be secret are not shown.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _EMPTY = ("", "[]", "{}", "null")
 
 
 def values_of(path: Path, damage: list[str]) -> dict[str, str]:
-    """Return the values in the config ``path`` by dotted key; those that may be secret are "(not shown)".
+    """Return the values in the config ``path`` by dotted key. Those that may be secret are "(not shown)".
 
     A file that cannot be read has none, and is named in ``damage``.
     """

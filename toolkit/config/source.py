@@ -16,7 +16,7 @@ _FOR_TOOLS = re.compile(r"#\s*(?:noqa|type: *ignore|pragma|fmt:|pylint:|pyright:
 
 
 def read_source(path: Path) -> PythonSource:
-    """Return the source of a file, parsed once as long as its bytes are the same.
+    """Return the source of a file, parsed once while its bytes stay the same.
 
     A sweep loads one config a point, all with the same job. Raises ConfigError.
     """
@@ -86,7 +86,7 @@ class PythonSource:
         return name in self._imported
 
     def comment_at(self, node: ast.stmt) -> str:
-        """Return the comment of a statement: after it, or in the lines before it that begin with ``#:``."""
+        """Return the comment of a statement. It stands after it, or in lines before it that begin with ``#:``."""
         # A statement of several lines may have its comment after the first or the last.
         last = node.end_lineno or node.lineno
         trailing = next((self._comments[line][1] for line in (last, node.lineno) if line in self._comments), "")
@@ -101,7 +101,7 @@ class PythonSource:
 
     @cached_property
     def _comments(self) -> dict[int, tuple[str, str]]:
-        """Return, by line, how the comment begins (``#:``, ``#``, or nothing after code), and its text."""
+        """Return the mark and the text of each comment, by line. After code the mark is empty, else such as ``#:``."""
         found = {}
         for token in tokenize.tokenize(io.BytesIO(self._content).readline):
             if token.type == tokenize.COMMENT:

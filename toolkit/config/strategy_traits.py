@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StrategyTraits(NamedTuple):
-    """What holds of a strategy. No trait has a default: whoever adds a strategy answers all of them."""
+    """What holds of a strategy. No trait has a default: a new strategy must state all of them."""
 
     same_state: bool
     """Its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,

@@ -1,4 +1,7 @@
-"""What a config may ask for between the gradients and the weights of a step, and of which strategy."""
+"""Checks what a config asks for between the gradients and the weights of a step.
+
+Many of these options go with some strategies only.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
             if (key, strategy.name) != ("clip_norm", "local_sgd"):
                 raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
             continue
+        # Clipping and pruning need the gradients and weights alone, which a single server has.
         if key not in ("clip_norm", "pruning"):
             why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
         elif key == "pruning" and served.mode != "sync":
@@ -86,6 +90,7 @@ def check_compression(config: JobConfig) -> None:
         raise ConfigError(
             f"strategy.find_unused: goes with strategy.name: ddp only, and not with {other}; leave it out"
         )
+    # fsdp and zero reduce the gradients themselves: only the number format can be chosen.
     goes_with_shards = kind == "bf16" and strategy.name in ("fsdp", "zero")
     if kind != "none" and strategy.name != "ddp" and not goes_with_shards:
         raise ConfigError(

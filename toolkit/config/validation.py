@@ -224,7 +224,7 @@ def _check_texts(config: JobConfig) -> None:
 
 
 def _check_strategy(strategy: StrategyConfig) -> None:
-    """Refuse keys for the strategies that do not use them, instead of ignoring them silently."""
+    """Refuse keys that the chosen strategy does not use, instead of ignoring them silently."""
     if strategy.cpu_offload and strategy.name != "fsdp":
         raise ConfigError(
             f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "

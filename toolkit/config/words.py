@@ -33,16 +33,19 @@ def within(key: str, value: float | None, least: float, most: float) -> None:
 
 
 def is_one_line(text: str, also: str = "") -> bool:
-    """True if ``text`` has no line break or other control character except those in ``also``, and can be UTF-8."""
+    """True if ``text`` has no line break or other control character, and can be UTF-8.
+
+    The characters in ``also`` are allowed.
+    """
     if text.isprintable():  # such a text has none of these characters
         return True
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)
 
 
 def tensor_style(key: str, style: str, valid: Iterable[str]) -> tuple[str, int]:
-    """Return the kind of a style of ``strategy.tensor_plan``, and the parts it cuts: three for ``colwise:3``.
+    """Return the kind of a style of ``strategy.tensor_plan``, and its number of parts.
 
-    Raises ConfigError.
+    These are three for ``colwise:3``. Raises ConfigError.
     """
     kind, colon, parts = style.partition(":")
     if not colon or kind != "colwise":

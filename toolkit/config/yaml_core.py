@@ -37,20 +37,23 @@ class _YamlLoader(yaml.SafeLoader):
     """A loader in Python. The one in C crashes the process where brackets nest too deep."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deep nesting, which no config needs: each bracket costs as much time as all those around it."""
+        """Refuse deep nesting, which no config needs. Each bracket costs as much time as all those around it."""
         if self.flow_level >= 50:
             raise yaml.YAMLError("its brackets nest too deep")
         super().fetch_flow_collection_start(token)
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """A dumper that quotes what YAML 1.1 or 1.2 would take for something other than text."""
+    """A dumper that quotes texts which YAML 1.1 or 1.2 would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Write a text, escaped where a character is not printable: in other styles some of them are line breaks."""
+        """Write a text, with escapes for characters that are not printable.
+
+        In other styles some of these are line breaks.
+        """
         return self.represent_scalar(_PREFIX + "str", data, style=None if data.isprintable() else '"')
 
 
@@ -73,7 +76,10 @@ def compose(text: str) -> Node | None:
 
 
 def dump(value: Any) -> str:
-    """Return ``value``, made of mappings, lists and scalars, as block YAML in which every text stays on its line."""
+    """Return ``value`` as block YAML in which every text stays on its line.
+
+    ``value`` is made of mappings, lists and scalars.
+    """
     text: str = yaml.dump(value, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=2**31 - 1)
     return text
 
@@ -101,7 +107,7 @@ def scalar_of(node: ScalarNode) -> Scalar:
 
 
 def pairs_of(node: MappingNode) -> Pairs:
-    """Return the keys of a mapping as they are written, each with its node and its value's.
+    """Return the keys of a mapping as written, each with its node and its value's.
 
     Merged keys (``<<``) come first. Raises ValueError for a key that is there twice, and for one that is not a single
     word.

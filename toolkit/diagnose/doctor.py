@@ -139,6 +139,7 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
         profile = read_site(slurm).replace(versions=versions())
     except (RequestError, SlurmError) as error:
         return None, f"the site cannot be read: {error}"
+    # A proof takes a job, which this reading has not run.
     earlier = site_profile.read()
     if earlier is not None and earlier[0].cluster == profile.cluster:
         profile = profile.replace(**earlier[0].given("proofs", "proven"))
@@ -165,7 +166,7 @@ def prove_site(
 
 
 def written(profile: SiteProfile) -> str:
-    """Write the profile; return a line that says where, or why not."""
+    """Write the profile. Return a line that says where, or why not."""
     try:
         return f"site profile: {site_profile.write(profile)}"
     except OSError as error:

@@ -48,6 +48,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
     log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))
     trial = _ProofRun(run, profile)
+    # Also Ctrl-C must leave no job behind.
     try:
         trial.play()
     finally:
@@ -130,7 +131,7 @@ class _ProofRun:
         self._add("file times", abs(ahead) < LATE_S, f"{ahead:+.2f} s against a node's clock", {"ahead_s": ahead})
 
     def _stop_by_signal(self) -> bool:
-        """Send the signal that Slurm sends before a time limit; True if the supervisor has ended the attempt for it."""
+        """Send the signal that Slurm sends before a time limit. True if the attempt has saved and ended."""
         sent = time.monotonic()
         self._slurm.cancel(self._run.job_id, signal="USR2", batch=True)
         self._await(lambda: bool(self._dir.attempts()) or self._is_over(), STOP_S)
@@ -142,7 +143,7 @@ class _ProofRun:
         return has_saved
 
     def _come_back(self) -> None:
-        """Wait until the run has come back, by a requeue or a follow-up job, and has ended well."""
+        """Wait until the run has come back and ended well. A requeue or a follow-up job brings it back."""
         ended, name = time.monotonic(), "coming back"
         self._await(self._is_over, self._profile.requeue_delay_s + RETURN_S, lambda: self._run.job_now)
         attempts, took_s = self._dir.attempts(), time.monotonic() - ended
@@ -161,6 +162,7 @@ class _ProofRun:
         if self._follower is None:
             self._follower, _ = submit_follower(self._dir.path, self._run.job_id, len({*measured.hosts}))
         path = self._dir.path / FOLLOWED
+        # Without a job there is nothing to wait for.
         self._await(path.exists, RETURN_S if self._follower else 0.0, lambda: self._follower)
         followed = Followed.read_or_none(path)
         if followed is None:
@@ -170,6 +172,7 @@ class _ProofRun:
         self._add("follow-up job", True, "started after the run")
         if followed.shrunk_s is None:
             why = followed.why.partition("\n")[0]
+            # On one node no loss could be tried: that is no failure.
             self._add("srun after a loss", False if followed.nodes > 1 else None, why)
             return
         text = f"a step ran on the node that is left after {followed.shrunk_s:.1f} s"
@@ -195,9 +198,9 @@ class _ProofRun:
     def _await(
         self, is_true: Callable[[], bool], limit_s: float | None, job: Callable[[], str | None] = lambda: None
     ) -> None:
-        """Wait until it is true, for ``limit_s`` at most, beyond the time that ``job`` waits in the queue.
+        """Wait until the condition is true, for ``limit_s`` at most.
 
-        Reading the folder makes NFS look for new files.
+        The time that ``job`` waits in the queue does not count. Reading the folder makes NFS look for new files.
         """
         began = ask_at = time.monotonic()
         deadline = None if limit_s is None else began + limit_s

@@ -48,6 +48,7 @@ def _step_after_loss(hosts: list[str], run_dir: Path) -> tuple[float | None, str
         Slurm().release_nodes(os.environ["SLURM_JOB_ID"], keep=hosts[0])
     except SlurmError as error:
         return None, f"Slurm gives no nodes back: {error}"
+    # The step must run on the node that is left: srun takes its hosts from this file.
     host_file = run_dir / "follower-hosts"
     fsio.write_atomic(host_file, f"{hosts[0]}\n")
     argv = srun_argv(SrunStep(["true"], hosts[:1], 1, None, overlap=True))

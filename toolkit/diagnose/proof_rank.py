@@ -1,4 +1,4 @@
-"""``python -m toolkit.diagnose.proof_rank``: a rank of the run by which `toolkit doctor --prove` tries a site out.
+"""``python -m toolkit.diagnose.proof_rank``: a rank of the run that `toolkit doctor --prove` submits.
 
 The first attempt measures, submits a follow-up job from its node, and makes steps until it is stopped. The attempt that
 resumes ends the run.

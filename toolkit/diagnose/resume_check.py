@@ -1,4 +1,4 @@
-"""`toolkit resume-check`: whether a run of this config that is killed and resumed equals an undisturbed run.
+"""`toolkit resume-check`: compares a killed and resumed run of a config with an undisturbed one.
 
 The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
 does. In both runs `toolkit.train.trace` records what every rank was given and computed, in every step.

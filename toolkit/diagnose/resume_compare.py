@@ -20,7 +20,7 @@ CURVES = ("train/loss", "train/lr")
 
 @dataclass(frozen=True)
 class WitnessRecord:
-    """The traces of one run: by step, a line of each rank that took part, from the latest attempt."""
+    """The traces of one run. ``steps`` has, by step and rank, the line of the latest attempt."""
 
     steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
     conditions: Sequence[Mapping[str, Any]]
@@ -47,7 +47,10 @@ def read(run: RunDir) -> WitnessRecord:
 
 
 def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str) -> CheckReport:
-    """Compare the two records, step by step, then the bytes of the last checkpoints and the curves."""
+    """Compare the two records step by step. Then compare the bytes of the last checkpoints, and the curves.
+
+    The latter are compared only if no step differs and every bit must be equal.
+    """
     attempts = disturbed.attempts()
     if len(attempts) < 2:
         raise JobFailedError(
@@ -89,6 +92,7 @@ def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, 
     mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
     if not mine or not other:
         return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
+    # Samples may have been on other ranks: compare them by their positions in the global batch.
     if not exact:
         one, two = _by_position(mine), _by_position(other)
         if one.keys() != two.keys():

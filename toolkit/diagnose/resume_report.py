@@ -26,7 +26,7 @@ RECORDED = {
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """One interruption: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
+    """One interruption of a run of ``steps`` steps. ``how`` is ``kill`` or ``stop``, ``step`` None is at random."""
 
     steps: int = 60
     how: str = "kill"

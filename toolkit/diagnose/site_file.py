@@ -1,4 +1,4 @@
-"""The first defaults of a site: a commented site.yaml, made from the site profile by `toolkit init`."""
+"""The first defaults of a site: a commented site.yaml. `toolkit init` makes it from the site profile."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRe
 
 
 def _example(part: PartitionRecord) -> Iterator[str]:
-    """Yield a config of a job that takes whole nodes, as a comment: sizes belong into the config of each job."""
+    """Yield, as a comment, a config of a job that takes whole nodes. Sizes belong into the config of each job."""
     memory = f", {part.memory_mb / 1024:.0f} GiB" if part.memory_mb else ""
     gpus = f", {part.gpus} GPUs {part.gpu_type or ''}".rstrip() if part.gpus else ""
     yield f"# A job on whole nodes of {part.name} ({part.cpus} CPUs{memory}{gpus}) has in its own config:"

@@ -72,7 +72,7 @@ def proof_lines(profile: SiteProfile) -> Iterator[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """Return the lines of a text in a terminal's width; all in one line where the output is no terminal."""
+    """Return the lines of a text in the terminal's width. It is one line where the output is no terminal."""
     if not sys.stdout.isatty():
         return [text]
     return wrap(text, max(40, shutil.get_terminal_size().columns - 1), subsequent_indent="  ", break_on_hyphens=False)

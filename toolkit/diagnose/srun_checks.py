@@ -1,4 +1,4 @@
-"""The checks of nodes by an srun step: every task makes them once, and its labeled output is the answer.
+"""Checks nodes by an srun step. Every task makes the checks once, and its labeled output is the answer.
 
 So only what srun reaches must be reachable, and no disk is asked: it may be the faulty part.
 """

@@ -1,4 +1,7 @@
-"""Versions of what a run uses on this machine, read from files and packages: torch itself is not loaded."""
+"""Finds the versions of the programs and packages that a run uses on this machine.
+
+They are read from files and packages: torch itself is not loaded.
+"""
 
 from __future__ import annotations
 

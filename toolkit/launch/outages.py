@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T | None:
-    """Return ``call()``, retried while Slurm does not answer; None when it refuses, or patience has run out."""
+    """Return ``call()``, retried for ``wait_s`` while Slurm does not answer.
+
+    Return None when Slurm refuses or ``wait_s`` is over. ``what`` says what is not known or not done then, for the log.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -58,7 +58,7 @@ class SlurmCommands(Protocol):
         ...
 
     def user_jobs(self) -> list[JobStatus]:
-        """Return all jobs of this user that the controller knows, those that have just ended included. One call."""
+        """Return all jobs of this user that the controller knows, ended ones included. One call."""
         ...
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
@@ -124,14 +124,14 @@ class SlurmCommands(Protocol):
         ...
 
     def drained(self, node_list: str) -> dict[str, str]:
-        """Return the reason for each of these nodes that takes no new jobs (DRAIN), with who gave it.
+        """Return the reason of each of these nodes that takes no new jobs (DRAIN).
 
-        Asks once for all nodes.
+        The reason names who gave it. Asks once for all nodes.
         """
         ...
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
-        """Give back the nodes of a running job except the node list ``keep``, where steps go on.
+        """Give back the nodes of a running job except the node list ``keep``. Steps go on there.
 
         A requeued job gets as many nodes as it was submitted with. A site may refuse this (``disable_job_shrink``).
         """
@@ -150,7 +150,7 @@ class SlurmCommands(Protocol):
         ...
 
     def clock(self) -> float:
-        """Return the controller's time, by which a job's times are measured, in seconds since the epoch."""
+        """Return the controller's time in seconds since the epoch. A job's times are by its clock."""
         ...
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
@@ -239,12 +239,12 @@ class Slurm:
         self._run(["scancel", *options, f"{job_id}.{step}" if step is not None else job_id])
 
     def find_step(self, job_id: str, name: str) -> str | None:
-        try:  # of squeue the controller would be asked for every step of the cluster
+        try:  # squeue would ask the controller for every step of the cluster
             answer = self._run(["scontrol", "show", "step", job_id])
         except ProgramRefusedError as error:
             if error.stderr.strip() and not error.says("Invalid job id"):
                 raise
-            return None  # that there is no step it says on stdout
+            return None  # scontrol says on stdout that there is no step
         return next((number for number, step_name in _STEP.findall(answer) if step_name == name), None)
 
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
@@ -293,7 +293,7 @@ class Slurm:
         return True
 
     def sbatch_flags(self) -> frozenset[str]:
-        """Return the long names of all options that sbatch lists, including those of the site's plugins."""
+        """Return the long names of all options that sbatch lists. Those of the site's plugins are among them."""
         return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", self._run(["sbatch", "--help"])))
 
     def settings(self) -> Settings:
@@ -342,8 +342,6 @@ class Slurm:
         if time_of_answer is None:
             raise SlurmError(f"sdiag does not say what time it is: {answer[:200]!r}")
         return float(time_of_answer[1])
-
-    # ------------------------------------------------------------------------------------------------- asking
 
     # ------------------------------------------------------------------------------------------------ running
 

@@ -78,8 +78,8 @@ class Container:
     def command(self, module: Sequence[str]) -> list[str]:
         """Return the command that runs ``python -m module`` inside, with the image's own Python.
 
-        Of the host only the run's code is on its path. Packages below the user's home are left out: they were made for
-        another Python.
+        The run's code is the only folder of the host on its path. Packages below the user's home are left out: they
+        were made for another Python.
         """
         inside = ["env", f"PYTHONPATH={self.code}", "PYTHONNOUSERSITE=1", "python3", "-P", "-m", *module]
         if self.is_a_step:

@@ -62,7 +62,7 @@ _STEP_OPTION_FAMILIES = (
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an ``srun`` inside an allocation, which gets all options on its command line."""
+    """Return the environment for an ``srun`` inside an allocation. Its command line gives all options."""
     return {
         name: value
         for name, value in environ.items()

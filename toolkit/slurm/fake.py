@@ -1,8 +1,9 @@
-"""An in-memory Slurm for tests: the protocol of `toolkit.slurm.commands.Slurm`, with a clock that the test sets.
+"""An in-memory Slurm for tests, with a clock that the test sets.
 
-It schedules and runs nothing. A job stays pending until the test calls `FakeSlurm.start`, and time stands still until
-the test calls `FakeSlurm.advance`. What follows from that (time limits, the end of a preemption's grace time, the delay
-of a requeue, COMPLETING before the end, refusals) is as on a real Slurm with its default settings::
+It has the protocol of `toolkit.slurm.commands.Slurm`. It schedules and runs nothing. A job stays pending until the test
+calls `FakeSlurm.start`, and time stands still until the test calls `FakeSlurm.advance`. What follows from that (time
+limits, the end of a preemption's grace time, the delay of a requeue, COMPLETING before the end, refusals) is as on a
+real Slurm with its default settings::
 
     slurm = FakeSlurm()
     job = slurm.sbatch(["--time=10", "job.sh"])
@@ -275,7 +276,7 @@ class FakeSlurm(_FakeJobs):
         self._set(self._running(job_id), preempt_time=self.now, end_time=self.now + grace_s)
 
     def fail_node(self, job_id: str) -> None:
-        """Let a node die: the job is requeued, or ends with NODE_FAIL where it may not be."""
+        """Let a node die. The job is requeued, or ends with NODE_FAIL where it may not be."""
         row = self._running(job_id)
         if row.can_requeue:
             self._put_back(row)
@@ -334,7 +335,7 @@ _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")
 
 
 def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[JobRow]:
-    """Return the job of an sbatch call, or the elements of its array, whose ids begin with ``first``."""
+    """Return the job of an sbatch call, or the elements of its array. The first id is ``first``."""
     options = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
     array = options.get("--array", "").partition("%")[0]
     # A job without an array is one element without an index; ``0-3,7%2`` has five, in Slurm's order.

@@ -77,10 +77,10 @@ _NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A", "Unknown"})
 
 
 def parse_jobs(text: str) -> list[JobRow]:
-    """Return the jobs in the output of ``scontrol show job``, in its form of several lines.
+    """Return the jobs in the output of ``scontrol show job``, without ``--oneliner``.
 
-    Not ``--oneliner``: there a comment such as ``x JobState=FAILED`` would read as a field. Here a free text ends where
-    its line ends. Of a field that appears twice the first, Slurm's own, counts.
+    With it a comment such as ``x JobState=FAILED`` would read as a field. Here a free text ends where its line ends. If
+    a field appears twice, the first counts: it is Slurm's own.
     """
     return [_row(_fields(record)) for record in re.split(r"\n(?=JobId=)", text) if record.startswith("JobId=")]
 
@@ -159,7 +159,7 @@ def _memory_of_node(fields: Mapping[str, str]) -> int | None:
 
 
 def _bytes(text: str) -> int:
-    """Return the bytes of ``500M`` or ``1.50G``; a bare number is in MiB. 0 for what is none."""
+    """Return the bytes of ``500M`` or ``1.50G``; a bare number is in MiB. Return 0 for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTP]?)", text)
     return round(float(match[1]) * 1024 ** ("KMGTP".index(match[2] or "M") + 1)) if match else 0
 
@@ -257,5 +257,5 @@ def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, J
 
 
 def present_of(rows: Sequence[Row]) -> Row | None:
-    """Return the first row of a job that is not over, else the last; None without rows."""
+    """Return the first row of a job that is not over, else the last. Return None without rows."""
     return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

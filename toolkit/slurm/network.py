@@ -95,11 +95,11 @@ def reachable_at(address: str) -> str:
 
 
 def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> str:
-    """Return the address of ``here``, this node, on the network that its ranks on ``hosts`` share.
+    """Return this node's address on the network that the ranks on ``hosts`` share.
 
-    For one node it is the loopback. What listens there is not offered to other networks. If the host names lead to more
-    than one network, or to none, it is the wildcard, with a warning. Only the first and the last of the other hosts are
-    looked up: a look-up of each would take long.
+    ``here`` is this node. For one node the address is the loopback: what listens there is not offered to other
+    networks. If the host names lead to more than one network, or to none, it is the wildcard, with a warning. Only the
+    first and the last of the other hosts are looked up: a look-up of each would take long.
     """
     # A single node's ranks need no network.
     others = [host for host in hosts if host != here]
@@ -119,7 +119,7 @@ def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
 
 
 def plain_address(address: str) -> str:
-    """Return ``address`` without its scope, and as IPv4 where it is an IPv4 one in an IPv6 form."""
+    """Return ``address`` without its scope. An IPv4 address in an IPv6 form becomes IPv4."""
     parsed = ipaddress.ip_address(_plain(address))
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return str(mapped or parsed)
@@ -157,7 +157,7 @@ def rank_network_environment(
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the directories in ``folder`` in natural order (mlx5_2 before mlx5_10); none if it does not exist."""
+    """Return the directories in ``folder`` in natural order (mlx5_2 before mlx5_10), if it exists."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path.name))
@@ -218,7 +218,7 @@ _ELSEWHERE = (socket.AF_INET, "192.0.2.1")
 
 
 def _source_address(peer: str) -> str:
-    """Return our address on the way to ``peer``, by the first of its addresses that has a route."""
+    """Return our address on the way to ``peer``. The first of the peer's addresses with a route counts."""
     failures = []
     try:
         resolved = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, derived from the variables that its launcher has set.
+"""Derives this process's place among the ranks from its launcher's variables.
 
 The innermost launcher wins: torchrun (or the supervisor's explicit variables), then MPI, then an srun step, then alone.
 Only variables of *one* launcher are ever combined: under ``srun torchrun`` SLURM_PROCID numbers the agents, and under
@@ -146,11 +146,11 @@ def rank_environment(
 
 
 def launch_key(environ: Environ) -> str | None:
-    """Return a name that all ranks of this launch derive, and no other launch; ``None`` if there is none.
+    """Return a name that all ranks of this launch derive, and no other launch.
 
-    It keys a rendezvous without a supervisor. It holds the port and address that this step's srun listens on, because
-    job ids start at 1 again in a fresh cluster and two steps of a job run side by side. Plain MPICH passes nothing
-    unique.
+    Return None if there is none. It keys a rendezvous without a supervisor. It holds the port and address that this
+    step's srun listens on, because job ids start at 1 again in a fresh cluster and two steps of a job run side by side.
+    Plain MPICH passes nothing unique.
     """
     if _is_torchrun(environ):
         return _join_key("torchrun", environ, TORCHRUN.key)
@@ -208,9 +208,10 @@ def _innermost(environ: Environ) -> Launch | None:
 
 
 def _is_torchrun(environ: Environ) -> bool:
-    """True if RANK and its companions are a launch of their own, no echo of the srun step.
+    """True if RANK and its companions are a launch of their own.
 
-    MASTER_ADDR, MASTER_PORT or WORLD_SIZE without RANK were exported by hand; no launcher set them.
+    False if they are a copy of the srun step's numbers. MASTER_ADDR, MASTER_PORT or WORLD_SIZE without RANK were
+    exported by hand; no launcher set them.
     """
     rank = number(environ, "RANK")
     if rank is None:
@@ -233,13 +234,16 @@ def _is_torchrun(environ: Environ) -> bool:
 
 
 def _mpi_launches(environ: Environ) -> list[Launch]:
-    """Return the kinds of mpirun that started this process, without those whose variables the srun step itself set."""
+    """Return the kinds of mpirun that started this process.
+
+    Those whose variables the srun step itself set are left out.
+    """
     present = [launch for launch in (OPEN_MPI, MVAPICH, MPICH) if environ.get(launch.rank)]
     return [launch for launch in present if not _is_of_step(environ, launch)]
 
 
 def _is_of_step(environ: Environ, mpi: Launch) -> bool:
-    """True if srun's own PMI plugin set the variables of ``mpi``: then there is one launch, the step."""
+    """True if srun's own PMI plugin set the variables of ``mpi``. Then there is one launch, the step."""
     step_rank, step_size = _step_rank_and_size(environ)
     if step_rank is None or step_size is None:
         return False

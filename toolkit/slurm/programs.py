@@ -30,7 +30,7 @@ class ProgramRefusedError(_ProgramError, SlurmRefusedError):
 
 
 class _NoAnswerError(_ProgramError):
-    """The controller did not answer: it restarts, is overloaded, or cannot be reached over the network."""
+    """The controller did not answer. It restarts, is overloaded, or cannot be reached over the network."""
 
 
 #: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 25.11).

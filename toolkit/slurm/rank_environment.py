@@ -1,4 +1,4 @@
-"""The one rank shim: the variables of torch, NCCL, gloo and OpenMP, decided by each rank on its own node.
+"""Decides, on each rank's own node, on its variables for torch, NCCL, gloo and OpenMP.
 
 All ranks use it, those of foreign scripts too, under every launcher. It loads nothing heavy: a foreign rank pays for
 it before its own imports.
@@ -14,7 +14,7 @@ from toolkit.slurm.placement import Placement
 
 
 def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int) -> dict[str, str]:
-    """Return the variables of torch, NCCL, gloo and OpenMP for this node, without those that the user has set."""
+    """Return the variables of torch, NCCL, gloo and OpenMP for this node. Those that the user has set are left out."""
     values = placement.rank_environment(place)
     # A supervised launch without an address: the supervisor runs where srun runs.
     if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:

@@ -1,4 +1,4 @@
-"""What each launcher tells its ranks: a table of variables, with one reader for all of its rows.
+"""What each launcher tells its ranks: a table of variables, and one reader.
 
 Sources: srun(1) OUTPUT ENVIRONMENT VARIABLES and ``_exec_task`` of slurmstepd (het steps number nodes and tasks
 globally); torch's ``LocalElasticAgent``; PRRTE's and Open MPI's ``OMPI_COMM_WORLD_*``; ``pmixp_info_set`` and
@@ -19,7 +19,7 @@ from toolkit.slurm.variables import Environ, Number, number, refusal, required
 
 @dataclass(frozen=True)
 class Launch:
-    """One launcher's variables. Of several names for one number, the first that is set counts."""
+    """One launcher's variables. Where a number has several names, the first that is set counts."""
 
     launcher: str  #: as in `toolkit.slurm.placement.Placement`
     advice: str  #: what to do where the variables contradict each other
@@ -189,7 +189,10 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
 
 
 def _implied_local_size(environ: Environ, rank: Number, world_size: Number) -> Number:
-    """Return the ranks of this node, from the number of nodes or a MASTER_ADDR that is this machine."""
+    """Return the number of ranks on this node.
+
+    It follows from the number of nodes, or from a MASTER_ADDR that is this machine.
+    """
     # One node has all ranks; as many nodes as ranks have one each.
     nodes = number(environ, *TORCHRUN.nodes)
     if nodes is not None and nodes.value in (1, world_size.value):

@@ -1,4 +1,7 @@
-"""Ask a node's slurmd whether the node is alive, long before Slurm itself gives it up (SlurmdTimeout, 300 s)."""
+"""Asks a node's slurmd whether the node is alive, long before Slurm gives it up.
+
+Slurm itself waits for SlurmdTimeout, 300 s by default.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] |
 
 
 def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set[str]]:
-    """Return the hosts that accept a connection, and those that refuse it or do not answer."""
+    """Return the hosts that accept a connection, and those that do not.
+
+    The latter refuse it or do not answer. A host that could not be asked is in neither set.
+    """
     there, silent = set[str](), set[str]()
 
     def note(host: str, error: int | None) -> None:

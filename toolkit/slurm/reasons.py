@@ -84,7 +84,7 @@ def in_words(reason: str) -> str:
 
 
 def expected_start(start: float | None, now: float) -> str:
-    """Return when a pending job is expected to start, as a local time; empty if that is unknown or past."""
+    """Return the local time at which a pending job is expected to start. Empty if it is unknown or past."""
     if start is None or start <= now:
         return ""
     form = "%H:%M" if start - now < 12 * 3600 else "%a %d %b %H:%M"

@@ -1,10 +1,10 @@
-"""Slurm's answer about all jobs of this user, asked for once and shared by all processes of the user.
+"""Slurm's answer about all jobs of this user, shared by all of the user's processes.
 
 The answer is a small file in the user's cache folder, one for each cluster. A process that needs a newer one first
 writes there that it asks, then asks, then writes the answer. The others read it. So Slurm is asked at most once in
 `every_s` seconds, however many processes watch however many runs. No lock is held while Slurm is asked: a process that
-is killed or stopped meanwhile delays the next question, and blocks nobody. Without a folder to write to each process
-asks for itself, as rarely.
+is killed or stopped meanwhile delays the next question, and blocks no other process. Without a folder to write to,
+each process asks for itself, at the same intervals.
 
 An answer that fails or does not come says nothing about any job: unknown never means "dead".
 """
@@ -61,7 +61,7 @@ class QueueAnswer(FileRecord):
     gone: Mapping[str, Annotated[float, MOMENT]] = field(default_factory=dict)  #: unknown to all, and since when
 
     def statuses(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
-        """Return the status of each job, None where Slurm does not know it. Jobs that it was not asked for lack."""
+        """Return the status of each job, None where Slurm does not know it. Jobs not asked about are missing."""
         found = rows_by_id(job_ids, parse_statuses("\n".join((*self.jobs, *self.ended))))
         return {job_id: status for job_id, status in found.items() if status is not None or job_id in self.gone}
 
@@ -83,7 +83,7 @@ class SharedQueue:
         self._own = QueueAnswer()  #: the answer where no file can be written
 
     def show_jobs(self, job_ids: Iterable[str], every_s: float = FRESH_S) -> dict[str, JobStatus | None]:
-        """Return the status of each job, by an answer that may be up to ``every_s`` old.
+        """Return the status of each job. The answer may be up to ``every_s`` old.
 
         None means that neither the controller nor accounting knows the job. A job that is missing was submitted after
         the answer, and will be in the next one. Raises SlurmError while Slurm does not answer.
@@ -105,7 +105,7 @@ class SharedQueue:
         return answer.statuses(wanted)
 
     def _is_due(self, answer: QueueAnswer, every_s: float) -> bool:
-        """True if Slurm may be asked now: not too often, and not while another process asks."""
+        """True if Slurm may be asked now. It is not asked too often, nor while another process asks."""
         age_s = self._now() - answer.asked
         if age_s < -ANSWER_S:  # from the clock of a node that is ahead
             return True
@@ -187,7 +187,10 @@ def of_user(slurm: SlurmCommands | None = None) -> SharedQueue:
 
 
 def _cluster(environ: Mapping[str, str]) -> str:
-    """Return a name for the cluster that Slurm's programs speak to here: login nodes of several may share a home."""
+    """Return a name for the cluster that Slurm's programs speak to here.
+
+    Login nodes of several clusters may share a home.
+    """
     program = shutil.which("squeue", path=environ.get("PATH")) or ""
     places = ["/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf"]
     beside = Path(program).resolve().parent.parent / "etc/slurm.conf"

@@ -1,6 +1,7 @@
-"""Reads a cluster's limits and settings, as far as a normal user may: a handful of calls, none of them per job or node.
+"""Reads a cluster's limits and settings, as far as a normal user may.
 
-What cannot be read is a note in the profile, and never an error: accounting may be off, sacctmgr missing or denied.
+It takes a handful of calls, none of them per job or node. What cannot be read is a note in the profile, and never an
+error: accounting may be off, sacctmgr missing or denied.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def _partitions(text: str) -> Partitions:
     """Return what `scontrol show partition` says."""
     records = []
     for block in re.split(r"\n\s*\n", text):
+        # A value ends at a space, and may contain further ``=``: ``TRES=cpu=64,node=2``.
         pairs = dict(re.findall(r"([A-Za-z]\w*)=(\S*)", block))
         if not pairs.get("PartitionName"):
             continue
@@ -198,7 +200,7 @@ _GPU = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
 
 
 def _shapes(text: str) -> Shapes:
-    """Return by partition the size of a node, of the kind that most of its nodes are."""
+    """Return the size of a partition's nodes, by its name. The kind with the most nodes counts."""
     most: dict[str, int] = {}
     shapes: Shapes = {}
     for line in text.splitlines():
@@ -206,6 +208,7 @@ def _shapes(text: str) -> Shapes:
         if len(columns) != 5:
             continue
         name, count = columns[0], _number(columns[1]) or 0
+        # A partition with different kinds of nodes has a line for each kind.
         if count > most.get(name, 0):
             most[name] = count
             gpu = _GPU.search(columns[4])

@@ -1,7 +1,7 @@
-"""The site profile: what `toolkit doctor` has read and proven of a cluster, dated, in a file of the user.
+"""The site profile: what `toolkit doctor` has read and proven of a cluster.
 
-It lies beside the site's defaults (``$TOOLKIT_SITE``, else ``~/.config/toolkit``). A profile that is damaged, old or of
-another cluster is named in the log, and never the reason that something fails.
+It is a dated file of the user, and lies beside the site's defaults (``$TOOLKIT_SITE``, else ``~/.config/toolkit``). A
+profile that is damaged, old or of another cluster is named in the log, and never the reason that something fails.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class SiteProfile(FileRecord):
         return self.age_s > OLD_S
 
     def partition(self, name: str | None) -> PartitionRecord | None:
-        """Return the partition of this name, without a name the default one; None where there is none."""
+        """Return the partition of this name. Without a name return the default one, None where there is none."""
         return next((p for p in self.partitions if (p.name == name if name else p.is_default)), None)
 
     def preemption(self, partition: PartitionRecord) -> str | None:
-        """Return what a preemption does to a job of ``partition``, in Slurm's word; None where there is none."""
+        """Return what a preemption does to a job of ``partition``, in Slurm's word. None where there is none."""
         if self.preempt_type == "preempt/none":
             return None
         if self.preempt_type == "preempt/partition_prio" and partition.tier == max(p.tier for p in self.partitions):

@@ -1,4 +1,4 @@
-"""The states of a Slurm job, each classed by one question: can the job still run?
+"""Classifies the states of a Slurm job by one question: can the job still run?
 
 Source: the JOB STATE CODES of squeue(1) and sacct(1), 22.05 to 24.11. Several states look like an end and are none
 (COMPLETING, REQUEUED, SPECIAL_EXIT): a job that is taken for finished too early gets resubmitted beside itself.

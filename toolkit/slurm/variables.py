@@ -1,4 +1,4 @@
-"""Reads whole numbers from environment variables, each with the name of its variable, which errors show."""
+"""Reads whole numbers from environment variables. Each keeps the name of its variable, which errors show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Number:
-    """A number and where it came from, so that errors and ``toolkit env`` can say so."""
+    """A number and where it came from. Errors and ``toolkit env`` show the source."""
 
     value: int
     source: str

@@ -22,11 +22,15 @@ from toolkit.sweep.states import PointStanding
 
 
 def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> list[str]:
-    """Submit these points again, each to go on from its run's last checkpoint; return the ids of the arrays."""
+    """Submit these points again and return the ids of the arrays.
+
+    Each goes on from its run's last checkpoint. Raises RequestError for a sweep without its record.
+    """
     record = sweep.record()
     if record is None:
         raise RequestError(f"sweep {sweep.name}: {sweep.path / 'sweep.json'} is missing; submit the sweep again")
     points = [each.point for each in again]
+    # The points run where the newest list of the sweep ran.
     newest = [each for array in reversed(sweep.arrays()) if (each := array.record()) is not None]
     if newest and newest[0].executor == "local":
         with sweep.locked():
@@ -38,6 +42,7 @@ def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands 
     size = slurm.settings().max_array_size
     jobs = []
     with sweep.locked():
+        # Complete an interrupted submission first.
         jobs += [submission.submit_array(array, record, slurm) for array in submission.unsent(sweep)]
         for group in submission.alike(points):
             for batch in submission.batches(group, size):
@@ -47,9 +52,9 @@ def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands 
 
 
 def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> tuple[int, int]:
-    """Cancel the points that wait, and have the others commit a checkpoint and end; return how many of each.
+    """Cancel the points that wait, and stop those at work; return how many of each.
 
-    Slurm is called at most three times, for all of them.
+    A point at work commits a checkpoint and ends. Slurm is called at most three times, for all of them.
     """
     waiting = [each for each in standings if each.state.split()[0] in (RunState.QUEUED, RunState.REQUEUED)]
     working = [each for each in standings if each.state.split()[0] in _AT_WORK]
@@ -68,7 +73,7 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
         slurm = slurm or Slurm()
         if all_jobs:
             slurm.cancel_waiting(sorted({base_id(job) for job in all_jobs}))
-            # How the points stand is known from some seconds ago: a job may have started before it could be cancelled.
+            # The standings are some seconds old: a job may have started before it could be cancelled.
             answers = slurm.show_jobs(all_jobs)
         for each in waiting:
             running = [job for job in jobs.get(each.point.id, []) if _is_running(answers[job])]
@@ -85,9 +90,9 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
 
 
 def _end_without_job(run: RunDir, executor: str) -> None:
-    """Write the result of a run that nothing else would write one for.
+    """Write the result of a run that no job will write.
 
-    A point of this machine needs one to be left alone.
+    A point of this machine needs one, or it would be started. A process that is being started is stopped.
     """
     is_here = executor != "slurm"
     if not (is_here and ownership.read(run) is not None) and run.config.exists() and run.result() is None:
@@ -102,7 +107,7 @@ _AT_WORK = (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING, RunState.S
 
 
 def _jobs_of(each: PointStanding) -> list[str]:
-    """Return the job that the point waits for or has, then the others that its run's files name."""
+    """Return the job that the point has, then the others that its run's files name."""
     return list(dict.fromkeys(job for job in (each.job_id, *ownership.jobs_of(each.run)) if job is not None))
 
 

@@ -45,7 +45,7 @@ class Discrete:
 
 @dataclass(frozen=True)
 class Span:
-    """All numbers between two, on a line or on a logarithmic scale: only a sample can be taken of it."""
+    """All numbers between two, on a linear or a logarithmic scale. Only a sample can be taken of it."""
 
     least: float
     most: float
@@ -88,6 +88,7 @@ def of_list(texts: Sequence[str]) -> Discrete:
 def split(key: str, text: str) -> list[str]:
     """Split at the commas that are in no bracket and no quotes. Raises RequestError for an empty piece."""
     pieces, depth, quote = [""], 0, ""
+    # Commas in quotes or brackets belong to a value, such as [0.9, 0.95].
     for char in text:
         if quote:
             quote = "" if char == quote else quote
@@ -108,6 +109,7 @@ def split(key: str, text: str) -> list[str]:
 
 
 def _piece(key: str, text: str) -> Axis | None:
+    # The end of 0..4 is a value, that of range(0,4) is not.
     if match := _SPAN.fullmatch(text):
         return _not_empty(key, text, range(int(match[1]), int(match[2]) + 1))
     match = _CALL.fullmatch(text)
@@ -128,6 +130,7 @@ def _piece(key: str, text: str) -> Axis | None:
     if least >= most or (is_log and least <= 0):
         raise RequestError(f"{key}: {text} is empty: the first number must be less than the second, and log's above 0")
     span = Span(least, most, is_log)
+    # A third number makes a grid of the span, with both ends.
     if not counts:
         return span
     count = int(counts[0])
@@ -170,7 +173,7 @@ def sample(axes: Mapping[str, Axis], count: int, seed: int, *, is_sobol: bool) -
         raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
     shares = sobol(len(axes)) if is_sobol else _random_shares(len(axes), seed)
     seen = set[tuple[str, ...]]()
-    # Of few combinations a sample repeats some: after ten times as many draws the rest is not worth the search.
+    # With few combinations a sample repeats some. After ten times as many draws the rest is not worth the search.
     for point in itertools.islice(shares, 10 * count):
         texts = tuple(axis.at_share(share) for axis, share in zip(axes.values(), point, strict=True))
         if texts in seen:

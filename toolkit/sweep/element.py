@@ -27,7 +27,10 @@ log = logs.get(__name__)
 
 
 def main(points_path: str, index: int, token: str | None) -> None:
-    """Supervise the run of the point at ``index`` of this list to its end, unless it is another job's."""
+    """Supervise the run of the point at ``index`` of this list to its end.
+
+    A run that belongs to another job is left alone.
+    """
     from toolkit.launch.supervise.entry import supervise
 
     os.umask(0o077)
@@ -39,7 +42,7 @@ def main(points_path: str, index: int, token: str | None) -> None:
 
 
 def claim(array: Array, index: int, token: str | None) -> RunDir | None:
-    """Return the run of a point, made if it is new; None if this job is not to run it."""
+    """Return the run of a point, made if it is new. None if this job is not to run it."""
     record = array.record()
     if record is not None and record.token != token:
         log.warning(
@@ -64,7 +67,7 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
 
 
 def _take_over(run: RunDir, token: str) -> bool:
-    """Take a run that has ended for this job's submission; False if it is to be left alone."""
+    """Take over a run that has ended, for this job's submission. False if it is to be left alone."""
     before, result = ownership.number_of(run), run.result()
     if result is not None and result.state is RunState.COMPLETED:
         log.info("run %s is completed: nothing is left to do here", run.id)

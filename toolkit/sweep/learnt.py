@@ -18,7 +18,7 @@ from toolkit.sweep.axes import Axis, Discrete, Values, refuse_many
 
 
 class Tried(NamedTuple):
-    """A point that the sweep has. ``score`` is None as long as it has no result, and of one without the metric."""
+    """A point that the sweep has. ``score`` is None without a result, and for a result without the metric."""
 
     values: Mapping[str, Any]
     is_over: bool
@@ -30,7 +30,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     found = []
     for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
         result = sweep.run_of(point).result([])
-        # The last figure of a run that failed, or that a user has stopped, is not what it would have come to.
+        # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
         is_tried = result is not None and (result.state is RunState.COMPLETED or (result.why or "").startswith(HALVED))
         score = result.metrics.get(metric.removeprefix("-")) if result is not None and is_tried else None
         found.append(Tried(point.values, result is not None, score if isinstance(score, (int, float)) else None))
@@ -40,7 +40,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
 def draw(
     axes: Mapping[str, Axis], count: int, seed: int, before: Sequence[Tried], *, less_is_better: bool
 ) -> list[Values]:
-    """Return so many new points that the sweep has ``count``; fewer where there are no more. Raises RequestError."""
+    """Return new points, until the sweep has ``count``. There are fewer where no more exist. Raises RequestError."""
     refuse_many(count, "this sample")
     if count < 1:
         raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
@@ -74,7 +74,7 @@ def draw(
         )
         study.add_trial(create_trial(state=state, value=each.score, params=params, distributions=space))
     new: list[Values] = []
-    # Of few combinations Optuna repeats some: after ten times as many draws the rest is not worth the search.
+    # With few combinations Optuna repeats some. After ten times as many draws the rest is not worth the search.
     for _ in range(10 * count):
         if len(new) + len(before) >= count:
             break
@@ -86,7 +86,7 @@ def draw(
 
 
 def _as_drawn(axis: Axis, value: Any) -> str | float | None:
-    """Return a value as Optuna knows it; None of one that the axis does not have."""
+    """Return a value as Optuna knows it. None if the axis does not have it."""
     if isinstance(axis, Discrete):
         return next((text for text in map(axis.at, range(len(axis))) if _means(text, value)), None)
     if not isinstance(value, (int, float)) or not axis.least <= value <= axis.most:

@@ -42,7 +42,7 @@ def start(sweep: SweepDir) -> None:
 
 
 def work(sweep: SweepDir) -> None:
-    """Run all points of the sweep that were submitted for this machine, and return when all have ended."""
+    """Run all points of the sweep that are for this machine, until all have ended."""
     while True:
         try:
             if not _waiting(sweep) or (fd := sweep.local_lock()) is None:
@@ -68,7 +68,7 @@ def _run_all(sweep: SweepDir) -> None:
             run = sweep.run_of(point)
             if any(each.dir == run for each in active):
                 continue
-            # As many at a time as was asked for, else as this machine has CPUs for.
+            # At most as many at a time as were asked for, or else as this machine has CPUs for.
             record = sweep.record()
             if record is not None and record.max_running is not None:
                 limit = record.max_running
@@ -98,7 +98,7 @@ def _waiting(sweep: SweepDir) -> list[Point]:
         if not written.exists():
             points.append(point)
             continue
-        # A result that is older than the list that submits the point again is one to be made anew, if it failed.
+        # A result that is older than the list was there before the retry. If the run failed, it runs again.
         result = run.result()
         is_older = written.stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
         if is_older and result is not None and result.state is not RunState.COMPLETED:
@@ -107,9 +107,10 @@ def _waiting(sweep: SweepDir) -> list[Point]:
 
 
 def _start(sweep: SweepDir, point: Point) -> Run | None:
-    """Start a point's run, or find it at work. None if it cannot be started; its result then says why.
+    """Start a point's run, or return it if it is at work. None if it cannot be started: its result then says why.
 
-    None without a result: not at this moment. Raises OSError of a full disk, and of others that pass.
+    None without a result means that it cannot be started at this moment. Raises OSError for a full disk, and for other
+    errors that pass.
     """
     run = sweep.make_run(point, time.time())
     try:

@@ -1,8 +1,9 @@
-"""The points of a sweep: each a whole config, checked like that of a single run, and known by what decides its result.
+"""The points of a sweep: each a whole config, checked like that of a run.
 
-Ten thousand configs are checked in seconds. A value of a key is read once, as the config reads it. Then the keys of one
-config object are set to the values of each point, and all checks are made on it. Where a key may change others (a
-reference, ``job``, a whole section), each point is read anew, which takes some milliseconds.
+A point is known by the keys that decide its result. Ten thousand configs are checked in seconds. A value of a key is
+read once, as the config reads it. Then the keys of one config object are set to the values of each point, and all
+checks are made on it. Where a key may change others (a reference, ``job``, a whole section), each point is read anew,
+which takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _BESIDE_THE_RESULT = (
 )
 #: Keys whose values name files, or that change what other keys mean.
 _READ_ANEW = frozenset({"job", "data.root", "model.init_from"})
-#: Of a list of numbers longer than this the first and the last are read by the config, the others by their type.
+#: The config reads each value of an axis with this many values or fewer. Of more numbers it reads three, which show the
+#: type of all.
 _FEW = 16
 
 
@@ -81,7 +83,10 @@ def identity(settings: Mapping[str, Any]) -> str:
 
 @cache
 def is_beside(key: str) -> bool:
-    """True if the key does not decide what a run computes: where it runs, and how it is looked after."""
+    """True if the key does not decide what a run computes.
+
+    Such keys say where it runs, and how it is looked after.
+    """
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
 
 
@@ -132,6 +137,7 @@ class _PointReader:
     def read(self, values: Values) -> CheckedPoint:
         """Return the point with these values."""
         try:
+            # A swept key may change other keys: read the whole config.
             if not self._is_simple:
                 config = self._load(values)
                 self._check(config)
@@ -168,7 +174,7 @@ class _PointReader:
         return configs.load_config(self._request.config, overrides, project=self._project, sweep=True)
 
     def _read_axis(self, key: str, axis: Axis, first: Values) -> Any:
-        """Return a function that turns an axis's text into the value that the config has for it."""
+        """Return a function that turns an axis's text into the config's value."""
 
         def read(text: str) -> Any:
             return _value_at(self._load({**first, key: text}), self._parts[key])

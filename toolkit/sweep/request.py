@@ -41,7 +41,10 @@ class SweepRequest:
     options: Options
 
     def points(self, before: Sequence[Tried] = (), metric: str = "") -> Iterator[Values]:
-        """Return the values of each point: of a grid, of a sample, or those that Optuna adds to the ones ``before``."""
+        """Return the values of each point: of a grid, of a sample, or Optuna's.
+
+        Optuna adds points to those ``before``.
+        """
         if not self.axes:
             raise RequestError(
                 "a sweep needs a key with several values, such as optim.lr=1e-4,1e-3 or train.seed=0..4; "
@@ -91,6 +94,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
     said: dict[str, Any] = {}
     kinds = {field.name: str(field.type) for field in fields(Options)}
     for key, (key_node, value) in layer.pairs(node).items():
+        # A key is an option of the sweep, a key to sweep, or a mistake.
         if key in kinds:
             is_number = "int" in kinds[key]
             text = value.value if isinstance(value, ScalarNode) else ""
@@ -98,6 +102,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
                 raise layer.error(value, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
             said[key] = int(text) if is_number else str(text)
         elif "." in key or key in configs.all_keys():
+            # A YAML list holds the values; a text is read as on the command line.
             if isinstance(value, SequenceNode):
                 if not value.value:
                     raise layer.error(value, f"sweep: {key}: an empty list has no value to run")

@@ -1,4 +1,7 @@
-"""How the points of a sweep stand: runs by their own files, points that have not started by one question to Slurm."""
+"""How the points of a sweep stand.
+
+Runs are read from their own files. One question to Slurm is about all points that have not started.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
 
-#: Of an array in the queue Slurm is asked by this function; a job that it does not know is None there.
+#: Asks Slurm about jobs. A job that Slurm does not know is None in the answer.
 Ask = Callable[[Iterable[str]], Mapping[str, JobStatus | None]]
 #: Returns the rows of runs, see `toolkit.cli.show`.
 RowsOfRuns = Callable[[Sequence[RunDir]], list[dict[str, Any]]]
@@ -104,7 +107,7 @@ def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
 
 
 def may_start_again(run: RunDir, ask: Ask) -> bool:
-    """True if a run that is over was submitted again by its sweep, and may still start. Also if Slurm does not answer.
+    """True if its sweep has submitted an ended run again, and it may still start. Also if Slurm does not answer.
 
     A point that works on this machine counts as such until all points of its sweep here have ended.
     """

@@ -1,9 +1,10 @@
-"""Submits the points of a sweep that were not submitted yet, as job arrays; loses and doubles none when it is killed.
+"""Submits the points of a sweep that were not submitted yet, as job arrays.
 
-The order of the writes makes that so. A list of points is written with a token and without a job id, then sbatch is
-called, then the id is written. The next call of the command finds a list without an id and asks Slurm for the job of
-its script. If there is none, the list is submitted with another token. If the first sbatch was only slow, the elements
-of its array find that their token is no longer the list's, and end.
+A submission that is killed loses no point and doubles none. The order of the writes ensures that. A list of points is
+written with a token and without a job id, then sbatch is called, then the id is written. The next call of the command
+finds a list without an id and asks Slurm for the job of its script. If there is none, the list is submitted with
+another token. If the first sbatch was only slow, the elements of its array find that their token is no longer the
+list's, and end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from toolkit.sweep import learnt, points
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options, SweepRequest
 
-#: The most jobs, one a point, where a site has no job arrays. More would storm its controller.
+#: The most jobs, one a point, where a site has no job arrays. More would overload its controller.
 MOST_SINGLE_JOBS = 200
 _NO_METRIC = "runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
 
@@ -81,7 +82,7 @@ def check(
 
 
 def _config(request: SweepRequest, project: Path, found: Sequence[CheckedPoint]) -> JobConfig:
-    """Return the config of the first point; without points, that of none of the swept keys."""
+    """Return the config of the first point. Without points, return the one without the swept keys."""
     if found:
         return points.config_of(found[0])
     return configs.load_config(request.config, request.fixed, project=project, sweep=True)
@@ -181,6 +182,7 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
         halving=None,
         max_running=None,
     )
+    # What this call says replaces what earlier ones said.
     said = {"metric": _metric(request, config), "halving": options.halving, "max_running": options.max_running}
     record = record.replace(config=str(request.config), **{key: v for key, v in said.items() if v is not None})
     for name in ("arrays", "logs"):
@@ -195,7 +197,10 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
 
 
 def _placements(sweep: SweepDir, found: Sequence[CheckedPoint]) -> dict[str, dict[str, Any]]:
-    """Return by each point's id where it is to run, and for how long, as changes of the sweep's first config."""
+    """Return where each point is to run, and for how long, by its id.
+
+    These are changes of the sweep's first config.
+    """
     base = points.settings_of(configs.load_config(sweep.base, site=False))
     return {
         point.id: {key: value for key, value in point.changes(base).items() if _is_placement(key)} for point in found
@@ -228,7 +233,7 @@ def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint], waits_for: After
 
 
 def alike(new: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the points in groups that ask Slurm for the same nodes: an array has one size."""
+    """Yield the points in groups that ask Slurm for the same nodes. All elements of an array have one size."""
 
     def asked(point: Point) -> str:
         return repr(sorted((key, value) for key, value in point.changes.items() if key.startswith("cluster.")))
@@ -238,7 +243,7 @@ def alike(new: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def batches(new: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
-    """Yield as many points at a time as an array may have, one where there are no arrays."""
+    """Yield as many points at a time as an array may have. Without arrays that is one."""
     for start in range(0, len(new), max(1, size)):
         yield new[start : start + max(1, size)]
 
@@ -258,7 +263,7 @@ def write_points(array: Array, by_index: Mapping[int, Point]) -> None:
 
 
 def unsent(sweep: SweepDir) -> list[Array]:
-    """Return the lists of points that have no Slurm job yet: an earlier submission was interrupted."""
+    """Return the lists of points that have no Slurm job yet. Their submission was interrupted."""
     arrays = []
     for array in sweep.arrays():
         record = array.record()
@@ -306,7 +311,10 @@ def submit_array(
 
 
 def _place(array: Array, placements: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let the points of a list that no job has run where ``placements`` says, by their ids; others stay as they are."""
+    """Let the points of a list run where ``placements`` says, by their ids.
+
+    No job has the list yet. Points that are not in ``placements`` stay as they are.
+    """
     damage: list[str] = []
     before, after = array.by_index(damage), {}
     for index, point in before.items():
@@ -324,7 +332,7 @@ def _is_placement(key: str) -> bool:
 def _script(
     array: Array, sweep_record: SweepRecord, record: ArrayRecord, slurm: SlurmCommands
 ) -> tuple[str, list[str]]:
-    """Return the batch script of an array, made by submitit as that of a run, and sbatch's options for the array."""
+    """Return the batch script of an array, and sbatch's options. submitit makes the script, as for a run."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     sweep, listed = array.sweep, array.by_index()

@@ -13,15 +13,15 @@ from typing import Any, BinaryIO
 
 from toolkit.why.rules import Rule, Tier, all_rules, rule
 
-#: Of a log this much is read, from its end.
+#: The bytes that are read of a log, from its end.
 TAIL_BYTES = 256 << 10
 #: Longer lines are cut: those that list a model's keys have megabytes.
 LONGEST_LINE = 2000
-#: Of the line that gave the cause away this much is shown.
+#: The most characters that are shown of the line that names the cause.
 SHOWN = 300
 #: A log that reports at least this many steps after an error was not ended by it.
 STEPS_AFTER = 5
-#: In the lines before an error, as many as a traceback may have, its last frame is looked for.
+#: The lines before an error in which the last frame is looked for, as many as a traceback may have.
 FRAME_LINES = 60
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -49,7 +49,7 @@ class Diagnosis:
     rule: str  #: such as ``nccl.timeout``
     cause: str
     next: str
-    line: str  #: the line that gave it away
+    line: str  #: the line that names it
     rank: int | None = None
     host: str | None = None
     where: str | None = None  #: ``train.py:42 in forward``: the last frame of the traceback, the user's own if possible
@@ -62,7 +62,7 @@ class Diagnosis:
 
     @property
     def is_consequence(self) -> bool:
-        """True if the process ended because another one did: the cause is in the log of that one."""
+        """True if the process ended because another one did. The cause is in that one's log."""
         return self.tier is Tier.CONSEQUENCE
 
     def to_json(self) -> dict[str, Any]:
@@ -71,9 +71,9 @@ class Diagnosis:
 
 
 def cause_of_text(text: str) -> Diagnosis | None:
-    """Return what ended the job whose log ends with ``text``; None if that is not known.
+    """Return what ended the job whose log ends with ``text``. None if that is not known.
 
-    Among the rules that fit, the one that tells most counts, and of those the one that fits the earliest line: what
+    Among the rules that fit, those of the lowest tier count, and of these the one that fits the earliest line: what
     follows an error is mostly its consequence.
     """
     lines = _clean(text)
@@ -136,7 +136,7 @@ def tail_of_stream(file: BinaryIO) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not empty, for a reader who has to find the cause without a rule."""
+    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
     return [line.rstrip() for line in _clean(text).split("\n") if line.strip()][-count:]
 
 
@@ -147,7 +147,10 @@ def _clean(text: str) -> str:
 
 
 def _frame(text: str, at: int) -> str | None:
-    """Return the frame in which an exception was raised: of the traceback just before it, the last of the user's."""
+    """Return the frame in which the exception at ``at`` was raised. None without a traceback just before it.
+
+    That is the last frame of the user's own code, or else of all.
+    """
     before = "\n".join(text[:at].split("\n")[-FRAME_LINES:])
     begin = before.rfind("Traceback (most recent call last)")
     if begin < 0:

@@ -1,6 +1,6 @@
-"""The rules by which a log is read: tables in ``rules/*.toml``, one file for each group of causes.
+"""The rules by which a log is read: tables in ``rules/*.toml``.
 
-A table's name is the rule's id without its group::
+There is one file for each group of causes. A table's name is the rule's id without its group::
 
     [ib_port_down]                        # nccl.ib_port_down, in nccl.toml
     tier = "decisive"                     # "plain" if left out
@@ -33,7 +33,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of failure: how it is recognised, what it means, what to do about it."""
+    """One kind of failure: how it is recognised, what it means, what to do."""
 
     id: str
     tier: Tier

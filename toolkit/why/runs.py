@@ -1,4 +1,7 @@
-"""What ended a run: by the record of its last failed attempt, what its ranks wrote at their end, and their logs."""
+"""Finds what ended a run.
+
+It reads the record of the last failed attempt, the reports of the ranks about their ends, and their logs.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from toolkit.rundir import RunDir
 from toolkit.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, diagnosis_by
 from toolkit.why.rules import Tier, rule
 
-#: So many ranks besides the one that failed first are asked, those that failed earliest.
+#: The number of ranks besides the first failing one whose reports are read, those that failed earliest.
 MOST_OTHERS = 8
-#: So many of a job's own logs are read where the ranks have told nothing.
+#: The number of a job's own logs that are read where the ranks have reported nothing.
 MOST_JOB_LOGS = 4
 
-#: Causes that the record of an attempt names, whatever the ranks said.
+#: Causes that the record of an attempt names, whatever the ranks reported.
 _CERTAIN: Mapping[str, str] = {
     Cause.TIMEOUT: "slurm.time_limit",
     Cause.PREEMPTED: "slurm.preempted",
     Cause.HANG: "run.hang",
 }
-#: Causes that it names where the ranks told nothing better.
+#: Causes that it names where the ranks reported nothing better.
 _LIKELY: Mapping[str, str] = {Cause.OUT_OF_MEMORY: "host.oom_kill", Cause.NODE_FAILURE: "slurm.node_fail"}
 _FAILURES = {*_CERTAIN, *_LIKELY, Cause.CRASHED}
 
@@ -44,11 +47,13 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     failed = next((record for record in reversed(what.attempts(damage)) if record.cause in _FAILURES), None)
     if failed is not None:
         return _of_attempt(what, failed, damage)
+    # No failed attempt is recorded: the supervisor may have ended before it could do so.
     newest = max(what.attempts_with_logs(), default=None)
     if newest is not None:
         reports = sorted(read_error_files(what.attempt_logs(newest), damage), key=lambda report: report.time)
         if found := _most_telling(_by_ranks(what, newest, reports[:MOST_OTHERS])):
             return found
+    # The last sources are the job's own logs, the newest first.
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = sorted(what.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -64,6 +69,7 @@ def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagno
     reports = read_error_files(run.attempt_logs(record.attempt), damage)
     own = [report for report in reports if report.rank == rank]
     told = [*_by_ranks(run, record.attempt, own)]
+    # A rank that was killed has left no report, only its log.
     if rank is not None and not own:
         told += _by_log(run.rank_log(record.attempt, rank), rank, host)
     if found := cause_of_text(line):
@@ -71,6 +77,7 @@ def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagno
     best = _most_telling(told)
     if record.cause in _LIKELY and (best is None or best.tier >= Tier.BROAD):
         return diagnosis_by(rule(_LIKELY[record.cause]), line, rank, host)
+    # The first rank to fail may have ended because of another.
     if best is None or best.is_consequence:
         others = sorted((report for report in reports if report.rank != rank), key=lambda report: report.time)
         best = _most_telling([*told, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
@@ -78,12 +85,12 @@ def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagno
 
 
 def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:
-    """Return the first of those of the lowest tier."""
+    """Return the first diagnosis of the lowest tier; None if there are none."""
     return min(told, key=lambda diagnosis: diagnosis.tier, default=None)
 
 
 def _by_ranks(run: RunDir, attempt: int, reports: Iterable[RankFailure]) -> Iterator[Diagnosis]:
-    """Yield what the ranks' own words tell, and their logs where the words are no clear error."""
+    """Yield the causes that the ranks' reports show. Where a report is no clear error, read the rank's log, too."""
     for report in reports:
         found = cause_of_text(report.traceback or report.how)
         host = None if report.host == "?" else report.host

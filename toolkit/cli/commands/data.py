@@ -53,6 +53,7 @@ def run(args: Namespace) -> None:
             print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
             print(f"train on it: toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}")
         return
+    # The parser takes several names for tokenize; fetch takes one.
     if len(args.names) > 1:
         raise RequestError(f"toolkit data fetch {args.names[0]}: {args.names[1]!r} is one word too many")
     from toolkit.data.datasets import fetch

@@ -72,6 +72,7 @@ def _site_page(profile: Any, about_profile: str) -> list[str]:
     from toolkit.slurm import site_profile
 
     here = site_page.wrapped(", ".join(f"{name} {version}" for name, version in versions().items()))
+    # Without a profile, as on a machine without Slurm, only the environment is known.
     if profile is None:
         return [about_profile, *here]
     date = site_profile.date(profile.made)

@@ -41,7 +41,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the facts as rows of a table, each number with the variable it came from."""
+    """Return the facts as table rows, each number with the variable it came from."""
     names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
     sources = facts["sources"]
     rows = [("", "VALUE", "FROM")]

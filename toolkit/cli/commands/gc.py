@@ -39,6 +39,7 @@ def run(args: Namespace) -> None:
     runs = [each for each in rundir.all_runs() if args.name is None or fnmatchcase(each.name, args.name)]
     rows = disk.rows(runs, older_than_s)
     going = [row for row in rows if row["removed"]]
+    # A removal that was interrupted has left folders that no listing shows.
     if args.remove:
         disk.remove_graves()
     for row in going if args.remove else ():

@@ -30,6 +30,7 @@ def run(args: Namespace) -> None:
     other = rundir.find(args.compare) if args.compare else None
     if args.json and (args.png or args.to):
         raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")
+    # Refuse a bad target or a missing browser first: reading the runs may take long.
     target = None
     if not args.json:
         target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)

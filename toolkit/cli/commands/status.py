@@ -41,6 +41,7 @@ def run(args: Namespace) -> None:
     is_short = not (args.run or args.all or selection.is_asked(args))
     runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
     runs = selection.by_place(runs, args)[-10 if is_short else 0 :]
+    # The cache is read as a whole, which pays only for a listing of many runs.
     cache = run_rows.cache_of(rundir.runs_root()) if args.all or selection.is_asked(args) else None
     rows = selection.by_state(show.status_rows(runs, cache), args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))

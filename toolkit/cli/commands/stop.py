@@ -18,7 +18,10 @@ def run(args: Namespace) -> None:
 
 
 def ask_to_end(name: str, how: str, text: str) -> None:
-    """Ask a run to ``stop`` or ``cancel``, and print ``text``, or that it has ended or was asked before."""
+    """Ask a run to ``stop`` or ``cancel``, and print ``text``.
+
+    If the run has ended or was asked before, print that instead.
+    """
     from toolkit import rundir
     from toolkit.launch.record import stop_request
     from toolkit.launch.submission.handle import attach

@@ -1,4 +1,7 @@
-"""Pictures of a page by a headless Chromium, over a pipe (Chrome DevTools Protocol) and so without a port."""
+"""Takes pictures of a page with a headless Chromium.
+
+It is driven over a pipe (Chrome DevTools Protocol), and so needs no port.
+"""
 
 from __future__ import annotations
 
@@ -87,11 +90,13 @@ class Tab:
         message |= {} if self._session is None else {"sessionId": self._session}
         assert self._process.stdin is not None
         try:
+            # In a pipe a zero byte ends each message.
             self._process.stdin.write(json.dumps(message).encode() + b"\0")
             self._process.stdin.flush()
         except OSError:
             raise _failed("it has ended") from None
         deadline = time.monotonic() + LIMIT_S
+        # Events may come before the answer.
         while True:
             answer = self._read(deadline)
             if answer.get("id") == self._number:

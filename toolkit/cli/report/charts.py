@@ -10,14 +10,14 @@ from toolkit.cli.report.html import Html, element, text
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
-#: Runs have as many colours.
+#: The number of colours for runs. Further runs begin again with the first.
 COLOURS = 8
 
 
 def chart(tag: str, curves: Sequence[tuple[str, Curve | None]], last_step: int, restarts: Iterable[int]) -> Html:
-    """Return the chart of one metric: a line for each run that has it, in the order of the runs.
+    """Return the chart of one metric, with a line for each run that has it.
 
-    ``restarts`` are the steps that an attempt of the run began with.
+    The lines are in the order of the runs. ``restarts`` are the steps that an attempt of the run began with.
     """
     pieces = [piece for _, curve in curves if curve is not None for piece in curve.pieces.values()]
     low = min((piece.least[1] for piece in pieces), default=0.0)
@@ -38,6 +38,7 @@ def _line(curve: Curve, scale: Scale, number: int) -> list[Html]:
     for stroke in curve.strokes():
         places = [scale.place(step, value) for step, value in stroke]
         path += _path(places)
+        # A path of one point draws nothing.
         if len(places) == 1:
             dots.append(
                 element("circle", cx=places[0][0] / 10, cy=places[0][1] / 10, r=2, class_=f"dot s{number % COLOURS}")
@@ -53,7 +54,7 @@ def _line(curve: Curve, scale: Scale, number: int) -> list[Html]:
 
 
 def _path(places: Sequence[tuple[int, int]]) -> str:
-    """Return a line in tenths of a unit, as differences: a third of the bytes of absolute numbers."""
+    """Return a line's path in tenths of a unit. Differences take a third of the bytes of absolute numbers."""
     (x, y), *rest = places
     words = [f"M{x} {y}l" if rest else f"M{x} {y}"]
     for next_x, next_y in rest:
@@ -120,7 +121,7 @@ def _steps(step: int) -> str:
 
 
 def bar(parts: Iterable[tuple[str, float, float]], label: str) -> Html:
-    """Return a bar over the whole width: each part has a CSS class, and begins and ends at a share of it."""
+    """Return a bar over the whole width. Each part has a CSS class, and its begin and end as shares of the width."""
     rects = (
         element("rect", x=f"{100 * start:.3f}%", width=f"{100 * (end - start):.3f}%", height="100%", class_=name)
         for name, start, end in parts

@@ -1,7 +1,8 @@
-"""Curves of a million points in a few hundred: of each piece of a curve its first, least, greatest and last value.
+"""Reduces curves of a million points to a few hundred.
 
-A line through these four touches the same pixels as one through all points, so no spike is lost (M4, Jugel et al.,
-"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
+The first, least, greatest and last value of each piece of a curve are kept. A line through these four touches the same
+pixels as one through all points, so no spike is lost (M4, Jugel et al., "M4: A Visualization-Oriented Time Series Data
+Aggregation", VLDB 2014).
 """
 
 from __future__ import annotations

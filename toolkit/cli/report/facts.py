@@ -61,7 +61,7 @@ class ReportFacts:
 
 
 def facts_of(run: RunDir) -> ReportFacts:
-    """Return what is known of ``run``; what is damaged is named and left out."""
+    """Return the facts about ``run``. Damaged files are named, and their facts left out."""
     damage: list[str] = []
     told = why.facts(run)
     # The line of a log that gave the cause away stays in the run folder.
@@ -73,6 +73,7 @@ def facts_of(run: RunDir) -> ReportFacts:
     curves = _patiently(lambda: read_curves(lines.path_of(run), damage), {}, damage)
     figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}
     figures["metrics"] = status.progress.metrics
+    # The result of a run that has ended replaces the last report of its ranks.
     if result is not None:
         more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
         figures |= {name: value for name, value in more if value not in (None, {})}
@@ -98,9 +99,10 @@ def _patiently(read: Any, default: Any, damage: list[str]) -> Any:
 
 
 def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) -> tuple[AttemptRecord, ...]:
-    """Return the attempts with the one that has no line yet."""
+    """Return the attempts with the present one, which has no line in the file yet."""
     if not status.attempt or status.started is None or any(line.attempt == status.attempt for line in closed):
         return closed
+    # Its cause is its state, and its end is the latest status.
     present = AttemptRecord(
         status.attempt,
         status.nodes,
@@ -123,7 +125,7 @@ def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) 
 
 
 def _versions(run: RunDir, damage: list[str]) -> dict[str, str]:
-    """Return the versions that the run's files tell: of the sources, and of what has written the checkpoint."""
+    """Return the versions of the sources, and of the packages that wrote the newest checkpoint."""
     found: dict[str, str] = {}
     note = records.read_or(run.code / "SNAPSHOT.json", _SNAPSHOT, {}, damage)
     if note.get("git_sha"):

@@ -1,4 +1,7 @@
-"""The page: one HTML file that loads nothing, runs no script, and can be read without colours or a mouse."""
+"""The page: one HTML file that loads nothing and runs no script.
+
+It can be read without colours or a mouse.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, written: flo
     parts = [("curves", "Curves", sections.charts(drawn))]
     if len(drawn) > 1:
         parts.append(("differences", "Differences", differences(drawn)))
+    # `compared` gets no sections of its own.
     for place, facts in enumerate(runs):
         parts += _about(facts, "" if len(runs) == 1 else str(place + 1))
     links = element("nav", *(element("a", name, href=f"#{anchor}") for anchor, name, _ in parts), aria_label="Sections")
@@ -125,7 +129,7 @@ def differences(runs: Sequence[ReportFacts]) -> Html:
 
 
 def differing(runs: Sequence[ReportFacts]) -> list[tuple[str, list[Any]]]:
-    """Return what is not the same in all runs, with the value of each; None where a run has none."""
+    """Return the facts that differ between the runs, with the value of each run. A run without the fact has None."""
     columns = [_comparable(facts) for facts in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     values = [(name, [column.get(name) for column in columns]) for name in names]

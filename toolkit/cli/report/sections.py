@@ -35,7 +35,7 @@ def number(value: Any) -> str:
 
 
 def charts(runs: Sequence[ReportFacts]) -> Html:
-    """Return a chart of each metric with all runs in it, as many as fit into the page."""
+    """Return a chart of each metric with all runs in it. Metrics that do not fit into the page are named."""
     # In the order of the first run's curves, then what only others have.
     tags = list(dict.fromkeys(tag for facts in runs for tag in facts.curves))
     if not tags:
@@ -140,7 +140,7 @@ def time_to_start(by_attempt: Mapping[int, Mapping[str, float]]) -> Html:
 
 
 def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tuple[str, float, float]]:
-    """Return the parts of a bar, one after another from ``start`` on; all is divided by ``span``."""
+    """Return the parts of a bar, one after another from ``start`` on. All values are divided by ``span``."""
     parts = []
     for part in goodput.PARTS:
         end = start + ledger.get(part, 0.0)
@@ -150,16 +150,18 @@ def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tup
 
 
 def timeline(facts: ReportFacts) -> Html:
-    """Return the attempts as bars on one axis of time, and a table of them with their causes."""
+    """Return the attempts as bars on one axis of time, and as a table. The table has their causes."""
     attempts = facts.attempts[-MOST_ATTEMPTS:]
     if not attempts:
         return element("p", "No attempt has begun.", class_="soft")
+    # The measured parts fill the time up to the end of the attempt, its time in the queue included.
     begins = [attempt.ended - sum(attempt.goodput.get(part, 0.0) for part in goodput.PARTS) for attempt in attempts]
     begins = [min(begin, attempt.started) for begin, attempt in zip(begins, attempts, strict=True)]
     first, last = min(begins), max(attempt.ended for attempt in attempts)
     span = max(last - first, 1e-3)
     rows: list[Html] = []
     for attempt, begin in zip(attempts, begins, strict=True):
+        # An attempt without measured parts is drawn as idle.
         ledger = attempt.goodput or {"idle": attempt.ended - attempt.started}
         words = f"{attempt.attempt}: {attempt.cause}" + f", {attempt.decision}" * bool(attempt.decision)
         label = f"attempt {words}, {in_units(attempt.ended - attempt.started)} from {moment(attempt.started)} UTC on"
@@ -187,7 +189,7 @@ def timeline(facts: ReportFacts) -> Html:
 
 
 def usage(facts: ReportFacts) -> Html:
-    """Return what was asked, used and held idle, what it cost, and how to ask the next time."""
+    """Return what was asked, used and held idle, and what it cost. Advice for the next request follows."""
     found = facts.told["efficiency"]
     if found is None:
         return element("p", "What the run used was not measured.", class_="soft")
@@ -204,7 +206,7 @@ _MARKS = {"L": "lost", "F": "first to fail", "S": "slow", "G": "given up for a s
 
 
 def node_map(facts: ReportFacts) -> Html:
-    """Return which nodes each attempt had and what went wrong there, nodes with a remark first."""
+    """Return which nodes each attempt had and what went wrong there. Nodes with a remark come first."""
     attempts = facts.attempts[-MOST_COLUMNS:]
     marks = [_marks(attempt) for attempt in attempts]
     remarks: dict[str, list[str]] = {}
@@ -212,6 +214,7 @@ def node_map(facts: ReportFacts) -> Html:
         for host, why in nodes.items():
             remarks.setdefault(host, []).append(f"{words}: {why}".removeprefix(": "))
     nodes = dict.fromkeys(host for attempt in attempts for host in attempt.nodes)
+    # Nodes with trouble come first, because a long list is shown in part.
     first = dict.fromkeys([*remarks, *(host for of_attempt in marks for host in of_attempt)])
     shown = list(dict.fromkeys([*first, *nodes]))[:MOST_NODES]
     if not shown:

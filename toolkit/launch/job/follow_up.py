@@ -99,7 +99,7 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
 
 
 def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
-    """Return the variables that tell a job which jobs it follows, and which run it may take over."""
+    """Return the variables that name a job's predecessors and the run it may take over."""
     return {RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: ":".join(predecessors)}
 
 
@@ -164,9 +164,9 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 
 
 def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
-    """Return what became of the job that served last, and of those to follow it.
+    """Return the fates of the job that last served the run and of all ``predecessors``.
 
-    Between the two may be jobs that were preempted before they could check those before them.
+    A predecessor in between may have been preempted before it could check the jobs before it.
     """
     served = ownership.jobs_of(run)[:1]
     return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *predecessors])]
@@ -200,7 +200,7 @@ def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
 
 
 def _has_written(row: JobRow, run: RunDir) -> bool:
-    """True if the job's log, as far as it can be known, holds something of this start."""
+    """True if the job's log holds output of this start, or its path is unknown."""
     if row.stdout_path is None and not run.submission_path.exists():
         return True  # accounting does not tell: the log of a user's own batch script may be anywhere
     others = [] if row.stdout_path is None else [Path(row.stdout_path)]
@@ -225,7 +225,7 @@ _TAKEN_AWAY = (JobFate.PREEMPTED, JobFate.REQUEUED, JobFate.TIMEOUT, JobFate.NOD
 
 
 def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
-    """Write the result of a run that goes no further, if its last job could not.
+    """Write the result of a run that has ended, if its last job could not.
 
     Also cancel the follow-up jobs behind this job, ``job_id``. Leave alone a run that a user has resumed meanwhile: it
     has another ``token``.

@@ -1,4 +1,4 @@
-"""Remembers which nodes have ended attempts, over all runs of a user, in ``.nodes.jsonl`` beside these.
+"""Remembers which nodes have ended attempts, in ``.nodes.jsonl`` beside all runs of a user.
 
 A node that has ended attempts of several runs is used last, and named. One run alone says little: its own program may
 be at fault.
@@ -20,7 +20,7 @@ from toolkit.rundir import RunDir
 
 #: Nodes are repaired: what is older is no longer counted.
 REMEMBERED_DAYS = 30
-#: So many runs of which a node has ended attempts make it doubtful.
+#: A node is doubtful when it has ended attempts of at least this many runs.
 DOUBTFUL_RUNS = 2
 
 log = logs.get(__name__)
@@ -47,7 +47,10 @@ def note(run: RunDir, hosts: Mapping[str, str]) -> None:
 
 
 def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
-    """Return the nodes that have ended attempts of several runs below ``root``, each with what is known of it."""
+    """Return the nodes that have ended attempts of several runs below ``root``.
+
+    Each comes with a line about its attempts and the last reason.
+    """
     now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
     for trouble in NodeTrouble.read_lines(_path(root), [] if damage is None else damage):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:
@@ -60,7 +63,7 @@ def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
 
 
 def doubtful_for(run: RunDir, damage: list[str] | None = None) -> dict[str, str]:
-    """Return the same for the runs beside ``run``."""
+    """Return the doubtful nodes of the folder for runs to which ``run`` belongs, see :func:`doubtful`."""
     return doubtful(_root(run), damage)
 
 

@@ -36,9 +36,10 @@ class BadNode(JsonRecord):
 
 
 def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
-    """True if a job of ``nodes`` nodes goes on when one dies: Slurm leaves it alone, and another node must watch it.
+    """True if a job of ``nodes`` nodes goes on when one of them dies.
 
-    Never for a single node: no process would be left to requeue it, see `toolkit.launch.watch.batch_host_watch`.
+    Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
+    would be left to requeue the job, see `toolkit.launch.watch.batch_host_watch`.
     """
     return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
@@ -109,7 +110,7 @@ class Nodes:
         return host in self._bad or host in self._ailing or host in self._doubtful
 
     def doubt(self, slow: Mapping[str, str]) -> None:
-        """Note nodes that are slower than the others: where there are spares, these are used in their place."""
+        """Note nodes that are slower than the others. Spares, where there are any, replace them."""
         for host, why in slow.items():
             log.warning("node %s is used last: %s", host, why)
         self._doubtful |= slow
@@ -137,7 +138,7 @@ class Nodes:
                 log.warning("node %s: %s", host, ailing.why)
 
     def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
-        """Return the nodes at work that have something wrong with them and that a good spare can replace.
+        """Return the faulty nodes at work that good spares can replace, each with its fault.
 
         ``heard`` are the nodes with live agents. A drained batch host is not given up: the job keeps it to its end,
         with or without ranks.
@@ -192,7 +193,10 @@ def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> N
 
 
 def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
-    """Return the run's bad nodes by name, those that can be read; ``damage`` as in :meth:`RunDir.status`."""
+    """Return the run's bad nodes that can be read, by name.
+
+    ``damage`` is as in :meth:`RunDir.status`.
+    """
     noted = dict[str, Any]()
     try:
         noted = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)

@@ -1,4 +1,4 @@
-"""Brings a job back, by a requeue or a follow-up job, and not onto bad nodes."""
+"""Brings a job back by a requeue or a follow-up job, and excludes bad nodes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class JobRequeue:
 
 
 def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobFate:
-    """Return Slurm's view of the job; CANCELLED as soon as the end of the run has been requested."""
+    """Return Slurm's view of the job; CANCELLED once its run's end was requested."""
     if stop_request.asked(run):
         return JobFate.CANCELLED
     return fate_of_row(slurm.show_job(job_id), restart_count)
@@ -158,11 +158,11 @@ _SETTLED = (JobFate.REQUEUED, JobFate.CANCELLED)
 def to_exclude(
     run: RunDir, row: JobRow, slurm: SlurmCommands, bad: Mapping[str, BadNode], environ: Mapping[str, str]
 ) -> str | None:
-    """Return the nodes to exclude from the job's next start; None if no bad node can be excluded.
+    """Return the nodes to exclude from the job's next start.
 
-    They are the user's exclusions and the latest bad nodes, as many of these as the job can do without. Slurm would
-    hold a job that could never start for ever (BadConstraints). Drained nodes are left out: Slurm itself knows how long
-    to avoid them.
+    They are the user's exclusions and the latest bad nodes, as many of these as the job can do without. Return None if
+    no bad node can be excluded. Slurm would hold a job that could never start for ever (BadConstraints). Drained nodes
+    are left out: Slurm itself knows how long to avoid them.
     """
     bad = {host: each for host, each in bad.items() if not each.is_drained}
     options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]

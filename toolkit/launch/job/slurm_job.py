@@ -1,4 +1,4 @@
-"""The job as Slurm sees it: its state, when its time is over, and the site's settings."""
+"""The job as Slurm sees it: its state, its time limit, and the site's settings."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class SlurmJob:
         self.settings = Settings()
         self._ahead_s = 0.0  #: ahead of the controller's clock, by which a job's times are
         self._has_its_signal = False
-        self.has_answered_late = False  #: after the start, and nobody has taken note of it yet
+        self.has_answered_late = False  #: the row came only after the start, and the supervisor has not used it yet
 
     def look(self) -> None:
-        """Ask Slurm at the start for the time limit, the right to be requeued, the site's settings, and the time.
+        """Ask Slurm at the start for the job's row, the site's settings and the time.
 
-        While it does not answer it is asked again in the background.
+        The row tells the time limit and whether the job may be requeued. A thread repeats the questions until Slurm
+        answers.
         """
         self.row = self.show()
         self._ask_about_site()
@@ -74,7 +75,10 @@ class SlurmJob:
             self.settings = settings_of(self.slurm)
 
     def show(self, wait_s: float = 0.0) -> JobRow | None:
-        """Return the job's row; None without Slurm, or when the controller has not answered for ``wait_s``."""
+        """Return the job's row.
+
+        Return None without Slurm, or if the controller has not answered for ``wait_s``.
+        """
         slurm, job_id = self.slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
@@ -103,9 +107,10 @@ class SlurmJob:
         return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0])
 
     def takes_limit_signal(self, number: signal.Signals) -> bool:
-        """True for the one signal that ``cluster.signal_delay_s`` asks Slurm for, if it comes within its time.
+        """True for the signal of ``cluster.signal_delay_s``, if it comes at its time.
 
-        Slurm may send it a minute early, and at once where the delay is as long as the limit.
+        The first such signal counts, and no later one. Slurm may send it a minute early, and at once where the delay is
+        as long as the limit.
         """
         row, delay_s = self.row, self._signal_delay_s
         is_expected = number is signal.SIGUSR2 and delay_s > 0 and not self._has_its_signal
@@ -118,7 +123,7 @@ class SlurmJob:
         return True
 
     def is_nearly_over(self, save_s: float, early_s: float = 0.0) -> bool:
-        """True if it is time to stop for the time limit, or will be in ``early_s``. A save takes ``save_s``."""
+        """True if the job must stop for its time limit within ``early_s``. A save takes ``save_s``."""
         row = self.row
         if row is None or row.end_time is None or row.time_limit_s is None:
             return False

@@ -13,7 +13,7 @@ NEVER_STARTED = "never started"
 
 
 def record_of(run: RunDir, damage: list[str] | None = None) -> AfterRecord | None:
-    """Return what the run waits for; None if it waits for nothing, or no longer does.
+    """Return the runs and sweeps that the run waits for; None if there are none.
 
     Raises DamagedFileError for a damaged file, unless ``damage`` is there to get it.
     """
@@ -21,12 +21,12 @@ def record_of(run: RunDir, damage: list[str] | None = None) -> AfterRecord | Non
 
 
 def write(run: RunDir, record: AfterRecord) -> None:
-    """Have the run wait for this."""
+    """Make the run wait for the runs and sweeps of ``record``."""
     fsio.write_json(_path(run), record.to_file())
 
 
 def end(run: RunDir) -> None:
-    """Note that all has completed that the run has waited for."""
+    """Note that all runs and sweeps that the run has waited for have completed."""
     _path(run).unlink(missing_ok=True)
 
 

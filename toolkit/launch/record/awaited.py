@@ -1,4 +1,4 @@
-"""How the runs stand that another one waits for: they must have completed before it starts.
+"""Finds out whether the runs that another run waits for have completed.
 
 A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
 job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
@@ -30,8 +30,8 @@ class UnfinishedRun:
 
     run: RunDir
     result: RunResult | None
-    jobs: tuple[str, ...] = ()  #: of Slurm
-    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not the last word
+    jobs: tuple[str, ...] = ()  #: the ids of its Slurm jobs
+    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not final
     works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
     is_starting: bool = False  #: whether it is being submitted at this moment
 
@@ -40,9 +40,9 @@ class UnfinishedRun:
 class Outlook:
     """How the runs stand that have not completed."""
 
-    ended: Sequence[str]  #: of those that have ended in another way: how each has
-    lost: Sequence[str]  #: the same of those without a result that have no job and no process any more
-    jobs: Sequence[str]  #: that are not over
+    ended: Sequence[str]  #: a line for each run with a result that has not completed and has no job any more
+    lost: Sequence[str]  #: a line for each run without a result, a job or a process
+    jobs: Sequence[str]  #: the ids of the jobs that are not over
     working: Sequence[UnfinishedRun]  #: those that may still complete
 
     @property
@@ -52,7 +52,10 @@ class Outlook:
 
 
 def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
-    """Return how all stand. Asks Slurm once. Raises SlurmError, and DamagedFileError where a sweep cannot be read."""
+    """Return how all awaited runs stand. Asks Slurm once.
+
+    Raises SlurmError, and DamagedFileError where a sweep cannot be read.
+    """
     awaited = list(_unfinished(record))
     jobs = sorted({job for each in awaited if each.result is None or each.is_again for job in each.jobs})
     answers = show_jobs(jobs) if jobs else {}
@@ -129,10 +132,10 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
 
 
 def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
-    """Return what these names mean for a run or a sweep that is submitted now; None if all have completed.
+    """Return the record of these runs and sweeps; None if all have completed.
 
-    Raises RequestError for what cannot be waited for: it is unknown, has ended in another way, could be changed by
-    others, or is out of Slurm's sight.
+    It is for a run or a sweep that is submitted now. Raises RequestError for a name that cannot be waited for: it is
+    unknown, has ended without having completed, could be changed by other users, or runs where Slurm does not see it.
     """
     texts = [wanted] if isinstance(wanted, str) else list(wanted)
     if not texts:
@@ -140,6 +143,7 @@ def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> Aft
     if executor == "debug":
         raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
     found = [_find(text) for text in texts]
+    # Another user who can write to the folder could forge its result.
     for each in found:
         trust.refuse_of_others(each.path, f"--after: others could say how {each.path.name} has ended")
     record = AfterRecord(
@@ -147,6 +151,7 @@ def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> Aft
         sweeps=tuple(str(each.path) for each in found if isinstance(each, SweepDir)),
     )
     stands = refuse_ended(record, show_jobs)
+    # Slurm's dependencies know jobs only: a job cannot wait for a process outside Slurm.
     unseen = next((each.run for each in stands.working if each.works_here), None)
     if executor == "slurm" and unseen is not None:
         raise RequestError(
@@ -172,7 +177,7 @@ def begin_with(config: JobConfig, record: AfterRecord | None) -> bool:
 
 
 def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
-    """Return how all stand. Raises RequestError if one has ended without having completed."""
+    """Return how all awaited runs stand. Raises RequestError if one has ended without having completed."""
     stands = outlook(record, show_jobs)
     for why in (*stands.ended, *stands.lost):
         raise RequestError(f"--after: {why}; until it works again it cannot be waited for")
@@ -180,7 +185,7 @@ def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
 
 
 def _find(text: str) -> RunDir | SweepDir:
-    """Return the sweep of this name, else the run: a sweep's runs mostly have its name."""
+    """Return the sweep of this name, else the run. A sweep's runs mostly have its name."""
     sweep = sweep_folder.of_name(text)
     if "/" not in text and (sweep.path / "sweep.json").exists():
         return sweep

@@ -41,7 +41,10 @@ def append(run: RunDir, change: Change) -> None:
 
 
 def end_by_resume(run: RunDir, values: Mapping[str, Any]) -> None:
-    """Note that a resume has given these keys other values in ``config.yaml``: what was set before holds no more."""
+    """Note that a resume has set these keys in ``config.yaml``.
+
+    It ends the values that were set before.
+    """
     path = _path(run)
     if values and path.exists():
         line = json.dumps(Change(time.time(), values).to_file()) + "\n"
@@ -49,9 +52,9 @@ def end_by_resume(run: RunDir, values: Mapping[str, Any]) -> None:
 
 
 def in_force(changes: Iterable[Change]) -> list[tuple[int, str, Any]]:
-    """Return step, key and value of what holds, by step.
+    """Return the values in force as (first step, key, value), sorted by step.
 
-    A later line counts more: it ends what an earlier one has set for the same key at its step or after it. (A run that
+    A later line overrides earlier ones: it ends what they have set for its keys at its step or after it. (A run that
     went back to a checkpoint may be given a new value before it comes to the step of an older one.)
     """
     held: list[tuple[int, str, Any]] = []
@@ -69,7 +72,7 @@ def latest(held: Sequence[tuple[int, str, Any]]) -> dict[str, Any]:
 
 
 def rows(run: RunDir, damage: list[str]) -> list[dict[str, Any]]:
-    """Return what holds, for a JSON document."""
+    """Return the values in force, for a JSON document."""
     return [{"step": step, "key": key, "value": value} for step, key, value in in_force(read(run, damage))]
 
 

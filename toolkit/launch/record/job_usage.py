@@ -1,4 +1,4 @@
-"""What the supervisor knows of the use of its job's nodes: the agents' samples, summed up and kept in the run."""
+"""Keeps a job's resource usage in its run: the sum of the agents' samples."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class UsageRecorder:
     ) -> JobUsage | None:
         """Return what the job has used so far; None before the first sample. ``row`` is the job in Slurm.
 
-        A GPU that no rank uses is named in the log, once in each attempt. Between two calls that do something
-        ``LOOK_EVERY_S`` pass, but for the ``is_last`` of an attempt.
+        A GPU that no rank uses is named in the log, once in each attempt. The result is computed anew every
+        ``LOOK_EVERY_S``, and in the ``is_last`` call of an attempt.
         """
         now = time.monotonic()
         if not samples or (now < self._look_at and not is_last):
@@ -100,6 +100,7 @@ class UsageRecorder:
 
 def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
     """Return ``asked`` with what the nodes have used. An agent that has ended counts with its last sample."""
+    # Sums are over all agents that ever ran; present values are over the last agent of each host.
     every, now = [*samples.values()], [*_newest(samples).values()]
     gpus = [gpu for usage in every for gpu in usage.gpus]
     gpus_now = [gpu for usage in now for gpu in usage.gpus]
@@ -109,6 +110,7 @@ def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
         since=min(usage.since for usage in every),
         until=max(usage.until for usage in every),
         cpu_s=round(sum(usage.cpu_s for usage in every), 2),
+        # The job's CPUs are counted as spread evenly over its nodes.
         cpu_held_s=round(held_s * asked.cpus / max(1, asked.nodes), 1),
         busy_cpus=round(sum(usage.cpus for usage in now), 2),
         most_cpus=round(max(usage.most_cpus for usage in every), 2),
@@ -131,9 +133,10 @@ def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
 
 
 def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
-    """Return the GPUs on the attempt's nodes that have been idle for as long as the attempt runs, if that is long.
+    """Return the GPUs of the attempt that have been idle since it began.
 
-    Durations are compared, so the clocks of the nodes need not agree.
+    They have been idle for ``UNUSED_AFTER_S`` or longer. Durations are compared, so the clocks of the nodes need not
+    agree.
     """
     age_s = time.time() - attempt.started
     return [
@@ -146,7 +149,10 @@ def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
 
 
 def slow_links(newest: Mapping[str, NodeUsage]) -> dict[str, str]:
-    """Return the nodes with a GPU whose PCIe link is slower than most others' of the same model, which have worked."""
+    """Return the nodes with a GPU whose PCIe link is unusually slow for its model.
+
+    Only GPUs that have worked are compared: an idle one may lower its link's speed. Each node comes with the reason.
+    """
     by_model = defaultdict[str, dict[tuple[str, int], tuple[int, int]]](dict)
     for host, usage in newest.items():
         for gpu in usage.gpus:

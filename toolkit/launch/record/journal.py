@@ -1,4 +1,4 @@
-"""Everything that the supervisor writes about a run: its status, a line for each attempt, its result."""
+"""Writes the supervisor's records of a run: its status, its attempts and its result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class Journal:
         return self._number
 
     def begin(self, row: JobRow | None) -> Start:
-        """Return what led to the attempt that begins now; call it once for each. ``row`` is this job in Slurm."""
+        """Return the times that led to the attempt that begins now. Call it once for each attempt.
+
+        ``row`` is this job in Slurm.
+        """
         now, earlier = time.time(), self._lines
         best = max((line.step_end or 0 for line in earlier), default=0)
         ended = earlier[-1].ended if earlier else None
@@ -78,7 +81,10 @@ class Journal:
         return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
 
     def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
-        """Return where the time went up to ``until``. For a left-over attempt its status tells."""
+        """Return the keys of a record that say where the time went up to ``until``.
+
+        Those of a left-over attempt are copied from its status.
+        """
         start = attempt.start
         if start is None:
             return {} if attempt.left_over is None else attempt.left_over.given("submitted", "goodput", "start_up")
@@ -89,7 +95,7 @@ class Journal:
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger), **more}
 
     def history(self) -> list[Past]:
-        """Return the attempts since a user last started the run: one who resumes it has fixed something."""
+        """Return the attempts since a user last started the run. A user who resumes it has fixed something."""
         history: list[Past] = []
         for line in self._lines:
             past = Past(
@@ -109,7 +115,7 @@ class Journal:
         return history
 
     def note_gain(self, attempt: Attempt) -> None:
-        """Note what an ended attempt leaves to the next one: the newest checkpoint, and its worth."""
+        """Note the newest checkpoint that an ended attempt leaves, and how many seconds it gained."""
         try:
             attempt.step_saved = newest_step(self._run.checkpoints)
         except CheckpointError as error:
@@ -183,8 +189,10 @@ class Journal:
         self._number, self._is_first = attempt.number, False
 
     def announce(self) -> None:
-        """Note in the status that this supervisor has the run now. What an earlier one left on other nodes
-        then ends."""
+        """Note in the status that this supervisor has the run now.
+
+        Processes that an earlier supervisor has left on other nodes then end.
+        """
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
             if status.to_json():

@@ -28,7 +28,7 @@ log = logs.get(__name__)
 
 
 def notify(run: RunDir) -> None:
-    """Run the command, if the config has one and the run has ended; a requeued run has not. Never raises."""
+    """Run the command if the config has one and the run has ended. A requeued run has not. Never raises."""
     try:
         result, command = run.result(), configs.load_config(run.config, site=False).notify
         if command and result is not None:

@@ -37,13 +37,13 @@ SUBMITTING_S = 120.0
 
 
 def read(run: RunDir, damage: list[str] | None = None) -> OwnerRecord | None:
-    """Return the run's owner; None for a run that was never submitted, and where the file is damaged."""
+    """Return the run's owner; None for a run never submitted and for a damaged file."""
     owner = run.owner(damage)
     return owner if owner is not None and owner.is_whole else None
 
 
 def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
-    """Return the ids of the run's present job and of the follow-up jobs that wait for its end.
+    """Return the ids of the run's present job and its waiting follow-up jobs.
 
     All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
     may start before that is written.
@@ -62,9 +62,9 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
-    """Return the run's present job, the first of ``jobs`` that is not over, and its status.
+    """Return the run's present job and its status.
 
-    ``jobs`` are from :func:`jobs_of`. If all are over it is the last one that Slurm knows.
+    ``jobs`` are from :func:`jobs_of`. The present one is the first that is not over, else the last that Slurm knows.
     """
     known = [(job, answers.get(job)) for job in jobs]
     unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
@@ -82,7 +82,7 @@ def waits(status: JobStatus | None) -> bool:
 
 
 def new_config(run: RunDir, token: str) -> Path:
-    """Return the file of the config that becomes the run's own as soon as this submission has succeeded."""
+    """Return the path of the config of this submission. It becomes the run's own when the submission succeeds."""
     return run.submitit / f"config-{token}.yaml"
 
 
@@ -112,9 +112,10 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
 
 
 def take(run: RunDir, before: int) -> int:
-    """Take the run for a new submission; return its number, the first free one after ``before``.
+    """Take the run for a new submission, and return the submission's number.
 
-    Raises RequestError where another process has taken it since that number was read.
+    It is the first free number after ``before``. Raises RequestError where another process has taken the run since
+    ``before`` was read.
     """
     number = before + 1
     while not run.take_number(number):
@@ -205,7 +206,7 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """Return the number of the present attempt; its ranks check with it whether they still may write."""
+        """Return the number of the present attempt. Its ranks check with it whether they still may write."""
         return self._owner.number
 
     @property
@@ -219,7 +220,7 @@ class Claim:
         return self._owner.follow_ups
 
     def renew(self) -> None:
-        """Take the next number, for another attempt: processes left of the last attempt may write no more.
+        """Take the next number, for another attempt. Processes left of the last attempt may write no more.
 
         Raises Overtaken where another owner has it.
         """
@@ -247,9 +248,10 @@ class Claim:
 
 
 def _may_serve(owner: OwnerRecord, job_id: str | None, token: str | None) -> bool:
-    """True for the present job, started again, and for the submission's jobs that have not served yet.
+    """True if the job may serve the run of ``owner``.
 
-    A process that was not submitted, which has neither job nor token, may serve as well.
+    The present job may, started again, and so may the submission's jobs that have not served yet. A process that was
+    not submitted, which has neither job nor token, may serve as well.
     """
     if job_id is not None and job_id in owner.jobs:
         return job_id == owner.job_id
@@ -264,7 +266,7 @@ def _describe(run: RunDir, owner: OwnerRecord) -> str:
 
 
 def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:
-    """Record the ids of the submission's job and of its follow-up jobs, and how long it took. Raises OSError."""
+    """Record the submission's job, its follow-up jobs and how long it took. Raises OSError."""
     submission = Submission(
         executor=owner.executor,
         job_id=jobs[0],

@@ -1,4 +1,4 @@
-"""The folder of a sweep, ``runs/.sweeps/NAME/``: what was asked for, its points, and the arrays that run them.
+"""The folder of a sweep, ``runs/.sweeps/NAME/``: its request, its points and their job arrays.
 
 Each submission adds a list of points (``arrays/0001.jsonl``), the batch script, and a record with the job's id. These
 files are all that is known of a sweep: they are only ever added to, and each is written in one step.
@@ -127,7 +127,7 @@ class SweepDir:
 
     @property
     def as_run(self) -> RunDir:
-        """Return the folder as one of a run, which has its sources at the same place: for the batch script."""
+        """Return the folder as a run's, for the batch script. Its sources are at the same place."""
         return RunDir(self.path)
 
     def record(self) -> SweepRecord | None:
@@ -150,8 +150,8 @@ class SweepDir:
     def locked(self) -> Iterator[None]:
         """Keep other submitters out. Raises RequestError if one is at work.
 
-        Without locks on the file system two submitters double nothing that runs: a point's run has one folder, and
-        one owner.
+        Where the file system has no locks, two submitters may list the same points. No point runs twice all the same:
+        its run has one folder and one owner.
         """
         fd = fsio.try_lock(fsio.make_dir(self.path) / "lock")
         if fd is None:
@@ -209,7 +209,10 @@ class SweepDir:
             fsio.write_atomic(mark, b"", durable=False)
 
     def local_lock(self) -> int | None:
-        """Return the open lock of the process that runs the sweep's points on this machine; None if one has it."""
+        """Take the lock of the process that runs the sweep's points on this machine.
+
+        Return its descriptor; None if another process holds it.
+        """
         return fsio.try_lock(self.path / "local.lock")
 
     def works_here(self) -> bool:
@@ -237,9 +240,9 @@ def of_name(name: str) -> SweepDir:
 
 
 def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
-    """True if a run that has a folder was submitted again by the list ``array``, whose job does not have it yet.
+    """True if ``array`` submits a run again and its job has not taken it yet.
 
-    A run that was lost has no result.
+    The run has a folder already. A run that was lost has no result.
     """
     result = run.result([])
     if record is None or record.executor != "slurm" or (result is not None and result.state is RunState.COMPLETED):
@@ -253,7 +256,7 @@ def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
 
 
 def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:
-    """Return each point by its id, with the last array that it is in and its index there."""
+    """Return each point by its id, with its last array and its index there."""
     found: dict[str, tuple[Point, Array, int]] = {}
     for array in arrays:
         for index, point in array.by_index(damage).items():

@@ -1,4 +1,4 @@
-"""What a user asks of a run's ranks while they run: a file for each request, and one for its answer.
+"""Users' requests to running ranks: one file for each request, one for its answer.
 
 A command writes ``requests/ID.json`` and waits for ``requests/ID.answer.json``. The supervisor hands on each request
 without an answer, also one that was left for a supervisor before it. The files outlive both processes, so a request is

@@ -1,4 +1,4 @@
-"""Starts the store and the ranks of every attempt through the agents of the job's nodes."""
+"""Starts the store and ranks of every attempt through the agents of the job's nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class CopyingListener(Protocol):
 
 @dataclass
 class CopyOrder:
-    """An order to copy, and where its nodes take packages from each other: a tree, in the order of the sending."""
+    """An order to copy, with the tree by which nodes take packages from each other.
+
+    Each node gets the next place in the tree when the order is sent to it.
+    """
 
     message: Message
     places: list[Message | None] = field(default_factory=list)
@@ -177,11 +180,14 @@ class AgentLauncher(AgentUser):
         return self._agents.silent_hosts
 
     def await_copies(self) -> None:
-        """Have no zygote made until :meth:`stage` has been called: it would import from the shared disk."""
+        """Delay all zygotes until :meth:`stage` has been called. They would import from the shared disk."""
         self._has_to_copy_first = True
 
     def stage(self, request: Message | None, *, wait_s: float) -> None:
-        """Have all agents carry out a ``CopyRequest``, if there is one. What they start waits so long for it."""
+        """Have all agents carry out a ``CopyRequest``, if there is one.
+
+        Processes that they start wait for it at most ``wait_s``.
+        """
 
         def send() -> None:
             links = self._agents.links

@@ -1,4 +1,4 @@
-"""The supervisor's ends of the connections to the agents, served by a thread of their own."""
+"""The supervisor's connections to the agents, served by a thread of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Peer:
     connection: socket.socket
     link: AuthenticatedLink
     heard: float  #: when it last sent something, or connected
-    host: str | None = None  #: once it has named it, and has proved that it knows the secret
+    host: str | None = None  #: once the peer has named it, and has proved that it knows the secret
     unsent: bytearray = field(default_factory=bytearray)
 
 

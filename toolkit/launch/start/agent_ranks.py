@@ -1,4 +1,4 @@
-"""The store and the ranks of one attempt, as the agents of its nodes run them."""
+"""The store and ranks of one attempt, as run by the agents of its nodes."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class AgentRanks:
     def take(self, host: str, message: Message) -> None:
         """Take a message of the agent of ``host`` about this attempt's ranks."""
         rank = message["rank"]
+        # The message may be of an earlier attempt, or of a rank that was already counted as ended.
         if message["attempt"] != self._attempt or rank not in self._ranks_on(host):
             return
         if message["is"] == "not_started":

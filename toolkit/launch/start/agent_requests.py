@@ -12,7 +12,10 @@ from toolkit.launch.start.launcher import Events
 
 @dataclass(frozen=True)
 class NodeAnswered:
-    """The answer of the agent of ``host``: asked after ``asked``, received at ``received``, by this process's clock."""
+    """The answer of the agent of ``host``.
+
+    It was asked for after ``asked`` and received at ``received``, both by this process's clock.
+    """
 
     host: str
     message: Message

@@ -57,11 +57,12 @@ class LocalAgent:
 
 
 class SrunAgents:
-    """Agents as one step of the job, with all resources that it has on its nodes: an :class:`.AgentStarter`.
+    """An :class:`.AgentStarter` that runs the agents as one srun step of the job.
 
-    An srun is killed, without notice to its step, as soon as all its agents have connected. When a batch host comes
-    back just as Slurm has given it up, its slurmd ends the job's processes there. An srun among them would take the
-    step with it, and no process would be left to requeue the job (seen on 24.11: it stayed RUNNING for ever).
+    The step has all resources of the job on its nodes. Its srun is killed, without notice to the step, as soon as all
+    its agents have connected. When a batch host comes back just as Slurm has given it up, its slurmd ends the job's
+    processes there. An srun among them would take the step with it, and no process would be left to requeue the job
+    (seen on 24.11: it stayed RUNNING for ever).
     """
 
     def __init__(self, run: RunDir) -> None:

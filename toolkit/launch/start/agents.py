@@ -81,10 +81,10 @@ class AgentStarter(Protocol):
     """Starts agents that connect to ``at``."""
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        """Start an agent on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
+        """Start an agent on each of ``hosts`` and return at once. The ranks inherit ``environ``."""
 
     def note_connected(self, host: str) -> None:
-        """Note that the agent of ``host`` has connected: from now on its connection tells whether it lives."""
+        """Note that the agent of ``host`` has connected. From now on its connection tells whether it lives."""
 
     def close(self) -> None:
         """End the agents that are left."""
@@ -100,17 +100,17 @@ class AgentUser:
         """Take a message about a process."""
 
     def agent_ended(self, host: str, why: str) -> None:
-        """Note that the agent of ``host`` has ended, and with it all that it had started."""
+        """Note that the agent of ``host`` has ended. All that it had started has ended, too."""
 
     def agent_missing(self, host: str, why: str) -> None:
         """Note that no agent could be started on ``host``."""
 
 
 class Awaited:
-    """The ranks of an attempt whose supervisor has died, until the agents that started them have connected."""
+    """The ranks of a dead supervisor's attempt, until the agents that started them have connected."""
 
     def __init__(self, attempt: int, ranks: Mapping[str, int], store_host: str) -> None:
-        """Take the number of ``ranks`` by host; 0 for a spare, whose agent connects as well.
+        """Take the number of ``ranks`` by host. A spare has 0, and its agent connects as well.
 
         ``store_host`` runs the attempt's store, and perhaps no rank.
         """
@@ -185,7 +185,7 @@ class Agents:
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
-        """Listen for agents; those that are started get ``environ``, and ``user`` says which are to be started.
+        """Listen for agents. Those that are started get ``environ``, and ``user`` says which are to be started.
 
         The ranks' reports and the errors of the links' thread go into ``events``. ``awaited``: the ranks that already
         run.
@@ -200,10 +200,10 @@ class Agents:
         self._links = AgentLinks(at.listening.dup(), at.secret, self, len(hosts))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
-        """Send each host its order, as soon as its agent is there; return the request's number.
+        """Send each host its order as soon as its agent is there.
 
-        The number serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into ``heard``, and nothing
-        for a host that hangs.
+        Return the request's number, which serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into
+        ``heard``, and nothing for a host that hangs.
         """
         number = next(self._numbers)
         request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
@@ -272,7 +272,7 @@ class Agents:
         self.links.call(dismiss)
 
     def dismiss(self, host: str) -> None:
-        """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
+        """Have the agent of ``host`` leave. Its ranks have ended, and the node is no longer to be used."""
         if self._links is not None:
             self._links.call(lambda: self.links.send(host, {"do": "leave"}))
 

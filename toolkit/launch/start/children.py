@@ -15,7 +15,7 @@ from toolkit.agent import die_with_parent
 
 
 def dying_with_us(command: Sequence[str], by: signal.Signals, *, ignore_signals: bool = False) -> list[str]:
-    """Return ``command`` changed so that it gets the signal ``by`` when this process dies in any way.
+    """Return ``command``, changed to get the signal ``by`` when this process dies for any reason.
 
     ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job that is to
     end.

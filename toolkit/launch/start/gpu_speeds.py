@@ -1,4 +1,4 @@
-"""Has the GPUs of a job's nodes measured before the first ranks start, and compares them."""
+"""Measures the GPUs of a job's nodes before the first ranks start, and compares them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 LOOK_EVERY_S = 0.2
 #: A GPU is slow below this share of the median of the job's GPUs. Healthy ones of a kind differ by some percent.
 SLOW_SHARE = 0.9
-#: Of fewer GPUs none is the odd one.
+#: Fewer GPUs are not compared: their median would not tell which of them is slow.
 LEAST_GPUS = 4
 #: The test ends itself this long before. The ranks start then, and a CUDA context beside them would take their memory.
 MARGIN_S = 5
@@ -30,10 +30,10 @@ log = logs.get(__name__)
 
 
 def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:
-    """Return the nodes with a GPU that is slower than the job's others, each with what is slow.
+    """Return the nodes with a GPU that is slower than the job's others.
 
-    A node that does not answer in time, or has no torch outside its container, is left out. Anything in ``events``,
-    such as a signal, ends the wait, and stays there.
+    Each comes with a line on what is slow. A node that does not answer in time, or has no torch outside its container,
+    is left out. Anything in ``events``, such as a signal, ends the wait, and stays there.
     """
     order = {"do": "check", "command": COMMAND}
     heard: Events = SimpleQueue()
@@ -53,7 +53,7 @@ def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str,
 
 
 def compare(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the same by what the nodes have printed."""
+    """Return the nodes with a slow GPU, by the texts that the nodes have printed."""
     slow: dict[str, list[str]] = {}
     for kind, words in _WORDS.items():
         speeds: dict[tuple[str, int], float] = {}

@@ -119,9 +119,9 @@ class Launcher(Protocol):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """Start the agents of all nodes, those of ``hosts`` first, and prepare them for ranks that run ``command``.
+        """Start the agents of all nodes, those of ``hosts`` first.
 
-        Called once, before all other methods. Returns at once.
+        Prepare them for ranks that run ``command``. Called once, before all other methods. Returns at once.
         """
 
     def take_over(

@@ -26,7 +26,10 @@ BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
 
 @dataclass(frozen=True)
 class NodeLine:
-    """One line of one node, by its place in the list of hosts; ``received`` is this process's clock."""
+    """One line of one node.
+
+    ``task`` is the node's place in the list of hosts, ``received`` a time by this process's clock.
+    """
 
     task: int
     text: str
@@ -49,7 +52,7 @@ Events = SimpleQueue[NodeLine | ErrorLine | ChannelEnded]
 
 
 class LineChannel:
-    """An exchange with one process: srun, which passes on its tasks' lines, or a check itself."""
+    """Exchanges lines with one process. It is srun, which passes on its tasks' lines, or a check itself."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
@@ -65,6 +68,7 @@ class LineChannel:
             errors="replace",
             pass_fds=descriptors,
         )
+        # Both outputs are read at once: a full pipe would block the process.
         self._stderr = threading.Thread(target=self._read_errors, daemon=True)
         self._stderr.start()
         threading.Thread(target=self._read, daemon=True).start()
@@ -114,7 +118,7 @@ def without_label(line: str) -> tuple[int | None, str]:
 
 
 def open_channel(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> LineChannel:
-    """Start ``command`` once on each of these hosts of the job's allocation, beside all that runs there."""
+    """Start ``command`` once on each of these nodes of the job. Its other processes go on."""
     host_file = os.memfd_create("hosts")  # not on a disk: the preflight checks whether one can be written
     try:
         os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())

@@ -1,7 +1,7 @@
-"""Which of srun's plugins the ranks of `dist.backend: mpi` need, so that their MPI finds its launcher.
+"""Chooses the srun plugin by which the ranks of `dist.backend: mpi` find their launcher.
 
-MPI libraries ask it over PMIx (Open MPI) or PMI-2 (MPICH and its derivatives). With the wrong plugin MPICH 5 aborts,
-and with none each rank is alone in a world of its own.
+MPI libraries ask the launcher over PMIx (Open MPI) or PMI-2 (MPICH and its derivatives). With the wrong plugin MPICH 5
+aborts, and with none each rank is alone in a world of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ log = logs.get(__name__)
 
 
 def plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
-    """Return the argument of ``srun --mpi``. None: nothing, as the site's default or ``SLURM_MPI_TYPE`` is right."""
+    """Return the argument of ``srun --mpi``; None where none is needed.
+
+    Only the backend mpi needs it, and not where the site's default or ``SLURM_MPI_TYPE`` is right.
+    """
     if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
         return None
     return of_library() if settings_of(slurm).mpi_default == "none" else None
 
 
 def of_library(python: str = sys.executable) -> str:
-    """Return ``pmix`` or ``pmi2``, as mpi4py's MPI library here needs; pmix where that cannot be found out."""
+    """Return ``pmix`` or ``pmi2``, as mpi4py's MPI library here needs. It is ``pmix`` if unknown."""
     try:
         done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -70,12 +70,12 @@ def check_nodes(
 
 
 def command(request: CheckRequest) -> list[str]:
-    """Return the command that makes the checks of ``request`` on the node where it is called."""
+    """Return the command that makes the checks of ``request`` on its own node."""
     return bare_python("toolkit.health.__main__", json.dumps(asdict(request)))
 
 
 def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: float) -> tuple[list[Heard], list[str]]:
-    """Return the answers by host until ``deadline`` (monotonic), and the errors that are no single node's."""
+    """Return each host's answer by ``deadline`` (monotonic), and the errors of no single node."""
     nodes = {host: Heard(host) for host in hosts}
     awaited, errors = set(hosts), list[str]()
     while awaited:

@@ -1,4 +1,4 @@
-"""Runs ``python train.py`` or ``python -m train`` within a fork of a process that has imported torch.
+"""Runs ``python train.py`` or ``python -m train`` in a fork that has imported torch.
 
 The user's program must see what a fresh interpreter would show it. Two sides decide whether that is possible: the
 supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`obstacle`).
@@ -56,7 +56,10 @@ class PythonCommand(NamedTuple):
 
 
 def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | None:
-    """Return how this interpreter runs ``command``; None for other programs, and for options that need a new one."""
+    """Return how this interpreter runs ``command``.
+
+    Return None for other programs, and for options that need a new interpreter.
+    """
     executable = shutil.which(command[0], path=search_path)
     if executable is None or not _is_ours(executable):
         return None
@@ -87,10 +90,11 @@ def _is_ours(executable: str) -> bool:
 
 
 def gains_by_fork(command: Sequence[str]) -> bool:
-    """True if ranks that run ``command`` are better forked: a Python program whose own sources import torch.
+    """True if ranks that run ``command`` are better forked.
 
-    Others would pay for an import that they do not need: 3 s of a CPU and 400 MB on each node. Programs that import
-    torch gain from the first attempt on: it is imported once for all ranks of a node.
+    They are for a Python program whose own sources import torch. They gain from the first attempt on: torch is imported
+    once for all ranks of a node. Other programs would pay for an import that they do not need: 3 s of a CPU and 400 MB
+    on each node.
     """
     python = parse(command, os.environ.get("PATH"))
     if python is None:
@@ -156,7 +160,10 @@ class _ProgramSources:
                 raise OSError(f"it imports {self._bytes} bytes of sources that are not installed")
 
     def _look_into(self, name: str) -> list[str]:
-        """Return what ``name`` imports, which may be a module or a name within one; of its packages, too."""
+        """Return the names that ``name`` imports, and the package that holds it.
+
+        ``name`` is a module or a name within one.
+        """
         parts, path, spec = name.split("."), self._path, None
         # Walk down the packages. A module outside the program's folders is only noted by its top name.
         for part in parts:
@@ -222,7 +229,7 @@ def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
 
 
 def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Run it, in this process, as a fresh interpreter with ``environ`` would.
+    """Run the command in this process, as a fresh interpreter with ``environ`` would.
 
     Return, or raise what ended the program: the caller has only to end the interpreter. By then a traceback has been
     printed, without frames of this module.

@@ -1,4 +1,4 @@
-"""One rank: find its place, make the environment that torch reads, and call the job's ``main``.
+"""One rank: find its place, make the environment that torch reads, call the job's ``main``.
 
 The same few lines serve a rank under the supervisor, under plain ``srun``, ``torchrun`` or ``mpirun``, and alone.
 """
@@ -112,7 +112,7 @@ def _note(place: Placement) -> None:
 
 
 def _project() -> Path:
-    """Return the folder of the job's sources: the run's copy under a supervisor, else the current folder."""
+    """Return the folder of the job's sources. It is the run's copy under a supervisor, else the current folder."""
     run = os.environ.get(rundir.RUN_DIR_VARIABLE)
     code = None if run is None else rundir.RunDir(Path(run)).code
     try:

@@ -46,7 +46,7 @@ SrunEvent: TypeAlias = RanksExited | NodeFailed | LaunchFailed
 
 
 class SrunLauncher(AgentUser):
-    """Starts ranks as one srun step of the job, each on its planned node: a `Launcher`.
+    """Starts ranks as one srun step, each on its planned node: a `Launcher`.
 
     The ranks are not the agents' children, but report to the agents. Where an agent ends, the ranks of its node notice
     it, and end.
@@ -254,11 +254,11 @@ _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_sig
 
 
 def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
-    """Return the failed ranks, or the lost node, that a line of srun names; else None.
+    """Return the failure of ranks or of a node that a line of srun reports.
 
     An example is ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for
-    lines that name only the rank or only the node, or a node by its number in the step. A rank or node that does not
-    exist gives None.
+    lines that name only the rank or only the node, or a node by its number in the step. Return None for other lines,
+    and for a rank or node that does not exist.
     """
     if lost := _NODE_FAILED.match(line):
         return NodeFailed(lost["host"])
@@ -294,7 +294,10 @@ def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
 
 
 def _slurms_order(host: str) -> tuple[str, int]:
-    """Return the key by which Slurm numbers nodes, also those of an arbitrary distribution, whatever their ranks."""
+    """Return the key by which Slurm numbers nodes, also with an arbitrary distribution.
+
+    The nodes' ranks do not matter.
+    """
     number = re.search(r"\d*$", host)
     assert number is not None
     return host[: number.start()], int(number[0] or -1)

@@ -1,8 +1,9 @@
-"""Has the Python environment, and what ``data.stage`` names, copied to the nodes' own disks: see `toolkit.staging`.
+"""Has the Python environment and data copied to the nodes' own disks, see `toolkit.staging`.
 
-Data, and with ``cluster.stage: always`` the environment, are copied before the ranks start. With ``auto`` the first
-start on a shared disk only measures how long its imports wait for that disk. Where copying pays, it is done in the
-background, for later starts. Later jobs wait for copies, but never longer than their imports would wait for the disk.
+Data are what ``data.stage`` names. They, and with ``cluster.stage: always`` the environment, are copied before the
+ranks start. With ``auto`` the first start on a shared disk only measures how long its imports wait for that disk. Where
+copying pays, it is done in the background, for later starts. Later jobs wait for copies, but never longer than their
+imports would wait for the disk.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class ImportFigures(FileRecord):
 
     @property
     def pays(self) -> bool:
-        """True if a node gains more by a copy than making it takes; also if that is not known yet."""
+        """True if a copy saves a node more time than it takes to make.
+
+        It must save ``LEAST_GAIN_S`` or more. The time to make a copy counts once it has been measured.
+        """
         waited_s = self.waited_s or 0.0
         return waited_s >= LEAST_GAIN_S and (self.copied_s is None or self.copied_s < waited_s)
 
@@ -87,8 +91,8 @@ class NodeStaging:
         self._environment = environment_source()
         self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
         self._first: list[PackageSource] = []  #: what ranks wait for
-        self._limit_s = MOST_WAIT_S  #: how long
-        self._deadline = math.inf  #: until when
+        self._limit_s = MOST_WAIT_S  #: the longest time that ranks wait for it
+        self._deadline = math.inf  #: the end of that time, monotonic
         self._measures = False
         self._figures = ImportFigures()
         self._packages: dict[str, Package] = {}
@@ -132,6 +136,7 @@ class NodeStaging:
             self._figures = ImportFigures.read_or_none(self._figures_file) or self._figures
         except OSError as error:
             log.warning("%s: cannot be read: %s", self._figures_file, error)
+        # With ``auto`` a start waits for a copy only if earlier starts have measured that one pays.
         if stage == "always":
             self._first.append(source)
         elif not disks.is_shared(Path(source.path)):
@@ -202,6 +207,7 @@ class NodeStaging:
         except OSError as error:
             self._note(f"nothing is copied to the nodes: {error}", is_problem=True)
             return []
+        # The packer prints one line for each source: its package, or why it cannot be copied.
         answers = [json.loads(line) for line in output.splitlines()]
         for answer in answers:
             if "problem" in answer:

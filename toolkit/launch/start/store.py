@@ -127,7 +127,10 @@ def _start(
 
 
 def refuse_too_many_ranks(world_size: int) -> None:
-    """Raise RequestError where the ranks' connections are more than a store host on this node may have open."""
+    """Raise RequestError for more ranks than a store host on this node can serve.
+
+    Each connection of a rank is an open file of the store host.
+    """
     needed, limit = CONNECTIONS_A_RANK * world_size + OTHER_FILES, open_files.hard_limit()
     if needed > limit:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The job's module, imported in the same way by its ranks and by `toolkit evaluate` and `toolkit export`."""
+"""Imports the job's module. Ranks, `toolkit evaluate` and `toolkit export` do it in the same way."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load(job: str, folder: Path) -> ModuleType:
 
 
 def _name_and_root(job: str, source: Path, folder: Path) -> tuple[str, Path]:
-    """Return the full name of the job's module, and the folder that holds its top package."""
+    """Return the full name of the job's module and its top package's parent folder."""
     if not job.endswith(".py"):
         return job, source.parents[job.count(".") + (source.name == "__init__.py")]
     name, root = source.stem, source.parent
@@ -116,9 +116,9 @@ def job_class(module: ModuleType) -> Any:
 
 
 def params_of(kind: type, config: JobConfig) -> Any:
-    """Return the config's ``params`` as the dataclass ``Params`` of the module of the job's class; None without one.
+    """Return the config's ``params`` as the dataclass ``Params`` of the job's module.
 
-    A module without ``Params`` has that of the class from which its own derives.
+    A module without ``Params`` uses that of the class from which its own class derives. Return None if none has one.
     """
     base: Any = toolkit.Job
     modules = [sys.modules[parent.__module__] for parent in kind.__mro__ if issubclass(parent, base)]

@@ -1,4 +1,4 @@
-"""The ways in which a run starts: on Slurm, on this machine or in this process, each by submitit.
+"""Starts a run through submitit: on Slurm, on this machine or in this process.
 
 submitit's pickle holds two strings, the run folder and where it runs, and nothing else. So an upgrade of a library
 between submission and start cannot make it unreadable.

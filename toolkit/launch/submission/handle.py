@@ -1,4 +1,4 @@
-"""The handle of a run: watches it, waits for its end, stops or cancels it, from the login node."""
+"""The handle of a run: watches, awaits, stops or cancels it from the login node."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Run:
         self._end(Intent.CANCEL)
 
     def stop(self) -> None:
-        """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it.
+        """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.
 
         Raises RequestError for a local run of another machine.
         """
@@ -183,7 +183,7 @@ class Run:
             write_ended(self.dir, state, f"{state} while no supervisor ran")
 
     def _raise_without_result(self, over_for_s: float) -> None:
-        """Raise JobFailedError if the run's job is over and its result should have reached this machine."""
+        """Raise JobFailedError if the run's job is over and its result is overdue here."""
         if not self.dir.path.is_dir():
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
         list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
@@ -204,9 +204,10 @@ class Run:
         )
 
     def is_over(self, show_jobs: ShowJobs | None = None) -> bool:
-        """True if no process can write this run's result any more; False where Slurm does not answer.
+        """True if no process can write this run's result any more.
 
-        ``show_jobs`` may answer from an earlier answer of Slurm; without it Slurm is asked now.
+        False where Slurm does not answer. ``show_jobs`` may use an earlier answer of Slurm; without it Slurm is asked
+        now.
         """
         if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             return False
@@ -259,7 +260,7 @@ def attach(run: RunDir) -> Run:
 
 
 def _is_process_of(run: RunDir, pid: int | str) -> bool:
-    """True if the process runs and is one that submitit started for this run: pids are reused.
+    """True if the process runs and submitit has started it for this run. Pids are reused.
 
     A process that has just been started may have no command line for some milliseconds. A zombie, which only waits for
     its parent to reap it, has no command line either, and no program.

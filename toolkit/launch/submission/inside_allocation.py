@@ -23,7 +23,7 @@ log = logs.get(__name__)
 
 
 def supervise(config_path: str, overrides: Sequence[str]) -> None:
-    """Find or make the job's run, then become its supervisor from the run's copy of the sources."""
+    """Find or make the job's run, then become its supervisor. The run's copy of the sources is used."""
 
     def make_run(allocation: Allocation) -> RunDir:
         config = configs.load_config(config_path, overrides)

@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: a few lines of HTML from the run's own files."""
+"""Renders a run for a notebook: a few lines of HTML from the run's files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def html_of(run: RunDir) -> str:
     damage: list[str] = []
     status, result = run.status(damage), run.result(damage)
     at = status.progress
+    # The result, if there is one, overrides the last status, which may be older.
     state = (status.state or RunState.QUEUED) if result is None else result.state
     step = at.step if result is None or result.step is None else result.step
     metrics = at.metrics if result is None or not result.metrics else result.metrics

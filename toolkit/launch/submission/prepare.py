@@ -1,4 +1,7 @@
-"""Makes a run: folder, copy of the sources, and a config that means the same everywhere; checks it first."""
+"""Makes a run: its folder, a copy of the sources, and its config.
+
+The config is checked first, and its paths mean the same in every folder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def absolute(config: JobConfig) -> JobConfig:
 
 
 def fix_paths(config: JobConfig, project: Path | None) -> None:
-    """Make the config's paths mean the same in the ranks, which may start in another folder.
+    """Make the config's paths independent of the current folder. Ranks may start in another one.
 
     ``model.init_from`` becomes a path: it may be a name that this run has as well.
     """
@@ -37,7 +40,7 @@ def fix_paths(config: JobConfig, project: Path | None) -> None:
 
 
 def within(project: Path, source: Path) -> str | None:
-    """Return a file's name in the copy of ``project``; None if it is not in there."""
+    """Return a file's name in the copy of ``project``; None if it is elsewhere."""
     for path in (source, source.resolve()):
         if path.is_relative_to(project) and ".." not in path.parts:
             return str(path.relative_to(project))

@@ -22,7 +22,7 @@ from toolkit.slurm.commands import Slurm
 
 
 def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto") -> Run:
-    """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with.
+    """Submit an ended run again. It goes on from its last checkpoint with the sources of its submission.
 
     ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
     RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.

@@ -1,4 +1,7 @@
-"""The sbatch script of a run: every key of ``cluster`` in Slurm's terms, and the text that submitit makes of it."""
+"""Makes the sbatch script of a run: every key of ``cluster`` in Slurm's terms.
+
+submitit makes the text from these terms.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ _PLACING = ("nodelist", "reservation", "wckey", "licenses")
 
 
 def srun_options(config: JobConfig) -> list[str]:
-    """Return the node choice of ``cluster`` as options of srun, which holds nodes for seconds from the login node."""
+    """Return the node choice of ``cluster`` as options of srun.
+
+    That srun holds nodes for seconds, from the login node.
+    """
     cluster = config.cluster
     values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
     values |= {name: getattr(cluster, name) for name in _CHOOSING_NODES}
@@ -100,7 +106,7 @@ def srun_options(config: JobConfig) -> list[str]:
 
 
 def _text(value: Any) -> Any:
-    """Escape backslashes: submitit quotes for a shell, but sbatch reads one as an escape also in single quotes."""
+    """Escape backslashes. submitit quotes for a shell, but sbatch reads one as an escape also in single quotes."""
     return value.replace("\\", "\\\\") if isinstance(value, str) else value
 
 

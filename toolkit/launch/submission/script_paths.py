@@ -14,9 +14,10 @@ _RESERVED = "%\\:"
 
 
 def refuse_unfit(runs: Path) -> None:
-    """Refuse a folder for runs, a current folder or a Python whose path no job could use. Raises RequestError.
+    """Raise RequestError where the path of a folder or of Python fits no job's script.
 
-    All other characters are quoted where a shell or sbatch reads them. A line break would end an ``#SBATCH`` line.
+    The folders are ``runs``, for the runs, and the current one. All other characters are quoted where a shell or sbatch
+    reads them. A line break would end an ``#SBATCH`` line.
     """
     for what, path, reserved, remedy in (
         ("the folder for runs", runs, _RESERVED, "choose another: set TOOLKIT_RUNS"),

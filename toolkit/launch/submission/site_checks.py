@@ -1,4 +1,7 @@
-"""Checks a request against the site profile, before Slurm would refuse it or hold it in the queue for ever."""
+"""Checks a request against the site profile.
+
+Without the check Slurm would refuse the job, or hold it in the queue for ever.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ log = logs.get(__name__)
 
 
 def take(project: Path, code: Path) -> None:
-    """Copy the project's sources into ``code``, with a note of the git revision and the uncommitted diff.
+    """Copy the project's sources into ``code``, with the git revision and the uncommitted diff.
 
     In a git checkout the project is what git tracks plus what it would not ignore, including submodules and other
     repositories in it; elsewhere it is every file outside well-known build and data folders. Secrets, runs, Slurm's
@@ -91,9 +91,10 @@ def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_environment(run: RunDir, environ: Mapping[str, str], token: str | None = None) -> dict[str, str]:
-    """Return the variables of a job that serves ``run``: its sources, the folder for runs, and its submission's token.
+    """Return the variables of a job that serves ``run``.
 
-    ``environ`` are the variables that the job has already. None for a job that has its token.
+    They name its sources, the folder for runs, and its submission's token. ``environ`` are the variables that the job
+    has already. ``token`` is None for a job that has its token already.
     """
     values = {**environment(run.code, environ), "TOOLKIT_RUNS": str(run.path.parent.parent)}
     return values if token is None else {**values, ownership.TOKEN_VARIABLE: token}
@@ -190,10 +191,10 @@ class _ProjectFiles:
 
 
 def _names(folder: Path, *, is_top: bool) -> Iterator[str]:
-    """Yield what git tracks and would track: files, links, and folders that are repositories of their own.
+    """Yield the names that git tracks and would track.
 
-    Yield all that lies there where git lists nothing (a folder that a repository around it ignores) or refuses (a
-    folder that belongs to another user).
+    They are files, links, and folders that are repositories of their own. Yield all names in the folder where git lists
+    nothing (a folder that a repository around it ignores) or refuses (a folder that belongs to another user).
     """
     tracked = _git(folder, "ls-files", "--cached", "-z") or ""
     others = _git(folder, "ls-files", "--others", "--exclude-standard", "-z") or ""
@@ -230,7 +231,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _head(path: Path, size: int) -> bytes:
-    """Return the first bytes; none where this user may not read the file, which will not be copied either."""
+    """Return the first bytes; none where this user may not read the file. It will not be copied either."""
     with contextlib.suppress(PermissionError), path.open("rb") as file:
         return file.read(size)
     return b""

@@ -65,11 +65,11 @@ class Attempt:
 
     @cached_property
     def _still_running(self) -> Counter[str]:
-        """The number of ranks that have not ended, by node; nodes with none are left out."""
+        """The number of ranks that have not ended, by node. Nodes with none are left out."""
         return Counter(self.rank_hosts)
 
     def host_of(self, rank: int) -> str:
-        """Return the node from which ``rank`` has reported, else the planned one: a launcher may number otherwise."""
+        """Return the node from which ``rank`` has reported, else the planned one. A launcher may number otherwise."""
         return self.heard.get(rank, self.rank_hosts[rank])
 
     def note_gone(self, ranks: Collection[int]) -> None:
@@ -96,9 +96,9 @@ class Attempt:
 
     def hear_progress(self, progress: RunProgress) -> None:
         """Take rank 0's report of the run, which tells how long the loop has worked."""
-        # The loop began that long ago by this node's clock. Reports arrive late, so the earliest such time is best.
         self.progress = progress
         if progress.spent:
+            # The loop began that long ago by this node's clock. Reports arrive late, so the earliest such time is best.
             began = time.time() - sum(progress.spent.values())
             self.first_step = min(began, self.first_step or began)
 
@@ -116,9 +116,10 @@ class Attempt:
         return self.progress.save_s or 0.0
 
     def can_do_without(self, ranks: Collection[int]) -> bool:
-        """True if the strategy continues without ``ranks``: at least one of the expendable ranks is still alive.
+        """True if the strategy continues without ``ranks``.
 
-        Rank 0 has reported which ranks are expendable.
+        All of them must be expendable, and not all expendable ranks may have died. Rank 0 has reported which ranks are
+        expendable.
         """
         expendable = set(self.progress.expendable)
         return set(ranks) <= expendable and not expendable <= self.gone - self.finished

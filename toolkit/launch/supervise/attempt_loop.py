@@ -276,7 +276,7 @@ class AttemptLoop:
 
 
 def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -> None:
-    """Note that ``host`` could not connect to ``address``, if that is another node of the attempt."""
+    """Note that ``host`` could not connect to ``address``. Only other nodes of the attempt count."""
     peer = None if context.agents is None else context.agents.host_at(address)
     if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
         attempt.cut_links.add((host, peer))

@@ -1,4 +1,4 @@
-"""What a supervisor does with the run's files before it starts anything: the run becomes this job's."""
+"""Prepares the run's files before a supervisor starts anything: the run becomes this job's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def has_ended(context: Context, earlier_death: str | None) -> bool:
 
 
 def take_run(context: Context) -> None:
-    """Record the job's size and id in the run, and remove the result of an earlier start."""
+    """Record the job's size and id in the run. Remove the result of an earlier start."""
     run, config, allocation = context.run, context.config, context.allocation
     cluster = config.cluster
     used = allocation.without(cluster.spare_nodes)

@@ -1,4 +1,7 @@
-"""What a run's earlier attempts leave of its budgets for failures, requeues and attempts without progress."""
+"""Counts how much of a run's retry budgets its attempts have used.
+
+The budgets are for failures, requeues and attempts without progress.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
 
 def fruitless_requeues(history: Sequence[Past]) -> int:
-    """Count the latest attempts that ended in a requeue for bad nodes, before their first step."""
+    """Count the latest attempts that were requeued for bad nodes before their first step."""
 
     def is_fruitless(past: Past) -> bool:
         return past.step_end is None and past.cause == Cause.NODE_FAILURE and past.decision == Decision.REQUEUE
@@ -29,7 +32,7 @@ def fruitless_requeues(history: Sequence[Past]) -> int:
 
 
 def count_failures(facts: Facts) -> tuple[int, int | None]:
-    """Count the failures that cost more than they gained, since the run last made up for them.
+    """Count the failures that cost more than they gained, since the last reset.
 
     An attempt that gained more time than it lost is free. The count is reset while the run has gained more time than
     its failures have lost. So failures never cost a run more time than it gains, except for the last ``max_failures`` +
@@ -65,7 +68,10 @@ def count_failures(facts: Facts) -> tuple[int, int | None]:
 
 
 def _own_faults(facts: Facts) -> list[Past]:
-    """Return the past attempts that count against ``retry``: without those for which a node was condemned later."""
+    """Return the past attempts that count against ``retry``.
+
+    Those for which a node was condemned later do not count.
+    """
     own, condemned = [], set[str | None]()
     # Backwards, so that a later verdict on a node is known when its earlier failures come up.
     for past in reversed(facts.history):
@@ -87,7 +93,7 @@ def best_step(history: Sequence[Past]) -> int:
 
 
 def attempts_without_progress(facts: Facts) -> int:
-    """Count the attempts since the last new step that predict no progress for the next one.
+    """Count the attempts since the last new step that predict no further progress.
 
     This attempt is among them. They are failures where this one and the furthest attempt ended, or before a first step,
     and time limits. Failures at other steps can be chance: on 1,000 nodes about one attempt in 30 fails before it is
@@ -116,7 +122,7 @@ def attempts_without_progress(facts: Facts) -> int:
 
 
 def _place(past: Past) -> int | None:
-    """Return the step after which the attempt ended; None if it ended before it had loaded its state."""
+    """Return the step after which the attempt ended; None if its state was never loaded."""
     return past.step_start if past.step_end is None else past.step_end
 
 

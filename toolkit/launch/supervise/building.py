@@ -1,4 +1,7 @@
-"""Builds a supervisor from its parts: by Slurm's variables and the config, or for this machine alone."""
+"""Builds a supervisor from its parts, for a Slurm job or for this machine.
+
+For a job, Slurm's variables and the config choose the parts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ log = logs.get(__name__)
 def open_endpoint(run: RunDir) -> Endpoint | None:
     """Return the endpoint that outlives a supervisor; None if it cannot be opened.
 
-    Then each supervisor opens its own, which reports the error.
+    Without it each supervisor opens its own, which reports the error.
     """
     try:
         return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)

@@ -1,4 +1,7 @@
-"""The end of an attempt: collects the facts, has them judged, and writes and asks of Slurm what the verdict needs."""
+"""Concludes an attempt: collects the facts, has them judged and carries out the verdict.
+
+The verdict is written into the run, and a requeue is asked of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
 
 
 def excuse_nodes(attempt: Attempt) -> None:
-    """Blame no node for ranks that ended without a report where most nodes have such ranks."""
+    """Blame no node for ranks that ended unreported if most nodes have such ranks."""
     unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
     if len(unreported) > len({*attempt.rank_hosts}) / 2:
         attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
@@ -157,7 +160,7 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
 
 
 def end_before_start(context: Context) -> int:
-    """Write the result of a run that a user ended before it started again; return the job's exit code."""
+    """Write the result of a run that a user ended before it started again. Return the job's exit code."""
     state = stop_request.end_state(context.asked())
     outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
     notify(context.run)

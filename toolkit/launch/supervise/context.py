@@ -57,7 +57,7 @@ class Context:
         agents: Agents | None,
         container: Container | None,
     ) -> Context:
-        """Return the context of a new supervisor, with all its parts; without ``slurm`` that of this machine."""
+        """Return the context of a new supervisor, with all its parts. Without ``slurm`` it is of this machine."""
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
         nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         return cls(
@@ -86,7 +86,10 @@ class Context:
             self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
 
     def note_ready(self, attempt: Attempt) -> None:
-        """Note when the agents were ordered, and when the one of rank 0's node had connected and imported torch."""
+        """Note when the agents were ordered, and when that of rank 0's node was ready.
+
+        The times at which it had connected and had imported torch are noted.
+        """
         if self.agents is not None and attempt.start is not None and not attempt.start.marks:
             ready = dict(self.agents.ready)  # another thread adds to it
             main_host = attempt.rank_hosts[0]
@@ -94,7 +97,7 @@ class Context:
             attempt.start = attempt.start.replace(marks=marks)
 
     def prepare_requeue(self) -> None:
-        """Submit follow-up jobs where the job needs them, as far as Slurm has said what it is."""
+        """Submit the follow-up jobs that the job needs, as far as Slurm has described it."""
         if self.requeue is not None:
             self.requeue.prepare(self.job.row, self.job.settings, self.claim)
 

@@ -1,9 +1,10 @@
-"""What the end of an attempt means: a pure function from the facts to (cause, decision, one line).
+"""Judges the end of an attempt: a pure function from the facts to a verdict.
 
-It uses three sources. The first is how the ranks ended: from the agents or srun, and from the ranks' error files; exit
-code 75 is a stop that was agreed and committed. The second is what rank 0 reported, the third one row of ``scontrol
-show job``. The rules stand in :func:`judge` in the order of their strength. The rows that they were made for, recorded
-on Slurm 22.05 and 24.11, are in ``tests/unit/launch/test_ending.py``.
+The verdict is a cause, a decision and one line. The facts have three sources. The first is how the ranks ended: from
+the agents or srun, and from the ranks' error files; exit code 75 is a stop that was agreed and committed. The second is
+what rank 0 reported, the third one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of their
+strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, are in
+``tests/unit/launch/test_ending.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_LINKS = 4
 
 
 def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
-    """Return the nodes on which Slurm could not start ranks, if the nodes are at fault. ``hosts`` are by rank.
+    """Return the nodes that are at fault where Slurm could not start ranks. ``hosts`` are by rank.
 
     The nodes are not at fault where more than half of them failed: then a folder is missing, or a path is wrong. Nor
     are they after requeues for bad nodes that were all in vain, nor in a job that is being ended.
@@ -40,7 +41,7 @@ def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
 
 
 def has_completed(facts: Facts) -> bool:
-    """True if rank 0 has delivered the run's result, and every needed rank ended with 0.
+    """True if rank 0 has delivered the result and every needed rank ended with 0.
 
     Exit codes alone say little: srun ends with 0 after ``task 0 launch failed``. A foreign script delivers no result.
     It has completed if all its ranks ended with 0 and nothing had told it to end: a script that saves and exits with 0
@@ -186,10 +187,10 @@ def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
 
 
 def _cut_off(facts: Facts) -> str | None:
-    """Return the node that is an end of all failed connections; None where several may be at fault.
+    """Return the node that is an end of all failed connections, if there is one.
 
-    Of a single connection's two ends it is the later node of the attempt. The job can go on without either, and the
-    batch host, where the ranks meet, comes first.
+    Return None where several nodes may be at fault. For a single connection it is the end that comes later in the
+    attempt. The job can go on without either end, and the batch host, where the ranks meet, comes first.
     """
     links = {frozenset(link) for link in facts.cut_links}
     ends = frozenset.intersection(*links) if links else frozenset[str]()

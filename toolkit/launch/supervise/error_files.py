@@ -53,12 +53,15 @@ _UNREACHED = re.compile(
 
 
 def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
-    """Return what the ranks of an attempt wrote about their own ends; ``damage`` as in :meth:`RunDir.status`."""
+    """Return what the ranks of an attempt wrote about their own ends.
+
+    ``damage`` is as in :meth:`RunDir.status`.
+    """
     return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
 
 
 def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
-    """Return what a rank wrote about its own end, in the toolkit's format or in torch's.
+    """Return what a rank wrote about its own end. The format is the toolkit's or torch's.
 
     A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
     """

@@ -50,7 +50,7 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank that did not end well, as reported by srun, the kernel or the rank itself.
+    """One rank that did not end well. srun, the kernel or the rank itself has reported it.
 
     ``how`` is ``killed by SIGKILL``, ``exit code 1`` or an exception's type and message; ``time`` is in seconds since
     the epoch.
@@ -80,7 +80,10 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Past:
-    """An earlier attempt: how it ended, and the highest step that it reached (None: it reached none)."""
+    """An earlier attempt: how it ended, and the highest step that it reached.
+
+    ``step_end`` is None if it reached none.
+    """
 
     cause: str
     decision: str
@@ -121,7 +124,7 @@ class Facts:
     budgets: Budgets = Budgets()
 
     def as_past(self) -> Past:
-        """Return this attempt in the form that later ones get, before its cause and decision are known."""
+        """Return this attempt as later ones see it. Its cause and decision are not known yet."""
         return Past(
             "now",
             "",

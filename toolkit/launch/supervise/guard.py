@@ -1,4 +1,4 @@
-"""The guard: the batch script's own process, which starts the supervisor again when a signal kills it.
+"""The guard: the batch script's own process, which restarts a supervisor killed by a signal.
 
 Slurm takes the job as over when the process that it started ends, even if others still run. So that process only waits.
 A supervisor that gets SIGKILL (by the kernel for lack of memory, by someone's mistake) is replaced within the
@@ -80,6 +80,6 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
     # Wait without reaping: the pid stays the child's while signals are passed on.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    # Those that come from now on are for the next child, or for nobody.
+    # Signals that come from now on are for the next child, if there is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on

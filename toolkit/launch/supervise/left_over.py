@@ -18,7 +18,7 @@ log = logs.get(__name__)
 
 
 def find_running(run: RunDir, job: Allocation) -> Attempt | None:
-    """Return the attempt whose ranks may still run: a supervisor of this start of the job has died."""
+    """Return the attempt whose ranks may still run. A supervisor of this start of the job has died."""
     status = run.left_over()
     if status is None or status.state is None or not status.state.has_ranks:
         return None

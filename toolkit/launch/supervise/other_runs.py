@@ -1,4 +1,7 @@
-"""Waits at the start of a job for the runs that must have completed before it, see `toolkit.launch.record.awaited`."""
+"""Waits at the start of a job for the runs that must complete before it.
+
+See `toolkit.launch.record.awaited`.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,11 @@ log = logs.get(__name__)
 
 
 def wait_for_other_runs(context: Context) -> Verdict | None:
-    """Return None when the run may start, or a user has ended it; else how the job ends without an attempt.
+    """Wait for the other runs, and return None when this run may start.
 
-    That is a failure if what is waited for did not complete. A job of Slurm does not wait for long: it goes back into
-    the queue until the others' present jobs have ended. On this machine the process waits.
+    Also return None if a user has ended the run. Else return how the job ends without an attempt, which is a failure if
+    one of the other runs did not complete. A job of Slurm does not wait for long: it goes back into the queue until the
+    others' present jobs have ended. On this machine the process waits.
     """
     record, requeue = after.record_of(context.run), context.requeue
     lost_since: float | None = None
@@ -63,7 +67,7 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
 
 
 def _look(context: Context, record: AfterRecord) -> Outlook | None:
-    """Return how the others stand; None where Slurm does not answer."""
+    """Return how the other runs stand; None where Slurm does not answer."""
     if context.job.slurm is not None:
         show_jobs = context.job.slurm.show_jobs
         look = partial(awaited.outlook, record, show_jobs)
@@ -78,7 +82,7 @@ _SILENT = "Slurm does not say how the jobs stand that are waited for"
 
 
 def _note(context: Context, state: RunState, record: AfterRecord) -> None:
-    """Show in the status what is waited for, and that somebody waits."""
+    """Write into the status that the run waits, and for which runs."""
     status = context.run.status()
     why = after.sentence(after.names(record))
     with contextlib.suppress(OSError):  # a disk that fails for a moment must not end the run

@@ -61,7 +61,7 @@ def is_being_ended(context: Context) -> bool:
 
 
 def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool:
-    """Wait ``pause_s`` for a signal that stops the run while there are no ranks; return whether one has come.
+    """Wait ``pause_s`` while there are no ranks; return whether a signal stops the run.
 
     It may come in the checks, between two attempts, or in a pause.
     """
@@ -113,7 +113,7 @@ class StopPath:
             attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
     def take_signal(self, number: signal.Signals) -> None:
-        """Stop for a signal to this process, unless it is Slurm's announcement of the time limit."""
+        """Stop for a signal to this process. The one by which Slurm announces the time limit is ignored."""
         context = self._context
         if is_slurms_signal(context, number):
             return

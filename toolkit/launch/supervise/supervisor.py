@@ -1,8 +1,8 @@
-"""The supervisor: the one process that owns a run's lifecycle, on the batch host or on this machine.
+"""The supervisor: the one process that owns a run's lifecycle.
 
-It starts an attempt (a fresh store, then the ranks), has it watched to its end, judges how it ended, records the
-verdict and restarts, requeues or finishes. Ranks own only training. The supervisor imports no torch, so it is up in a
-fraction of a second.
+It runs on the batch host or on this machine. It starts an attempt (a fresh store, then the ranks), has it watched to
+its end, judges how it ended, records the verdict and restarts, requeues or finishes. Ranks own only training. The
+supervisor imports no torch, so it is up in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Supervisor:
         self._care = NodeCare(context)
 
     def run(self, earlier_death: str | None = None) -> int:
-        """Make attempts until one finishes or no more may be made; return the exit code of the job.
+        """Make attempts until one finishes or no more may be made. Return the exit code of the job.
 
         ``earlier_death`` says how the supervisor before this one died, if it is known. Raises Overtaken when the run
         belongs to another job.

@@ -20,7 +20,7 @@ log = logs.get(__name__)
 class UserRequests:
     """Looks for requests, and hands on each once in an attempt.
 
-    Stacks are read by the agents. All else the ranks do, at a step on which they agree: the store's agreement is
+    Stacks are read by the agents. The ranks do all else, at a step on which they agree: the store's agreement is
     proposed, as for a stop, and rank 0 reads what is asked for. A request that was handed on by a supervisor that has
     died since, or in an earlier attempt, is handed on again: the ranks see by its files whether it is still open.
     """

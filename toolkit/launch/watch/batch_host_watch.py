@@ -1,4 +1,4 @@
-"""Watches the batch host from another node, and requeues the job when that host is gone.
+"""Watches the batch host from another node. Requeues the job when that host is gone.
 
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
 host dies stays RUNNING for ever without a supervisor. An agent that has lost the supervisor, or receives nothing from
@@ -133,8 +133,11 @@ class BatchHostWatch:
 
 
 def has_lost(row: JobRow, batch_host: str) -> bool:
-    """True if Slurm has given the batch host up. The job then runs on. If that host comes back at once, and reports
-    that the batch script was killed, 22.05 takes the job for a failed launch and ends it."""
+    """True if Slurm has given the batch host up.
+
+    The job then runs on. If that host comes back at once, and reports that the batch script was killed, 22.05 takes the
+    job for a failed launch and ends it.
+    """
     is_here = not row.node_list or batch_host in hostlist.expand(row.node_list)
     return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
 
@@ -144,7 +147,7 @@ class WatchOver(Exception):
 
 
 def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
-    """Look until the job is over or has been requeued, which ends this process as well."""
+    """Look until the job is over or has been requeued. A requeue ends this process as well."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     watch = BatchHostWatch(watched, slurm)
     while True:
@@ -205,8 +208,10 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
 
 
 def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
-    """Return how the job stands. If its batch host came back too late its end looks like a cancellation,
-    but is none."""
+    """Return how the job stands.
+
+    If its batch host came back too late, its end looks like a cancellation, but is none.
+    """
     if stop_request.asked(watched.run) is Intent.CANCEL:
         return JobFate.CANCELLED
     row = slurm.show_job(watched.job_id)
@@ -216,8 +221,10 @@ def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
 
 
 def command(run: RunDir, job: Allocation, address: str, port: int, supervisor: int) -> list[str]:
-    """Return the command that an agent starts. The process ``supervisor``, a pid, listens at ``address``
-    and ``port``."""
+    """Return the command that an agent starts.
+
+    The process ``supervisor``, a pid, listens at ``address`` and ``port``.
+    """
     numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, supervisor, len(job.hosts)]
     return [sys.executable, "-P", "-m", "toolkit.launch.watch.batch_host_watch", str(run.path), *map(str, numbers)]
 

@@ -2,7 +2,7 @@
 
 A rung is a part of the run's steps: with 3, a ninth and a third of them. A run that comes to a rung writes its metric
 into the sweep's folder and compares it with those that others have written there. It goes on if it is among the best
-third, else its ranks commit a checkpoint and it ends. Nobody waits for others: early runs go on more easily.
+third, else its ranks commit a checkpoint and it ends. No run waits for others, so early runs go on more easily.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Halving:
         self._done = set[int]()  #: rungs that this run has passed
 
     def look(self, attempt: Attempt, stops: StopPath) -> None:
-        """Ask the ranks to stop if the run has come to a rung and is not among the best there."""
+        """Ask the ranks to stop if the run falls behind at a rung.
+
+        A run that has come to a rung goes on only if it is among the best there.
+        """
         point, progress = self._point, attempt.progress
         if point is None or point.halving is None or point.metric is None or attempt.stop is not None:
             return
@@ -44,10 +47,12 @@ class Halving:
             return
         for rung in range(1, MOST_RUNGS + 1):
             at = total // point.halving**rung
+            # Each rung is judged once. A run at its last step has no steps left to save.
             if at < 1 or step < at or step >= total or rung in self._done:
                 continue
             self._done.add(rung)
             place = self._folder / point.sweep / f"rung-{rung}"
+            # A metric such as ``-loss`` is better when it is lower.
             sign = 1.0 if point.metric.startswith("-") else -1.0
             why = worse_than(place, point.id, sign * value, point.halving)
             if why is not None:
@@ -58,10 +63,10 @@ class Halving:
 
 
 def worse_than(place: Path, point: str, value: float, share: int) -> str | None:
-    """Record the point's value at a rung; say what it is not among, or None for a run that goes on. Less is better.
+    """Record the point's value at a rung, and return why its run must end.
 
-    A record is the name of an empty file, so that one listing of the folder shows all. A point that has one was
-    judged before, by an earlier job of its run.
+    Return None for a run that goes on. A lower value is better. A record is the name of an empty file, so that one
+    listing of the folder shows all. A point that has one was judged before, by an earlier job of its run.
     """
     try:
         known = dict(path.name.split("=", 1) for path in fsio.make_dir(place, parents=1).iterdir() if "=" in path.name)

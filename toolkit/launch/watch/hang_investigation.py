@@ -1,8 +1,8 @@
-"""Investigates a hang: which rank do the others wait for, and what does it do, by the ranks' stacks.
+"""Investigates a hang by the ranks' stacks: which rank do the others wait for?
 
-Of the ranks it needs only what :mod:`toolkit.hang.stacks` has prepared in each. So it works also on a rank that never
-reached the process group, and on all except those that are stopped or whose node is gone. The stacks are read on the
-ranks' own nodes, see :mod:`toolkit.hang.stack_digest`.
+It also says what that rank does. It needs only what :mod:`toolkit.hang.stacks` has prepared in each rank. So it works
+also on a rank that never reached the process group, and on all except those that are stopped or whose node is gone. The
+stacks are read on the ranks' own nodes, see :mod:`toolkit.hang.stack_digest`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logs.get(__name__)
 
 
 def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which torch and NCCL write dumps and logs into an attempt's log folder.
+    """Return variables that make torch and NCCL write into an attempt's log folder.
 
-    Each rank has its own files. Variables that the user has set are left out. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by
-    default on torch 2.11.
+    They write dumps and logs. Each rank has its own files. Variables that the user has set are left out.
+    ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11.
     """
     ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the older name of the next one
@@ -92,7 +92,7 @@ def _orders(
 
 
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
-    """Find out which rank is behind, with ``hosts`` by rank, and note it for `toolkit why`."""
+    """Find out which rank is behind, and note it for `toolkit why`. ``hosts`` are by rank."""
     folder = run.attempt_logs(attempt)
     culprits, how = blame(groups)
     answered = _count(group for group in groups if group.has_answered)
@@ -120,7 +120,7 @@ def remove_unused(folder: Path) -> None:
 
 
 def _quote(folder: Path, rank: int) -> str:
-    """Return the innermost frames of the rank's processes, in Python's own format; empty without an answer."""
+    """Return the innermost frames of the rank's processes in Python's format; empty without an answer."""
     stack: Stack = []
     with contextlib.suppress(OSError):
         stack = main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
@@ -144,11 +144,11 @@ def _format(stack: Stack) -> str:
 
 
 def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and one line on what they and the others do.
+    """Return the ranks that the others wait for, and one line about all ranks.
 
-    ``RankGroup.place`` tells which they are. Where all wait in collectives, those in another one than most are named.
-    No rank is named where the one that is waited for may be among those whose stacks could not be read. ``groups`` are
-    merged, see :mod:`stack_digest`.
+    The line says what they and the others do. ``RankGroup.place`` tells which ranks are behind. Where all wait in
+    collectives, those in another one than most are named. No rank is named where the one that is waited for may be
+    among those whose stacks could not be read. ``groups`` are merged, see :mod:`stack_digest`.
     """
     if not groups:
         return [], "every rank has ended, but not what started them"
@@ -183,7 +183,7 @@ def _count(groups: Iterable[RankGroup]) -> int:
 
 
 def _by_activity(groups: Iterable[RankGroup]) -> Counter[str]:
-    """Return how many ranks do the same."""
+    """Return the number of ranks by what they do."""
     does: Counter[str] = Counter()
     for group in groups:
         does[group.doing] += len(group.ranks)

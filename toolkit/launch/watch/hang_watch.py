@@ -34,7 +34,10 @@ class HangWatch:
 
     @property
     def hears_ranks(self) -> bool:
-        """True where ranks are to report: the toolkit's own, and a script that has called ``toolkit.start()``."""
+        """True where ranks are to report.
+
+        The toolkit's own are, and those of a script that has called ``toolkit.start()``.
+        """
         return self._reports is not None
 
     def hear(self, host: str, digest: Digest) -> None:
@@ -46,7 +49,7 @@ class HangWatch:
     def look(self) -> None:
         """Kill the ranks if they hang, and find out which of them is to blame.
 
-        A stop that hangs is the ranks' to end (FORCE_AFTER_S), and ranks that are being killed need no other reason.
+        Ranks end a stop that hangs by themselves (FORCE_AFTER_S), and ranks that are being killed need no other reason.
         """
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
@@ -104,7 +107,7 @@ class HangWatch:
         return by_host
 
     def _watch_from_outside(self) -> SilenceWatch | None:
-        """Return the watch of a script without reports; None until it has had time to report."""
+        """Return the watch of a script without reports. It is None until the script has had time to report."""
         attempt, context = self._attempt, self._context
         bound_s = STUCK_SHARE * context.config.dist.timeout_s
         late = time.time() - attempt.started > silence.START_AFTER_SHARE * bound_s

@@ -1,4 +1,4 @@
-"""Looks for nodes that are dead, drained or sick while ranks work on them, and reacts to them."""
+"""Looks for dead, drained and sick nodes while ranks work on them, and reacts."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class RankProcesses:
     def _rank_of(
         self, pid: int, stats: Mapping[int, ProcessStat], ranks: dict[int, int | None], uptime_s: float
     ) -> int | None:
-        """Return the rank by the process's own mark, else its parent's; ``ranks`` caches the results of one look."""
+        """Return the rank by the process's own mark, else its parent's. ``ranks`` caches the results of one look."""
         if pid in ranks or pid not in stats:
             return ranks.get(pid)
         ranks[pid] = None  # prevents a cycle, even if processes change during the look
@@ -178,7 +178,7 @@ class RankProcesses:
         return self._bytes(name).decode(errors="replace")
 
     def _bytes(self, name: str) -> bytes:
-        """Return the content; empty where there is nothing to read: a process has ended, or is another user's."""
+        """Return the content; empty if it cannot be read. The process may have ended, or be another user's."""
         try:
             return (self._proc / name).read_bytes()
         except OSError:

@@ -1,7 +1,8 @@
-"""Finds silent ranks of a script that reports nothing, by the watch on each node: see launch/watch/node_watch.py.
+"""Finds silent ranks of a script that reports nothing, by a watch on each node.
 
-The run hangs when *all* its ranks are silent for the bound, since a silent one may wait for another that works: in a
-barrier, while rank 0 evaluates. So ranks that wait in NCCL, which keeps a core or the GPU busy, hide a hang.
+The watch is launch/watch/node_watch.py. The run hangs when *all* its ranks are silent for the bound, since a silent one
+may wait for another that works: in a barrier, while rank 0 evaluates. So ranks that wait in NCCL, which keeps a core or
+the GPU busy, hide a hang.
 """
 
 from __future__ import annotations
