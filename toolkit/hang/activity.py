@@ -1,4 +1,4 @@
-"""What a rank is doing at this moment, in three attributes that its training writes and its report thread reads."""
+"""What a rank is doing now, in three attributes. Its training writes them, and its report thread reads them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OWN_CODE = "in the loop's own code"
 
 
 class Activity:
-    """A rank's phase, step and count, written by plain assignment: some 10 ns each, without a lock.
+    """A rank's phase, step and count. A plain assignment writes each, in some 10 ns and without a lock.
 
-    They are written several times in each step. For the supervisor a change of any of the three is progress. A rank at
-    which none changes for half of ``dist.timeout_s`` counts as stuck once the same is true of every other rank. So any
-    long work that is neither a step nor known to end soon moves ``count``: for each batch of an evaluation, each piece
-    of a checkpoint, each retry.
+    They are written several times in each step. For the supervisor a change of any of the three is progress. A rank of
+    which none changes for half of ``dist.timeout_s`` counts as stuck once that is true of every other rank as well. So
+    any long work that is neither a step nor known to end soon moves ``count``: for each batch of an evaluation, each
+    piece of a checkpoint, each retry.
     """
 
     __slots__ = ("count", "phase", "step")

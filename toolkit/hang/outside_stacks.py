@@ -1,4 +1,4 @@
-"""The Python stacks of ranks whose script has not prepared for it.
+"""Reads the Python stacks of ranks whose script does not write them itself.
 
 py-spy reads them without disturbing the process, where it is installed and the system permits it. Else, in an attempt
 that is to end, the process gets SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python
@@ -58,7 +58,10 @@ def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None
 
 
 def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
-    """Write the stacks of each rank, which is given by its first process, as far as py-spy can read them."""
+    """Write the stacks of each rank's processes, as far as py-spy can read them.
+
+    ``ranks`` has the first process of each rank. No process is ended.
+    """
 
     def write_one(rank: int) -> None:
         pids = [ranks[rank]]
@@ -121,7 +124,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
-    """Return the rank's script: the process that is no launcher and was not started by a script.
+    """Return the process of the rank's script. It is no launcher, and no script has started it.
 
     Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
     """
@@ -175,6 +178,7 @@ def _abort(pid: int, log: Path) -> str:
         Path(f"/proc/{pid}/coredump_filter").write_text("0")
         resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
     output = log
+    # Where standard error is a pipe, another process writes what comes out of it into the rank's log.
     with contextlib.suppress(OSError):
         standard_error = Path(f"/proc/{pid}/fd/2")
         if stat.S_ISREG(standard_error.stat().st_mode):

@@ -1,12 +1,13 @@
-"""``python -m toolkit.hang.stack_digest``: what the ranks of one node wait for in a hang, by their stacks.
+"""``python -m toolkit.hang.stack_digest``: what one node's ranks wait for in a hang.
 
-The agent starts it: a file server that does not answer blocks only this process. It reads ``{"folder", "standings"}``,
-the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which the same is
-known form one :class:`RankGroup`, so the message to the supervisor is short also for many ranks.
+The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
+this process. It reads ``{"folder", "standings"}``, the log folder of the attempt and the ranks in question, and writes
+groups, both as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the supervisor is
+short also for many ranks.
 
-``"whole": true`` adds the stacks: only ranks with the same one form a group. ``"outside": true`` reads those of scripts
-that have not prepared for it, by the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what the
-ranks have written so far.
+``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
+of scripts that do not write them, from the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what
+the ranks have written so far.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class RankStack:
 
     @property
     def reported(self) -> tuple[bool, int]:
-        """Return the part of :attr:`order` that follows from reports. A rank need not answer for it."""
+        """Return the part of :attr:`order` that follows from reports. It needs no answer from the rank."""
         return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
 
 

@@ -1,4 +1,4 @@
-"""What a rank reports about itself when the supervisor takes the run for hung and sends it SIGURG.
+"""What a rank reports about itself in a hang, when the supervisor sends it SIGURG.
 
 The Python stacks of all its threads go into ``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside
 the signal handler, so also if the main thread never comes back from C. A thread then does what a handler can't. It

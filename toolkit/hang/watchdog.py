@@ -1,4 +1,4 @@
-"""Decides when an attempt counts as hung, by the nodes' digests and the time; it does nothing else.
+"""Decides when an attempt counts as hung, by the nodes' digests and the time. It does nothing else.
 
 *Progress* means that any rank gets on, see :class:`toolkit.agent.progress.NodeProgress`. One rank's progress is enough,
 since the others may wait for it: in a collective, or while rank 0 writes a checkpoint. So a rank that hangs beside

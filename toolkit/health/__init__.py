@@ -1,7 +1,7 @@
 """Checks of one node, made on that node: ``python -m toolkit.health REQUEST_JSON``.
 
 Each node of a job is checked once, by its agent; `toolkit doctor` has srun do the same. A node prints one line of
-JSON, an :class:`CheckAnswer`, and ends. Nodes do not talk to each other: `toolkit.health.verdict` compares their
+JSON, a :class:`CheckAnswer`, and ends. Nodes do not talk to each other: `toolkit.health.verdict` compares their
 answers. The checks must start within a few hundredths of a second, so they use the standard library only.
 """
 
@@ -79,7 +79,7 @@ ANSWER_HEAD = '{"node": '
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """What a node prints: its name, its clock at the start and at the end, and its findings.
+    """What a node prints: its name, its findings, and its clock before and after.
 
     ``nodes`` are all nodes of the step in Slurm's notation; empty where enough other nodes print them.
     """

@@ -1,4 +1,4 @@
-"""Make all checks of this node, each once, and print what they found as one line of JSON."""
+"""Make all checks of this node once, and print their findings as a JSON line."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _check_limits(gpus: int) -> list[Finding]:
 
 
 def _find_address(request: CheckRequest) -> Finding:
-    """Return a finding with our address among the ranks."""
+    """Return a finding with this node's address on the ranks' network."""
     try:
         return ok("network", _address(request))
     except Exception as error:

@@ -25,7 +25,10 @@ BAD_SHARE, BAD_CPUS = 0.5, 0.9
 
 
 def check_cpus(asked: int, usable: float | None = None) -> Finding:
-    """Compare the CPUs that affinity and cgroup leave this process with those that the ranks need."""
+    """Compare the CPUs that this process may use with those that the ranks need.
+
+    Affinity and the cgroup's quota limit them.
+    """
     usable = usable_cpus() if usable is None else usable
     figure = f"{usable:g} of {asked}"
     if usable >= asked:
@@ -193,8 +196,8 @@ def sort_out(
 ) -> Use:
     """Divide the demand into that of strangers and that of other jobs.
 
-    What descends from a slurmstepd belongs to a job, whoever owns it. Without a slurmstepd above ourselves we are in no
-    job, and every process outside our own family is a stranger.
+    What descends from a slurmstepd belongs to a job, whichever user owns it. Without a slurmstepd above ourselves we
+    are in no job, and every process outside our own family is a stranger.
     """
     in_job = _in_step(us, table)
     # Our ancestors and our descendants.

@@ -36,6 +36,7 @@ def wait_s(number: int, cost_s: float, elapsed_s: float) -> float:
 
 def main() -> None:
     """Write samples and findings until the agent dies: the kernel then kills this process."""
+    # Without a driver that works, everything but the GPUs is still watched.
     nvml = None
     try:
         if Path("/dev/nvidiactl").exists():
@@ -48,6 +49,7 @@ def main() -> None:
     next_look = began + FIRST_LOOK_S
     while True:
         now = time.monotonic()
+        # What all samples have cost so far decides how soon the next one may come, see MOST_COST.
         if now >= next_sample:
             used_s = time.process_time()
             _show(usage=asdict(sampler.sample()))

@@ -148,6 +148,7 @@ class Nvml:
 
     def condition(self, gpu: NvidiaGpu) -> Condition:
         """Return how well ``gpu`` is."""
+        # This call's code also tells whether the GPU answers at all.
         errors = c_ulonglong()
         code = self._call("nvmlDeviceGetTotalEccErrors", gpu.handle, UNCORRECTED, VOLATILE, byref(errors))
         if code in (GPU_IS_LOST, RESET_REQUIRED):
@@ -174,13 +175,13 @@ class Nvml:
         )
 
     def link(self, gpu: NvidiaGpu) -> tuple[int, int]:
-        """Return the generation of the PCIe link now, and its lanes; 0 where they are not known."""
+        """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""
         names = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
         generation, lanes = (self._number(name, gpu, c_uint) or 0 for name in names)
         return generation, lanes
 
     def xids(self) -> list[tuple[str, int]]:
-        """Return the Xid errors since the last call: the GPU's index, or ``?``, and the number."""
+        """Return the Xid errors since the last call, as GPU index and number. ``?``: an unknown GPU."""
         found: list[tuple[str, int]] = []
         event = _Event()
         while self._events is not None and len(found) < MOST_EVENTS:
@@ -199,7 +200,7 @@ class Nvml:
         return value if self._call(name, gpu.handle, byref(value)) == SUCCESS else None
 
     def _call(self, name: str, *arguments: Any) -> int:
-        """Call a function; return its code, or -1 where the library is too old to have it."""
+        """Call a function and return its code. -1: the library is too old to have it."""
         function = getattr(self._library, name, None)
         return -1 if function is None else int(function(*arguments))
 

@@ -82,8 +82,10 @@ class Sickness:
         return new
 
     def _memory(self) -> Iterator[str]:
-        """Yield uncorrected memory errors; corrected ones are harmless. From Linux,
-        Documentation/driver-api/edac.rst."""
+        """Yield uncorrected memory errors; corrected ones are harmless.
+
+        Source: Linux, Documentation/driver-api/edac.rst.
+        """
         for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
             if self._has_risen(str(file), _number(file)):
                 yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
@@ -116,7 +118,7 @@ class Sickness:
                 )
 
     def _errors(self, name: str, condition: Condition) -> Iterator[str]:
-        """Yield errors of a GPU's memory that are new, and what the driver says has to be done."""
+        """Yield new errors of a GPU's memory, and the recovery action that the driver names."""
         if condition.recovery_action:
             action = condition.recovery_action
             yield f"{name} {RECOVERY_ACTIONS.get(action, f'needs recovery action {action}')}"

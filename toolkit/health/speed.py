@@ -1,7 +1,8 @@
-"""Measures how fast a core and the memory of this node are, for a comparison with the other nodes of the job.
+"""Measures the speed of a core and of the memory of this node.
 
-It takes half a second of one core and 64 MiB, and is for nodes on which no ranks work yet. The time is that on the
-processor, so that other processes beside it do not make the node slow.
+The figures are compared with those of the job's other nodes. A measurement takes half a second of one core and 64 MiB,
+and is for nodes on which no ranks work yet. It counts time on the processor, so other processes do not make the node
+seem slow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ HASHED_BYTES = 1 << 20
 
 
 def check_speeds() -> list[Finding]:
-    """Return the speed of hashing, which the clock decides, and of copying memory, both in bytes a second."""
+    """Return the speed of hashing and of copying memory, both in bytes a second.
+
+    The core's clock decides the speed of hashing.
+    """
     block, source = bytes(HASHED_BYTES), bytearray(MEMORY_BYTES)
     target = (ctypes.c_char * MEMORY_BYTES)()
     origin = (ctypes.c_char * MEMORY_BYTES).from_buffer(source)

@@ -1,4 +1,7 @@
-"""Checks whether the shared folder is the same on all nodes, and whether there is room where a run writes."""
+"""Checks whether a node sees the same shared folder as the others.
+
+It also checks for room where a run writes.
+"""
 
 from __future__ import annotations
 

@@ -86,10 +86,11 @@ class _Totals(NamedTuple):
 
 
 class JobProcesses:
-    """Finds the job's processes on this node: the agent and what it has started, and tasks that srun has.
+    """Finds the job's processes on this node: those of the agent and of srun's tasks.
 
-    Slurm's task is known by the job and the node in its environment. Processes that are not the job's are looked at
-    once, so that a look costs as much as the job has processes.
+    A root is the agent or a task that srun has started; its descendants are the job's as well. A task is known by the
+    job and the node in its environment. Other processes are looked at once, so the cost of a look depends on the number
+    of the job's processes only.
     """
 
     def __init__(self, agent: int, environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
@@ -152,7 +153,7 @@ class JobProcesses:
         return {pid: stat for pid, stat in stats.items() if pid in self._roots}
 
     def _sort(self, pid: int, stats: Mapping[int, ProcessStat], uptime_s: float) -> None:
-        """Note of which root ``pid`` is a descendant, if of any."""
+        """Note the root that ``pid`` descends from, if it has one."""
         way: list[int] = []
         while pid in stats and pid not in self._roots and pid not in way:
             way.append(pid)
@@ -192,7 +193,7 @@ class JobProcesses:
         return float(self._text("uptime").split()[0])
 
     def _text(self, name: str) -> str:
-        """Return the content; empty where there is nothing to read: a process has ended, or is another user's."""
+        """Return a file's content, empty if it cannot be read. The process has ended, or is another user's."""
         try:
             return (self._proc / name).read_text(errors="replace")
         except OSError:
@@ -200,7 +201,7 @@ class JobProcesses:
 
 
 def group_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the memory of the job's control group, and the shared part; None where the job has none of its own.
+    """Return the memory of the job's control group, and its shared part. None if the job has no group of its own.
 
     The job's group is above the one of our step. ``root`` is the folder in which ``proc`` and ``sys`` lie.
     """
@@ -221,7 +222,7 @@ def group_memory(root: Path = Path("/")) -> tuple[int, int] | None:
 
 
 def network_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the bytes that the node has received and sent, over all networks but its own loop."""
+    """Return the bytes that the node has received and sent, over all networks but loopback."""
     received = sent = 0
     with contextlib.suppress(OSError):
         for line in (root / "proc/net/dev").read_text().splitlines()[2:]:
@@ -263,11 +264,13 @@ class NodeSampler:
         received, sent = network_bytes(self._root)
         cpu_s = max(before.cpu_s, totals.cpu_s)
         cpus, most_cpus = before.cpus, before.most_cpus
+        # CPUs are a mean over PEAK_OVER_S or more. What the toolkit's start-up has used is no part of the peak.
         since, cpu_s_then, start_up_s_then = self._peak_from
         if now - since >= PEAK_OVER_S:
             cpus = (cpu_s - cpu_s_then) / (now - since)
             most_cpus = max(most_cpus, cpus - (totals.start_up_s - start_up_s_then) / (now - since))
             self._peak_from = (now, cpu_s, totals.start_up_s)
+        # Totals over processes fall when a process ends: the most that was seen counts.
         self._usage = replace(
             before,
             until=now,

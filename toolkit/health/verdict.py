@@ -1,4 +1,7 @@
-"""What the checks of all nodes mean together: which nodes to do without, and which faults lie with no single node."""
+"""What the checks of all nodes mean together.
+
+The verdict names the nodes to do without, and the faults that lie with no single node.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class NodesReport:
 
     @property
     def slow(self) -> dict[str, str]:
-        """The nodes that are slower than the others, each with what is slow."""
+        """Return the nodes that are slower than the others, each with what is slow."""
         slow = {}
         for host, findings in self.findings.items():
             texts = [finding.text for finding in findings if finding.check in SPEEDS and finding.text]
@@ -140,7 +143,7 @@ def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
 
 
 def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
-    """Return for each host what has this severity there and is not common to all."""
+    """Return each host's texts of this severity, without the checks that are common to all."""
     texts: dict[str, str] = {}
     for host, findings in by_host.items():
         text = "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)

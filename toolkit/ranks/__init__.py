@@ -1,1 +1,1 @@
-"""Everything that involves several ranks at once: process group, stopping together, and how a batch is shared."""
+"""Everything that involves several ranks: the process group, common stops, and shares of batches."""

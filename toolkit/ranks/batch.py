@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample, ``index`` in the data set, that could not be loaded: another one stands at ``position``."""
+    """A sample that could not be loaded. ``index`` is its index in the data set; another stands at ``position``."""
 
     index: int
     position: int
@@ -117,11 +117,10 @@ class Batch:
         return self.map(Tensor.pin_memory)
 
     def split(self, parts: int) -> list[Batch]:
-        """Return ``parts`` micro-batches in order, with sizes that differ by at most one (0 if there are fewer
-        samples).
+        """Return ``parts`` micro-batches in order, with sizes that differ by at most one.
 
-        Each keeps ``global_count``, so losses divided by it add up to the loss of the whole. Raises JobFailedError for
-        data that cannot be split.
+        If there are fewer samples than parts, some are empty. Each keeps ``global_count``, so losses divided by it add
+        up to the loss of the whole. Raises JobFailedError for data that cannot be split.
         """
         return [self.part(*Share(index, parts).bounds(len(self))) for index in range(parts)]
 

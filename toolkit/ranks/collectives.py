@@ -15,15 +15,16 @@ from torch import Tensor
 
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
-    """Replace ``tensor`` by its sum over all ranks, in place, and return it; no host sync on a GPU."""
+    """Replace ``tensor`` in place by its sum over all ranks, and return it. No host sync on a GPU."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def sum_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, float]:
-    """Return each value added up over all ranks, in float64, where counts are exact up to 2**53.
+    """Return the sum of each value over all ranks, by name.
 
-    Every rank gives the same names. One collective and one host sync.
+    Sums are in float64, in which counts are exact up to 2**53. Every rank gives the same names. One collective and one
+    host sync.
     """
     return dict(zip(values, sum_across_ranks(_row(values, device)).tolist(), strict=True))
 
@@ -76,21 +77,24 @@ def exchange_rows(rows: Tensor) -> Tensor:
 
 
 def _room_for(place: Tensor) -> Tensor:
-    """Return memory for a message that belongs into ``place``: ``place`` itself if it lies in one piece."""
+    """Return contiguous memory for a message to ``place``: ``place`` itself if it is contiguous."""
     return place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
 def from_rank(source: int, value: Any) -> Any:
-    """Return on every rank the ``value`` that rank ``source`` gives; pickled, between the ranks of this run."""
+    """Return on every rank the ``value`` that rank ``source`` gives.
+
+    The value is pickled, and goes only between the ranks of this run.
+    """
     values = [value]
     dist.broadcast_object_list(values, source)
     return values[0]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return on every rank what each rank of ``group`` gives, in their order; pickled, between the ranks of this run.
+    """Return on every rank what each rank of ``group`` gives, in rank order.
 
-    Every rank of the group calls it.
+    Every rank of the group calls it. Values are pickled, and go only between the ranks of this run.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
@@ -103,7 +107,7 @@ _MESSAGE_BYTES = 1 << 18
 
 
 def _pieces(rows: Tensor) -> Sequence[Tensor]:
-    """Split ``rows`` (n, m) into views of (n, some), so that one row of a piece is one message. NCCL gets one piece."""
+    """Split ``rows`` (n, m) into views of (n, some). One row of a piece is one message. NCCL gets one piece."""
     if dist.get_backend().startswith("nccl"):
         return (rows,)
     return torch.split(rows, max(1, _MESSAGE_BYTES // rows.element_size()), dim=1)
@@ -112,9 +116,9 @@ def _pieces(rows: Tensor) -> Sequence[Tensor]:
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of a small ``tensor`` (...) over ``group``, added rank by rank.
 
-    So equal values give equal bits in every group. An all-reduce may add in another order in each group, as its links
-    have it, and copies of a model would drift apart. NCCL serves no tensors in host memory, where offloaded weights
-    have theirs: these go through the GPU.
+    So equal values give equal bits in every group. An all-reduce may add in an order that depends on a group's links,
+    and copies of a model would drift apart. NCCL serves no tensors in host memory, where offloaded weights are: such
+    tensors go through the GPU.
     """
     sent = tensor.to(_served(group, tensor.device))
     rows = sent.new_empty((dist.get_world_size(group), *tensor.shape))
@@ -123,7 +127,7 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _served(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """Return ``wanted`` if ``group`` serves such devices, else the current device of a kind that it serves."""
+    """Return ``wanted`` if ``group`` serves such devices. Else return the current device of a kind that it serves."""
     kinds = [device.type for device in group._device_types]
     return wanted if wanted.type in kinds else torch.device(kinds[0])
 
@@ -141,10 +145,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
 
 
 def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, part: Tensor | float = 1.0) -> int:
-    """Replace ``tensors`` in place by the sums over ``group`` of ``part`` of each; return the bytes sent.
+    """Sum ``tensors``, each times this rank's ``part``, over ``group`` in place. Return the bytes sent.
 
-    If the ranks' parts add up to 1, it is a mean. The tensors travel in flat buckets, divided by their order and sizes
-    alone: the same bits in every run. A bucket is packed while the one before it travels.
+    If the ranks' parts add up to 1, the result is a mean. The tensors travel in flat buckets, divided by their order
+    and sizes alone: the bits are the same in every run. A bucket is packed while the one before it travels.
     """
     sent = 0
     before: tuple[dist.Work, Tensor, list[Tensor]] | None = None
@@ -167,7 +171,7 @@ def _receive(work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _packed(tensors: list[Tensor]) -> Tensor:
-    """Return the tensors as one flat one; of a single tensor its own memory, if that lies in one piece."""
+    """Return the tensors as one flat tensor. A single contiguous tensor is not copied: the result is a view of it."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].detach().view(-1)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -1,7 +1,7 @@
-"""Figures of a site, taken by ranks on its nodes: all-reduces, and what a shared folder shows to another node.
+"""Measures a site by ranks on its nodes: all-reduces, and a shared folder.
 
-Every rank calls each function in the same order. The folder is tried out between rank 0 and the last rank, which are on
-two nodes if there are two.
+Every rank calls each function in the same order. In the folder rank 0 writes and the last rank reads. They are on two
+nodes if there are two.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def backend() -> str:
 
 
 def all_reduce(device: torch.device) -> dict[str, float]:
-    """Return the latency of a small all-reduce, and the bus bandwidth of a large one, in GB/s (10^9).
+    """Return the latency of a small all-reduce, and the bus bandwidth of a large one.
 
-    The bus bandwidth is that of nccl-tests: bytes times 2 (n - 1) / n by the seconds of the slowest rank.
+    The latency is in microseconds. The bus bandwidth, in GB/s (10^9), is that of nccl-tests: bytes times 2 (n - 1) / n,
+    divided by the seconds of the slowest rank.
     """
     count = dist.get_world_size()
     small_s = _median_s(SMALL_BYTES, SMALL_ROUNDS, device)
@@ -60,12 +61,13 @@ def _median_s(size: int, rounds: int, device: torch.device) -> float:
 
 
 def shared_folder(folder: Path) -> dict[str, float]:
-    """Return on the last rank what it has seen in ``folder``; an empty result on the others.
+    """Measure how the last rank sees what rank 0 does in ``folder``.
 
-    ``visible_s``: the longest wait for a renamed file, after the renaming rank has said that it is done. ``torn``:
-    reads of a file that was being replaced which found neither the old nor the new content. ``lock_held``: 1 if a lock
-    of the other rank kept this one out, and did not after its release. ``mtime_ahead_s``: the time of a file's last
-    change, against the clock of the rank that wrote it.
+    Returns the figures on the last rank, an empty result on the others. ``visible_s``: the longest wait for a renamed
+    file, after the renaming rank has said that it is done. ``torn``: reads of a file that was being replaced which
+    found neither the old nor the new content. ``lock_held``: 1 if a lock of the other rank kept this one out, and did
+    not after its release. ``mtime_ahead_s``: the time of a file's last change, against the clock of the rank that
+    wrote it.
     """
     is_writer, is_reader = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
     figures = {
@@ -125,11 +127,12 @@ def _lock_held(folder: Path, is_writer: bool, is_reader: bool) -> float:
         _wait(path.exists)
     held = freed = False
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if is_writer or is_reader else None
+    # A barrier ends each stage: rank 0 locks, the last rank fails to lock, rank 0 unlocks, the last rank locks.
     try:
         if is_writer and fd is not None:
             _lock(fd)
         dist.barrier()
-        if is_reader and fd is not None and not is_writer:
+        if is_reader and fd is not None and not is_writer:  # a process is never kept out by its own lock
             held = not _lock(fd)
         dist.barrier()
         if is_writer and fd is not None:

@@ -1,6 +1,7 @@
-"""Nested data: dictionaries, lists, tuples, named tuples and dataclasses, in any order, with leaves of any kind.
+"""Walks nested data: dictionaries, lists, tuples, named tuples and dataclasses.
 
-torch.utils._pytree knows no dataclasses that were not registered, and torch's default_collate knows none at all.
+They may be nested in any order, with leaves of any kind. torch.utils._pytree knows no dataclasses that were not
+registered, and torch's default_collate knows none at all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROOT = "batch"
 
 
 class NestingError(ValueError):
-    """Two values are not nested alike, or a leaf cannot be split; the message says where."""
+    """Two values are not nested alike, or a leaf cannot be split. The message says where."""
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

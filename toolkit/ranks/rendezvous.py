@@ -65,7 +65,7 @@ def open_store(
 
 
 def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a new client of the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts if no agent does."""
+    """Return a new client of the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 hosts it if no agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(
@@ -122,7 +122,7 @@ def _connect(written: dict[str, Any], timeout: timedelta) -> Store:
 
 
 def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
-    """Return a store that listens on ``address`` alone: torch's own socket would listen on every address."""
+    """Return a store that listens on ``address`` alone. torch's own socket would listen on every address."""
     with network.listen(address) as listener:
         port = listener.getsockname()[1]
         return TCPStore(

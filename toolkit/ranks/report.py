@@ -1,4 +1,4 @@
-"""How a rank reports its progress: to its node's agent, or to files in an unsupervised run."""
+"""Reports a rank's progress to its node's agent, or to files in an unsupervised run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reporter:
 
 
 class _Latest(Reporter):
-    """Keeps the newest report, which a thread publishes: a slow store or disk never delays a step."""
+    """Keeps the newest report, which a thread publishes. So a slow store or disk never delays a step."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -67,13 +67,13 @@ class _Latest(Reporter):
 
 
 class AgentReporter(_Latest):
-    """Reports to the agent of this node, which tells the supervisor the progress of all its ranks.
+    """Reports to the agent of this node. The agent tells the supervisor the progress of all its ranks.
 
     Each report says what the rank is doing. Its arrival is the heartbeat that tells a rank that waits from one that is
     stopped or dead.
 
-    The rank's life also depends on the connection: without a supervisor nothing would end this rank, so it ends itself.
-    The agent leaves when it has lost the supervisor.
+    The rank ends when it loses the agent, since without a supervisor nothing else would end it. The agent leaves when
+    it has lost the supervisor.
     """
 
     def __init__(self, outbox: Outbox, attempt: int, rank: int, activity: Activity) -> None:

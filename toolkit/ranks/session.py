@@ -1,4 +1,4 @@
-"""The session: process group, device and run folder of one rank, opened in order and torn down in reverse."""
+"""The session of one rank: its process group, device and run folder. They are closed in reverse order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Session:
     def lose(self, rank: int) -> None:
         """Note that ``rank`` has died and is not waited for any more. Any thread may call it.
 
-        Call it on rank 0, which a save and the gate ask.
+        Call it on rank 0: there a save and the gate look up which ranks have died.
         """
         if rank not in self.lost:
             self.lost.add(rank)
@@ -90,9 +90,10 @@ class Session:
             self.gate.mark_dead(rank)
 
     def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
-        """Return on every rank what ``say()`` returns on rank 0, the only rank that calls it; JSON.
+        """Return on every rank what ``say()`` returns on rank 0, in JSON.
 
-        All ranks call this, once per topic. Where ``say()`` raises, the other ranks raise ToolkitError.
+        All ranks call this, once per topic; only rank 0 calls ``say``. Where it raises, or returns None, the other
+        ranks raise ToolkitError.
         """
         key = f"toolkit/{topic}/{self.attempt}"
         if not self.is_main:
@@ -110,9 +111,9 @@ class Session:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on all others: for a download into a shared folder, say. Every rank calls it.
+        """Run the block on rank 0, then on all others. Every rank calls it.
 
-        Where it raises on rank 0, the others raise ToolkitError.
+        It suits a download into a shared folder. Where the block raises on rank 0, the others raise ToolkitError.
         """
         topic = f"main_first/{next(self.blocks)}"
         if not self.is_main:
@@ -128,7 +129,7 @@ class Session:
             self.store.set(f"toolkit/{topic}/{self.attempt}", "{}" if is_done else "null")
 
     def owns_run(self) -> bool:
-        """True if no later attempt has taken the run over while this rank's node was cut off."""
+        """True if no later attempt has taken the run over. One may while this rank's node is cut off."""
         owner = os.environ.get(rundir.OWNER_VARIABLE)
         return owner is None or rundir.RunDir(self.run_dir).belongs_to(int(owner))
 
@@ -139,10 +140,11 @@ class Session:
 
 @contextmanager
 def open_session(config: DistConfig) -> Iterator[Session]:
-    """Open the process group of this launch, read from the environment that ``toolkit run`` (or torchrun) has set.
+    """Open the process group of this launch, and the session in it.
 
-    Raises ConfigError when the backend does not fit the devices here. At the end everything is closed in reverse, also
-    after an exception, which then goes on to the caller.
+    The launch is described by the environment, which ``toolkit run`` (or torchrun) has set. Raises ConfigError when the
+    backend does not fit the devices here. At the end everything is closed in reverse, also after an exception, which
+    then goes on to the caller.
     """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
@@ -268,7 +270,10 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
-    """Return the run folder: the environment's, else the one that rank 0 of an unsupervised run has published."""
+    """Return the run folder: the environment's, else the one that rank 0 has published.
+
+    Only ranks of an unsupervised run may lack the variable.
+    """
     known = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if rank == 0:
         if known is None:
@@ -286,7 +291,7 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
 
 @contextmanager
 def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
-    """Open the gate at which the ranks agree where to stop, fed by this process's stop signals."""
+    """Open the gate at which the ranks agree where to stop. A stop signal of this process is a request at it."""
     ask = StoreTransport(client)
     gate = Gate(rank, world_size, connector(store), ask=ask, force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
     handler = signals.install()

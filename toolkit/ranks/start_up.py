@@ -1,4 +1,4 @@
-"""How long each part of a rank's start takes, from the start of its process on."""
+"""Times each part of a rank's start, from the start of its process on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three kinds of training state, as a strategy declares them and a checkpoint stores them.
+"""The three kinds of training state that a strategy declares and a checkpoint stores.
 
 The kind of a value decides who writes it and who reads it, so that needs no agreement between ranks:
 
@@ -59,7 +59,7 @@ class Sharded:
     fused: tuple[int, int] = (1, 1)
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Yield the rectangles of the global tensor that this rank holds, live, each with its offsets."""
+        """Yield the rectangles of the global tensor that this rank holds, with their offsets. They are live."""
         parts, ranks = self.fused
         if parts == 1 or not self.value.numel():
             yield self.value, self.offsets

@@ -36,7 +36,7 @@ def serve(store: TCPStore, world_size: int, requests: IO[str]) -> None:
 
 
 def main() -> None:
-    """Serve the store on an inherited listening socket, or else on a free port, which the first line names."""
+    """Serve the store on an inherited listening socket, or else on a free port. The first line names the port."""
     ignore_signals()  # the ranks need us to agree where to stop; a container may lose which signals are ignored
     open_files.claim_all()  # each rank has several connections, and the usual soft limit is 1,024
     parser = argparse.ArgumentParser()

@@ -27,7 +27,7 @@ def adopt(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
 
 
 def tighten(timeout: timedelta) -> None:
-    """Give every group that was opened with ``timeout`` the limit for steps; groups with another limit keep it."""
+    """Give every group that was opened with ``timeout`` the limit for steps. Groups with another limit keep theirs."""
     for group in list(distributed_c10d._world.pg_map):
         if any(_timeout(group, device) == timeout for device in _devices(group)):
             _set(group, timeout * STEP_SHARE)

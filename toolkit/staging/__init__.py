@@ -1,4 +1,4 @@
-"""Copies of shared files on a node's own disk: of the Python environment, and of what ``data.stage`` names.
+"""Copies shared files to a node's own disk: the Python environment, and what ``data.stage`` names.
 
 A package is one file on the shared disk (:mod:`.package`). Each node reads it once and unpacks it on a disk of its own
 (:mod:`.copying`). A rank finds its node's copies in ``TOOLKIT_STAGED``.
@@ -16,7 +16,7 @@ VARIABLE = "TOOLKIT_STAGED"
 
 
 def staged(path: str | Path) -> Path:
-    """Return the copy of ``path`` on this node's own disk; ``path`` itself if it has none::
+    """Return the copy of ``path`` on this node's disk, or ``path`` if it has none::
 
     >>> toolkit.staged("/data/train.tar")
     PosixPath('/data/train.tar')
@@ -43,7 +43,7 @@ def _copies() -> dict[str, str]:
 
 
 def moved(path: Path, places: Mapping[str, str]) -> Path:
-    """Return ``path`` below its new place, if it has one and the file is there: it may have been removed."""
+    """Return ``path`` below its new place, or itself if no file is there. A copy may have been removed."""
     absolute = path.absolute()
     for old, new in places.items():
         if absolute.is_relative_to(old):

@@ -1,8 +1,9 @@
-"""Copies packages to a disk of this node, and keeps them while the agent lives: for :mod:`toolkit.agent.relay`.
+"""Copies packages to a disk of this node, and keeps them while the agent lives.
 
-Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when all of it is unpacked
-and the package was whole. While a process uses it, three things are locked: a file, for the jobs that share it; the
-copy's folder, in case that file was removed; and the folder of all copies, which systemd-tmpfiles then leaves alone.
+:mod:`toolkit.agent.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets
+its name when all of it is unpacked and the package was whole. While a process uses it, three things are locked: a file,
+for the jobs that share it; the copy's folder, in case that file was removed; and the folder of all copies, which
+systemd-tmpfiles then leaves alone.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def from_disk(package: Package, position: int = 0) -> Iterator[bytes]:
 
 
 def copy(package: Package, folders: list[Path], source: Source = lambda package, own: from_disk(package)) -> Copy:
-    """Copy ``package`` into the first of ``folders`` that has room, or find the copy that is there.
+    """Find a copy of ``package``, or make one, in the first of ``folders`` with room.
 
-    Raises StagingError, which names each folder and why not there; DamagedPackageError; OSError.
+    Raises StagingError, which names each folder and the reason against it; DamagedPackageError; OSError.
     """
     reasons: list[str] = []
     for folder in folders:
@@ -119,7 +120,7 @@ def _make(own: Path, package: Package, source: Source) -> Copy:
                 with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:
                     return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new)
         except BlockingIOError:
-            # Another job looks for the copy as well, or makes it by now. Or it uses one that somebody has damaged.
+            # Another job looks for the copy as well, or makes it by now. Or it uses one that was damaged.
             if found := _find(own, package):
                 return found
             if time.monotonic() >= deadline:
@@ -137,7 +138,7 @@ def _own_folder(folder: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         fsio.make_new_dir(own)
     status = own.lstat()
-    # Programs run from there: somebody else's folder, or a link, is not to be trusted.
+    # Programs run from there: another user's folder, or a link, is not to be trusted.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StagingError(f"{own} is not a folder that only this user can write to; remove it")
     try:
@@ -159,7 +160,7 @@ def _locked(path: Path, operation: int) -> Iterator[int]:
         lock = fsio.open_private(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, operation)
-            # Whoever held it may have removed the file: then others lock another one.
+            # The process that held the lock may have removed the file: then others lock another one.
             if _is_same_file(lock, path):
                 os.utime(lock)  # a cleaner removes what is old
                 break
@@ -197,7 +198,11 @@ def needed_bytes(package: Package) -> int:
 
 
 def _make_room(own: Path, package: Package) -> None:
-    """Remove what is left of this copy, copies that are long unused, and others until there is room."""
+    """Remove other copies until there is room for this one.
+
+    What is left of this copy, and copies that are long unused, are removed in any case. Raises StagingError if there is
+    still too little room.
+    """
     _remove(own, package.key)
     needed = needed_bytes(package)
     last_use = {record.stem: record.stat().st_mtime for record in own.glob("*.json")}
@@ -220,10 +225,10 @@ def _remove(own: Path, key: str) -> None:
     with contextlib.ExitStack() as stack:
         if (own / key).is_dir():
             stack.enter_context(_locked_folder(own / key, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        (own / f"{key}.json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
+        (own / f"{key}.json").unlink(missing_ok=True)  # first: without it no job takes the rest for whole
         fsio.remove_tree(own / key)
     fsio.remove_tree(own / f"{key}.partial")
-    # What a kill in the middle of writing the record has left; whoever holds the key's lock is its only writer.
+    # What a kill in the middle of writing the record has left; the holder of the key's lock is its only writer.
     for left in own.glob(f".{key}.json.tmp-*"):
         left.unlink(missing_ok=True)
 
@@ -304,7 +309,7 @@ def _write(path: Path, content: IO[bytes], mode: int) -> None:
 
 
 def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
-    """Have the scripts of an environment start its copied Python: their first line has the original's path."""
+    """Have the scripts of an environment start its copied Python. Their first line has the original's path."""
     assert package.program is not None
     folder = (partial / package.program).parent
     old, new = f"#!{package.source}/".encode(), f"#!{copied}/".encode()
@@ -321,7 +326,7 @@ def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
 
 
 def hold(locks: list[int]) -> None:
-    """Become a small program that keeps the locks until the agent ends, with which this process dies."""
+    """Become a small program that keeps the locks until the agent ends. This process dies with the agent."""
     for lock in locks:
         os.set_inheritable(lock, True)
     program = shutil.which("sleep")

@@ -22,7 +22,7 @@ LEFT_FREE = 0.05
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the file system of ``path``; an empty text if it is unknown."""
+    """Return the type of the file system of ``path``. Empty if it is unknown."""
     real, found = path.resolve(), (0, "")
     for line in mounts.read_text(errors="replace").splitlines():
         _, folder, kind, *_ = line.split(" ")

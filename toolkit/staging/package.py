@@ -1,8 +1,8 @@
-"""``python -m toolkit.staging.package``: make one file of an environment or a folder, which nodes then read as a whole.
+"""``python -m toolkit.staging.package``: make one file of an environment or a folder.
 
-A process that imports torch opens thousands of files. On a shared disk each node waits for each of them. The package
-is made once, in a folder beside the runs, and has its name by its content: when a file of the source changes there is
-another package. A file is its own package.
+A process that imports torch opens thousands of files. On a shared disk each node waits for each of them. So nodes read
+one package as a whole. It is made once, in a folder beside the runs, and has its name by its content: when a file of
+the source changes there is another package. A file is its own package.
 
 It reads a :class:`PackRequest` as JSON, and prints a line for each source: ``{"package"}`` or ``{"problem"}``.
 """
@@ -129,7 +129,7 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
 
 
 def refuse_cache_of_others(cache: Path) -> None:
-    """Raise StagingError if another user may change what is in ``cache``: nodes run programs from there."""
+    """Raise StagingError if another user may change what is in ``cache``. Nodes run programs from there."""
     try:
         trust.refuse_of_others(cache, "copies for the nodes")
     except RequestError as error:
@@ -245,6 +245,7 @@ def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEnt
             summed = _write_archive(path, entries, temporary)
             _refuse_changed(source, request, key)
     else:
+        # A file is read once for its sum, by which nodes know that their copy is whole.
         with path.open("rb", buffering=0) as whole:
             summed = SummedFile(whole)
             while summed.read(BLOCK_BYTES):

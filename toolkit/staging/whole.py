@@ -1,7 +1,7 @@
 """``python -m toolkit.staging.whole``: tell which copies on this node still have all their files.
 
 A cleaner of temporary files may have removed some, also of a copy that a job uses. It reads a JSON object of the copies
-by what they are copies of, and prints those that are whole, likewise.
+by the paths of their originals, and prints those that are whole in the same form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_whole(own: Path, key: str) -> bool:
 
 
 def mark(copied: Path) -> dict[str, Any]:
-    """Return what a copy has at this moment, without the compiled files that Python adds to it."""
+    """Return what a copy has now, without the compiled files that Python adds to it."""
     files = size_bytes = 0
     for folder, folders, names in os.walk(copied):
         if "__pycache__" in folders:

@@ -43,7 +43,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Choice(FileRecord):
-    """``strategy.json``: what was taken for so many ranks, and why."""
+    """``strategy.json``: the strategy that was taken for this number of ranks, and why."""
 
     ranks: int
     strategy: Annotated[str, records.one_of("ddp", "zero", "fsdp")]
@@ -95,7 +95,7 @@ class Size:
 
 
 def needs(size: Size, ranks: int, *, bf16: bool = False, accumulates: bool = False) -> dict[str, float]:
-    """Return the bytes on a rank for each strategy, activations aside, the one that sends least first."""
+    """Return the bytes on a rank for each strategy, without activations. The one that sends least comes first."""
     part = size.kept / ranks + (size.gradients if accumulates else 0)  # gradients stay whole until the last micro-batch
     width = 0.5 if bf16 else 1.0  # only gathered weights are bf16; kept ones stay as made
     return {
@@ -163,7 +163,7 @@ def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> Choice:
 
 
 def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
-    """Return the bytes of the model and of its optimizer's state after a step. No random number is drawn for good."""
+    """Return the bytes of the model and of its optimizer's state after a step. Random states stay as they were."""
     with same_randomness():  # the training makes the model again and must draw the same numbers
         model = without_memory(make).to("meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: its statistics are made equal for an evaluation or a save, or shared in each step."""
+"""BatchNorm over several ranks. Its statistics become equal for an evaluation or a save, or are shared in each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 
 def synchronised(make: ModelFactory) -> ModelFactory:
-    """Return a factory of the same model whose BatchNorm layers train on the samples of all ranks."""
+    """Return a factory like ``make``, with BatchNorm layers that train on all ranks' samples."""
 
     def make_synchronised() -> nn.Module:
         model = make()
@@ -40,7 +40,7 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm of a batch (n, c, ...) that all ranks share, in parts of any size.
+    """BatchNorm over a batch (n, c, ...) that ranks share in parts of any size.
 
     It does what torch.nn.SyncBatchNorm does, which is for GPUs only. Each forward and backward pass is one small
     collective.

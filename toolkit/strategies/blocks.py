@@ -1,4 +1,4 @@
-"""The blocks of a model: the parts that it repeats, such as the layers of a transformer or a residual network."""
+"""The blocks of a model: the parts that it repeats. Examples are the layers of a transformer or a residual network."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputed(config: StrategyConfig) -> int:
-    """Return of how many blocks one is to compute its activations again; 0: none."""
+    """Return n if one of n blocks is to compute its activations again. 0: no block is."""
     return config.activation_checkpointing_every if config.activation_checkpointing else 0
 
 
 def checkpoint_activations(model: nn.Module, every: int = 1) -> None:
-    """Let blocks keep only their inputs for the backward pass and compute the rest again there. Names stay.
+    """Let blocks keep only their inputs for the backward pass, which computes the rest again. Names stay.
 
-    Of ``every`` blocks in a row it is the last one.
-    Raises ConfigError if there is no block, or if a second pass would change more than it computes.
+    Of ``every`` blocks in a row the last one does so. Raises ConfigError if there is no block, or if a second pass
+    would change more than it computes.
     """
     parts = blocks(model)
     if not parts:

@@ -1,4 +1,4 @@
-"""The strategy of a job that writes its own step: replicas of several networks, each with its own optimizer.
+"""The strategy of a job that writes its own step. Ranks have replicas of several networks, each with an optimizer.
 
 A job that needs two optimizers, two backward passes or a loss of several models writes one method for its step. It
 keeps the loop, the loader, checkpoints, stops and TensorBoard::
@@ -59,7 +59,7 @@ class Custom(AllNeeded):
     _updates: dict[str, Update]
 
     def __init__(self, config: StrategyConfig, session: Session, train_step: Callable[[Custom, Batch], Tensor]) -> None:
-        """Take the job's ``train_step``, which returns the loss to log: this rank's part of it, a scalar.
+        """Take the job's ``train_step``. It returns this rank's part of the loss to log, a scalar.
 
         Raises ConfigError if the config asks for one of the toolkit's own strategies.
         """

@@ -18,13 +18,13 @@ SUFFIX = "_extra_state"  #: torch's suffix in a state_dict
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that have extra state, by that state's name in its ``state_dict``."""
+    """Return the modules of ``model`` that have extra state, by its name in the ``state_dict``."""
     named = ((name, module) for name, module in model.named_modules() if has_extra_state(module))
     return {f"{name}.{SUFFIX}" if name else SUFFIX: module for name, module in named}
 
 
 class ExtraState:
-    """``model/<module>._extra_state``, with ``prefix`` for ``model/``. As with buffers, rank 0's counts.
+    """Extra state as ``model/<module>._extra_state``, with ``prefix`` for ``model/``. As with buffers, rank 0's counts.
 
     Raises ConfigError for extra state that a checkpoint cannot hold. It must be a tensor, or a value that a round trip
     through JSON leaves equal.
@@ -60,7 +60,7 @@ class ExtraState:
         return {name: Replicated(self._tensors.get(name, value)) for name, value in values.items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Hand each module what a checkpoint had: an entry of ``values``, or a filled tensor of :meth:`entries`."""
+        """Hand each module its extra state. It is an entry of ``values``, or a filled tensor of :meth:`entries`."""
         for name, module in self._modules.items():
             module.set_extra_state(self._tensors[name] if name in self._tensors else values[name])
 

@@ -59,7 +59,7 @@ class Meeting(Protocol):
         """Begin a round with the weights that the model has now."""
 
     def end(self) -> None:
-        """Turn the weights, which hold the mean over the ranks, into those of the next round."""
+        """Turn the mean of the ranks' weights into the weights of the next round. The model holds that mean."""
 
     def enter(self, names: Collection[str]) -> None:
         """Prepare for a checkpoint, see :class:`~.protocol.InRounds`.
@@ -257,7 +257,7 @@ class LocalSgd(Spmd):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of this rank's mean in ``.grad``; return its part of the global mean loss."""
+        """Leave the gradient of this rank's mean in ``.grad``. Return its part of each global mean loss, by name."""
         if not self._is_local:
             return super()._forward_backward(batch)
         passes: list[dict[str, Loss]] = []
@@ -295,7 +295,7 @@ class LocalSgd(Spmd):
         self._shows_mean = True
 
     def _part(self) -> Tensor:
-        """Return this rank's part of the mean; equal parts if no sample of the round weighed anything."""
+        """Return this rank's part of the mean. Parts are equal if no sample of the round weighed anything."""
         mine = self._round_weight.clamp(min=1e-30)
         total = sum_across_ranks(mine.clone())
         self._sent += total.element_size()
@@ -306,8 +306,8 @@ class LocalSgd(Spmd):
         """End a round."""
         part = self._part()
         self._average(part)
-        # The divergence is measured before the outer step changes the mean.
-        # Their squared distance from the mean over its squared length, float64.
+        # The divergence is measured before the outer step changes the mean: the squared distance of the ranks' weights
+        # from their mean, over its squared length, float64.
         mean = list(self._weights.values())
         apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(self._own.values()), mean)))
         length = torch.stack(torch._foreach_norm(mean))
@@ -319,7 +319,7 @@ class LocalSgd(Spmd):
         self._round_weight.zero_()
 
     def _slots(self) -> list[Tensor]:
-        """Return the tensors of the update's state that follow the gradients, and so differ between the ranks."""
+        """Return the tensors of the update's state that differ between the ranks. They follow the gradients."""
         entries = self._update.state().items()
         tensors = [entry.value for name, entry in entries if name.rpartition("/")[2] not in _COUNTERS]
         return [value for value in tensors if isinstance(value, Tensor) and value.is_floating_point()]

@@ -14,7 +14,7 @@ log = logs.get(__name__)
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return ``model`` in training mode, except for the modules that its factory left in evaluation mode.
+    """Return ``model`` in training mode. Modules that its factory left in evaluation mode stay in it.
 
     A model that is in evaluation mode as a whole, as some libraries return them, goes into training mode as a whole.
     """

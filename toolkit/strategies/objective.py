@@ -1,7 +1,8 @@
-"""What a strategy trains on: losses over a batch, each with the weight that divides its sum over the global batch.
+"""What a strategy trains on: losses over a batch, each with a weight.
 
-A job says for each loss whether it is a sum or a mean. A strategy adds the sums up over micro-batches and ranks and
-divides once, so that the length of a step does not depend on how a batch is shared.
+A loss's sum over the global batch is divided by the sum of its weights. A job says for each loss whether it is a sum
+or a mean. A strategy adds the sums up over micro-batches and ranks and divides once, so that the length of a step does
+not depend on how a batch is shared.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WEIGHT = "\0weight"
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, or another figure, of a batch: a sum, and what it is divided by.
+    """A loss, or another figure, of a batch: a sum and its divisor.
 
     The sum and the divisor are both added up over the global batch. Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss``
     is a multiple of it. The examples: a loss of a batch, several losses by name, and a loss of those tokens of a batch
@@ -53,7 +54,7 @@ class Loss:
 
     @classmethod
     def mean(cls, value: Tensor, count: Tensor | float | None = None) -> Loss:
-        """Make a loss of ``value``, a scalar: the mean over ``count`` things, by default the batch's samples."""
+        """Make a loss of ``value``, a scalar: the mean over ``count`` things. Default: over the batch's samples."""
         if count is None:
             return cls(value, None, is_mean_over_samples=True)
         weight = _weight(count, value)
@@ -61,7 +62,7 @@ class Loss:
         return cls(value * weight, weight)
 
     def summed(self, samples: int, divisor: float = 1.0) -> Loss:
-        """Return this loss as a sum over a batch of ``samples`` samples by ``divisor``, a tensor without dimensions."""
+        """Return this loss as a sum over ``samples`` samples, divided by ``divisor``. The sum has no dimensions."""
         total = self.total.reshape(()) if self.total.ndim else self.total  # a reshape would go backward, too
         # A product takes a kernel, and one more in the backward pass: the mean over an even share needs none.
         factor = (samples if self.is_mean_over_samples else 1) / divisor
@@ -82,7 +83,7 @@ def _weight(value: Tensor | float | None, like: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """A figure of an evaluation that is gathered, not averaged: a row for each sample, (n, ...).
+    """A figure of an evaluation that is gathered and not averaged. It has a row for each sample, (n, ...).
 
     A job's ``summary`` gets the rows of the whole eval set, in its order, on the CPU::
 
@@ -159,7 +160,7 @@ def where(function: Callable[..., Any]) -> str:
 
 
 def of_pairs(criterion: Criterion) -> Objective:
-    """Return the objective of a criterion of (outputs, targets), for samples that are pairs (input, target).
+    """Return the objective of a criterion of (outputs, targets). Samples are pairs (input, target).
 
     A criterion that is a module with parameters learns.
     """
@@ -180,7 +181,7 @@ def common_weight(losses: Mapping[str, Loss]) -> bool:
 
 
 def refuse_other_weights(losses: Mapping[str, Loss], key: str) -> None:
-    """Raise ConfigError, naming ``key``, unless the sums of all losses are divided by the same weight."""
+    """Raise ConfigError unless the sums of all losses are divided by the same weight. The error names ``key``."""
     if not common_weight(losses):
         weights = {name: "samples" if loss.weight is None else "its own" for name, loss in losses.items()}
         names = ", ".join(f"{name} ({weight})" for name, weight in weights.items())
@@ -196,7 +197,7 @@ def weights_of(passes: Sequence[Mapping[str, Loss]]) -> list[Tensor | None]:
 
 
 def total_weight(passes: Sequence[Mapping[str, Loss]]) -> Tensor | None:
-    """Return the sum of the passes' weights, float64; None if the losses have none of their own."""
+    """Return the sum of the passes' weights, float64. None if the losses have no weights."""
     weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
     return torch.stack(weights).sum() if weights else None
 
@@ -279,7 +280,7 @@ class Captured(BaseException):
 def given_to_model(
     call: Callable[[Forward, Batch], object], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments with which ``call`` first calls the model, or None if it does not."""
+    """Return the arguments with which ``call`` first calls the model. None if it does not call it."""
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise Captured(args, kwargs)
@@ -292,7 +293,7 @@ def given_to_model(
 
 
 class TrialPass:
-    """A pass of two samples of a real batch through a model, called as the objective calls it."""
+    """A pass of two samples of a real batch through a model. The model is called as the objective calls it."""
 
     def __init__(self, objective: Objective, batch: Batch, device: torch.device) -> None:
         self._objective, self._batch = objective, batch

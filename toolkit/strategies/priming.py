@@ -1,4 +1,4 @@
-"""What a start tries before the first step: passes whose results must agree, and which leave nothing behind.
+"""What a start tries before the first step: passes whose results must agree. They leave nothing behind.
 
 A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
 criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
@@ -146,7 +146,7 @@ def priming(
 
 @contextmanager
 def compile_errors(compiling: bool) -> Iterator[None]:
-    """Name the key to change when torch.compile fails, instead of pages of the compiler's own text."""
+    """Name the key to change when torch.compile fails. The compiler's own text would fill pages."""
     if not compiling:
         yield
         return

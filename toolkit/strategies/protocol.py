@@ -1,7 +1,8 @@
-"""The strategy protocol: what the loop asks of a strategy, with one method for a whole optimizer step.
+"""The strategy protocol: what the loop asks of a strategy.
 
 Accumulation, scaling, communication and the update overlap and cannot be separated into smaller calls. So a strategy
-does all of them in :meth:`Strategy.step`, and the loop knows neither the model nor the number of processes behind it.
+does all of them in one method, :meth:`Strategy.step`. The loop knows neither the model nor the number of processes
+behind it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StepOutput:
 
     @classmethod
     def of(cls, means: Mapping[str, Tensor], skipped: Tensor | None) -> StepOutput:
-        """Return the output of a step from this rank's part of each mean loss, by name."""
+        """Return a step's output from this rank's part of each mean loss, by name."""
         loss, *others = means.values()
         return cls(sum(others, loss), skipped, {} if [*means] == [""] else means)
 
@@ -109,7 +110,7 @@ class Strategy(Protocol):
         """Start or continue the training at ``step``. ``again`` recomputes the part of another, dead rank."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        """Make one whole optimizer step on this rank's part of a global batch, without a host sync.
+        """Make one whole optimizer step on this rank's part of a global batch. No host sync.
 
         ``batch`` is on the session's device already, as loaders give it.
         """
@@ -127,10 +128,10 @@ class Strategy(Protocol):
         """
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """Return each value of every rank, by name: float64 (ranks,) on the host, equal on every rank.
+        """Return each value of every rank, by name: float64 (ranks,) on the host.
 
-        All ranks call it; a host sync. Every rank with samples gives the same names. The values of ranks that have died
-        are 0.
+        It is equal on every rank. All ranks call it; a host sync. Every rank with samples gives the same names. The
+        values of ranks that have died are 0.
         """
 
     def gather(self, value: Any) -> list[Any]:
@@ -140,9 +141,9 @@ class Strategy(Protocol):
         """
 
     def settle(self) -> None:
-        """Wait until the steps made so far have taken effect on all ranks, which all call it.
+        """Wait until the steps made so far have taken effect on all ranks. All ranks call it.
 
-        Called before anything that must see the same weights and buffers everywhere.
+        It is called before anything that must see the same weights and buffers everywhere.
         """
 
     def figures(self) -> Mapping[str, float | Tensor]:
@@ -177,7 +178,7 @@ class Strategy(Protocol):
 
 
 class AllNeeded:
-    """The parts of the protocol that are alike in every strategy that needs all of its ranks.
+    """The parts of the protocol that are alike in strategies that need every rank.
 
     A class that inherits it has a ``_device``.
     """

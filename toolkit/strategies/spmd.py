@@ -137,10 +137,10 @@ class Spmd(AllNeeded):
 
     @torch.no_grad()
     def first_bad_layer(self, batch: Batch | None) -> str | None:
-        """Return the first module whose output for a step's ``batch`` is not finite, on any rank.
+        """Return the first module with an output that is not finite, on any rank.
 
-        Every rank calls it. None if all outputs are finite. A module is named before those that hold it. With
-        ``train.compile`` only the model as a whole is looked at.
+        ``batch`` is that of the step. Every rank calls it. None if all outputs are finite. A module is named before
+        those that hold it. With ``train.compile`` only the model as a whole is looked at.
         """
         assert batch is not None, "build() made sure that every share holds a sample"
         modules = {"": self._model} if self._train.compile else dict(self._model.named_modules())
@@ -215,7 +215,7 @@ class Spmd(AllNeeded):
         return [batch] if count == 1 else batch.split(count)
 
     def _forward(self, batch: Batch, passes: list[dict[str, Loss]], in_parts: str | None) -> Tensor:
-        """Return the loss for the backward pass, as if each sample of the global batch weighed one.
+        """Return the loss for the backward pass. It is divided as if each sample of the global batch weighed one.
 
         ``in_parts`` names the config key for which this is not the rank's whole batch; losses with different weights
         are then refused. The losses are appended to ``passes``.
@@ -242,7 +242,7 @@ class Spmd(AllNeeded):
         return self._update.scaled(sum(others, first))
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
-        """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; return the factor.
+        """Turn gradients made for a global weight of ``assumed`` into those for ``weight``. Return the factor.
 
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
         """

@@ -298,7 +298,7 @@ class MpiGroup(MpiGroupBase):
         return self._do("Alltoallv", [arguments], opts, finish, [output], (sent, received))
 
     def _split(self, tensor: Tensor, splits: list[int] | None) -> list[Any]:
-        """Describe ``splits`` rows of ``tensor`` for or from each rank; without ``splits`` equally many for each."""
+        """Describe ``splits`` rows of ``tensor`` for or from each rank. Without ``splits`` each has equally many."""
         rows = tensor.shape[0] if tensor.dim() else 1
         splits = splits or [rows // self._count] * self._count
         check_sizes(splits, self._count, rows)

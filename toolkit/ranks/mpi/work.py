@@ -172,7 +172,7 @@ class MpiMessage(MpiWork):
         return self.poll()
 
     def source_rank(self) -> int:
-        """Return the sender of a message received from any rank, as its rank in the group."""
+        """Return the sender's rank in the group, for a message received from any rank."""
         return int(self._status.Get_source())
 
     _source_rank = source_rank
@@ -232,7 +232,7 @@ class WorkThread:
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the thread, or leave it behind: after a failure its work may wait for a rank that is dead."""
+        """End the thread, or leave it behind. After a failure its work may wait for a rank that is dead."""
         self._queue.put(None)
         self._thread.join(LEFT_AFTER_S)
 

@@ -1,7 +1,7 @@
-"""The gate: all ranks agree at which step number something happens, without a collective and without a host sync.
+"""The gate: all ranks agree at which step number something happens.
 
-Each rank has its own clock, signals and speed. What they must do together, above all stop, is agreed over the store
-that the ranks share, in rounds numbered 0, 1, 2, ...::
+That takes no collective and no host sync. Each rank has its own clock, signals and speed. What they must do together,
+above all stop, is agreed over the store that the ranks share, in rounds numbered 0, 1, 2, ...::
 
     some rank    request("stop")           from a signal handler too: a queue takes it, a thread of the gate goes on
                  claim  <round>/proposal   atomic: the first kind proposed has the round; then every rank is called

@@ -1,4 +1,4 @@
-"""One rank's side of the agreement: the gate that its main thread passes before each step."""
+"""One rank's side of the agreement: its main thread passes the gate before each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Hang:
-    """A kind that was asked for on this rank ``waited_s`` ago and has not been handed out."""
+    """A request of a ``kind`` that has not been handed out. This rank has known of it for ``waited_s``."""
 
     kind: str
     waited_s: float
@@ -52,7 +52,7 @@ def _log_hang(hang: Hang) -> None:
 
 
 class _Asked(NamedTuple):
-    """A kind that is wanted: since when, from which round on, and whether it must still be proposed."""
+    """A kind that is wanted: since when, and from which round on. ``propose``: it must still be proposed."""
 
     kind: str
     since: float
@@ -113,7 +113,7 @@ class Gate:
             thread.start()
 
     def boundary(self, n: int) -> str | None:
-        """Call right before step ``n``, that is after n steps; None is the permission to start it.
+        """Return None if step ``n`` may start. Call this right before it, that is after n steps.
 
         Otherwise returns the kind agreed on for this boundary, on every rank at the same ``n``. Act, then ask again
         with the same n until None comes; after "stop" it never does. Blocks only while an agreement is open, for
@@ -140,7 +140,7 @@ class Gate:
         self._asked.put(_Dead(rank))
 
     def close(self) -> None:
-        """Leave: this rank starts no further step, and no agreement of the others waits for it.
+        """Leave. This rank starts no further step, and no agreement of the others waits for it.
 
         Requests made before are still proposed. Returns within ``LEAVE_S`` even when another rank is dead.
         """
@@ -293,7 +293,7 @@ class Gate:
             self._fail(error)
 
     def _proposed(self, store: Transport, asked: _Asked) -> _Asked:
-        """Propose it and return the same with the number of the round that serves it."""
+        """Propose the kind. Return ``asked`` with the number of the round that serves it."""
         by = f"rank {self._rank}"
         try:
             number = propose(store, self._world_size, asked.kind, by=by, prefix=self._prefix, since=asked.round)
@@ -303,7 +303,7 @@ class Gate:
         return asked._replace(round=number)
 
     def _report_hangs(self, store: Transport, waiting: Sequence[_Asked]) -> list[_Asked]:
-        """Call ``on_hang`` for what is overdue, and return what is still in time."""
+        """Call ``on_hang`` for each overdue kind, and return the requests that are still in time."""
         if self._force_after_s is None or self._stopped:
             return []
         now = time.monotonic()

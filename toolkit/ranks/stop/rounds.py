@@ -1,4 +1,4 @@
-"""The keys of a round of the agreement in the store, and what is done to them."""
+"""The store's keys for a round of the agreement, and the operations on them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Round:
         return f"{self.prefix}/{self.number}/ack/{rank}"
 
     def lister(self, kind: str) -> str:
-        """Return the key of the rank that finds out which ranks are missing when ``kind`` hangs."""
+        """Return the key for the rank that lists the missing ranks when ``kind`` hangs."""
         return f"{self.prefix}/{self.number}/lister/{kind}"
 
     def missing(self, kind: str) -> str:
-        """Return the key of what it found."""
+        """Return the key for that rank's list."""
         return f"{self.prefix}/{self.number}/missing/{kind}"
 
     def next(self) -> Round:
@@ -58,7 +58,7 @@ class Round:
 
 
 class Ack(NamedTuple):
-    """The last step that a rank has started (-1: none yet), and whether it has left."""
+    """The last step that a rank has started, and whether it has left. -1: it has started none."""
 
     started: int
     left: bool
@@ -92,7 +92,7 @@ def propose(
 
 
 def parse_proposal(text: str) -> tuple[str, str] | None:
-    """Return kind and author; None for a text that the toolkit has not written: the store accepts any client's."""
+    """Return kind and author. None for a text that the toolkit has not written: the store accepts any client's."""
     try:
         kind, by = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -120,9 +120,10 @@ def acknowledge(store: Transport, keys: Round, world_size: int, rank: int, ack: 
 def find_missing(
     store: Transport, keys: Round, rank: int, world_size: int, kind: str
 ) -> tuple[int | None, tuple[int, ...], int]:
-    """Return the round's agreed step, if any, the ranks that ``rank`` waits for, and how many more.
+    """Return the agreed step, at most ``MOST_NAMED`` missing ranks, and how many more there are.
 
-    All ranks want to know at about the same time, and the store has a key for each rank. So one rank asks for all.
+    The step is None before the decision. If the store does not answer, no rank is named. All ranks want to know at
+    about the same time, and the store has a key for each rank. So one rank asks for all.
     """
     try:
         if store.claim(keys.lister(kind), str(rank)) == str(rank):

@@ -18,9 +18,9 @@ _TEXT_BYTES = 9
 
 
 def in_pieces(items: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield keys and values in the order given, in pieces of at most one message of ``MESSAGE_BYTES``.
+    """Yield keys and values in the order given, in pieces of at most ``MESSAGE_BYTES``.
 
-    To ask for keys, give empty values.
+    A longer item is a piece of its own. To ask for keys, give empty values.
     """
     piece: dict[str, str] = {}
     size = 0

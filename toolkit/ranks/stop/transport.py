@@ -1,4 +1,4 @@
-"""What an agreement needs of the store that the ranks share, and a store for ranks that are threads."""
+"""What an agreement needs of the store, and a store for ranks that are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemes that find the mean of a vector over the ranks and send less than the vector.
+"""Schemes that average a vector over the ranks and send less than the vector.
 
 Each scheme makes the same calls in the same order on every rank, on any backend, and gives every rank the same bits. It
 returns what it has not sent, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit SGD;
@@ -105,7 +105,7 @@ class Scheme(Protocol):
     feeds_back: bool
 
     def exchange(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over the ranks, approximately; leave the rest of them in ``values``.
+        """Return the mean of ``values`` over the ranks, approximately. Leave in ``values`` what was not sent.
 
         The mean of what stays is the mean of ``values`` less the result, up to the rounding of fp32. A value that is
         not finite, on any rank, makes the result not finite.
@@ -164,7 +164,7 @@ class Fp16:
 
 
 class Int8:
-    """A quarter of the bytes: 255 levels from minus to plus a block's largest value, rounded to the nearest."""
+    """A quarter of the bytes. Each value becomes the nearest of 255 levels, from minus to plus its block's largest."""
 
     dtype = torch.int8
     has_scales = True
@@ -186,7 +186,7 @@ class Blocks:
     """See :class:`Scheme`: fewer bits for each value."""
 
     def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool, kind: str = "cpu") -> None:
-        """``kind`` is the device's, by which the work is cut. The bits do not depend on it."""
+        """Cut the work into pieces for this ``kind`` of device. The bits do not depend on it."""
         self.feeds_back = feeds_back
         self.multiple = BLOCK * wire.ranks
         self._codec = codec
@@ -232,9 +232,9 @@ class Blocks:
         return torch.empty(*ranks, count * per_block, dtype=torch.uint8, device=parts.device)
 
     def _chunks(self, parts: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-        """Yield ``parts`` (..., n, BLOCK) in pieces, each with its codes and scales in ``rows`` (..., m), live.
+        """Yield ``parts`` (..., n, BLOCK) in pieces, each with its codes and scales.
 
-        In each row all codes come first.
+        These are live in ``rows`` (..., m). In each row all codes come first.
         """
         if parts.ndim > 2 and self._rank_by_rank:
             for part, row in zip(parts, rows, strict=True):
@@ -265,7 +265,7 @@ class Blocks:
 
 
 class TopK:
-    """See :class:`Scheme`: the largest values of each parameter, exactly; ``amount`` is the part that is sent."""
+    """See :class:`Scheme`: the largest values of each parameter, exactly. ``amount`` is the part that is sent."""
 
     multiple = 1
     feeds_back = True
@@ -382,7 +382,7 @@ def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.d
 
 
 def amount_for(config: StrategyConfig, shape: Sequence[int], said: float | str | None) -> float | None:
-    """Return the ratio or rank for a parameter of ``shape``; None if it is sent uncompressed.
+    """Return the ratio or rank for a parameter of ``shape``. None: it is sent uncompressed.
 
     ``said`` is the value that ``compression_layers`` has for it. Biases and norms are few and count much. So tensors of
     less than two dimensions are compressed with fp16 and bf16 only. A matrix that is no larger than its two factors is

@@ -1,10 +1,10 @@
-"""ddp over a slow link: the whole model on every rank, and gradients that are compressed before they are sent.
+"""ddp over a slow link: gradients are compressed before they are sent.
 
-Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see :mod:`.overlapped`. Elsewhere hooks are not used. They
-would start collectives in the order in which gradients become ready, and torch's own hook for PowerSGD hangs on gloo if
-there are several buckets. Here all gradients are complete when the first one is sent, so the order is fixed, and no
-state belongs to a bucket. The communication that DDP hides behind the backward pass is waited for instead. Where the
-link is so slow that compression pays, little of it was hidden.
+Every rank has the whole model. Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see :mod:`.overlapped`.
+Elsewhere hooks are not used. They would start collectives in the order in which gradients become ready, and torch's own
+hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients are complete when the first one is
+sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
+is waited for instead. Where the link is so slow that compression pays, little of it was hidden.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Compressed(LocalReplica):
         return entries | self._scheme.state()
 
     def figures(self) -> dict[str, float]:
-        """Return the bytes, the error and the time of compression, beside those of a plain all-reduce.
+        """Return the bytes, the error and the time of compression, and a plain all-reduce's.
 
         Bytes: what this rank sends in a step and would send without compression. Error: how much of a gradient the
         first step of the window left for later, or lost, relative to the gradient. Time: how long compressing and
@@ -137,7 +137,7 @@ class Compressed(LocalReplica):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _exchange(self, packed: Tensor) -> Tensor:
-        """Return the mean over the ranks of ``packed`` and the residuals; keep the new residuals.
+        """Return the mean over the ranks of ``packed`` plus the residuals. Keep the new residuals.
 
         A gradient that is not finite shows in the mean on every rank. No residual keeps it, whatever becomes of the
         step: it would come back in every later step.
@@ -150,7 +150,7 @@ class Compressed(LocalReplica):
         return mean
 
     def _complete_gradients(self) -> bool:
-        """Give zeros to parameters that this rank's pass did not use; True if gradients can be sent.
+        """Give zeros to parameters that this rank's pass did not use. True if gradients can be sent.
 
         False only in priming, which then reports the unused parameters.
         """
@@ -248,7 +248,7 @@ def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
 
 
 class _AllReduceCost:
-    """The cost of an all-reduce: a latency, and seconds for each byte that a rank sends."""
+    """The cost of an all-reduce: a latency, and seconds for each byte sent."""
 
     def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
         self._bytes, self._seconds = small
@@ -260,7 +260,7 @@ class _AllReduceCost:
 
 
 def _measured_cost(device: torch.device) -> _AllReduceCost:
-    """Measure the link: for each size the mean of two laps, after one that opens connections. Every rank calls it."""
+    """Measure the link. A size's time is the mean of two laps after one that opens connections. Every rank calls it."""
     costs: list[tuple[float, float]] = []
     for size_bytes in PROBES:
         laps = []

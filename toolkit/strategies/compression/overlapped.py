@@ -1,4 +1,4 @@
-"""ddp over NCCL with fp16 or bf16: gradients are compressed and sent while the backward pass goes on.
+"""ddp over NCCL with fp16 or bf16: compressed gradients are sent during the backward pass.
 
 DDP calls a hook for each bucket whose gradients are complete, in the same order on every rank. The hook only enqueues:
 on a stream of its own the GPU encodes the bucket, sends it, and decodes the mean, and the backward pass goes on beside
@@ -32,7 +32,7 @@ class Overlapped(Replicas):
     """See :class:`~.Layout`."""
 
     def __init__(self, session: Session, *, compression: str, **passes: Any) -> None:
-        """``passes`` says how passes are made, see Replicas."""
+        """Take the kind of compression; ``passes`` says how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._compression = compression
 
@@ -61,7 +61,7 @@ class _BucketHook:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Replace the bucket's gradients by their means over the ranks; return a future of them.
+        """Replace the bucket's gradients by their means over the ranks. Return a future of them.
 
         On the CPU they are there when the call returns.
         """

@@ -1,4 +1,4 @@
-"""How a model lies on the ranks, which is all in which ddp, fsdp, zero and tensor differ."""
+"""How a model lies on the ranks. ddp, fsdp, zero and tensor differ only in that."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Layout(Protocol):
         """
 
     def compare(self) -> None:
-        """Raise ConfigError, on all ranks, if the model computes something else than the whole one would.
+        """Raise ConfigError if the model computes something else than the whole one would.
 
-        All ranks call it, once buffers are equal.
+        All ranks call it, once buffers are equal, and all raise it.
         """
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a pass whose backward pass sums the gradients over the ranks and divides by their number."""
+        """Make a pass whose backward pass averages the gradients over the ranks."""
 
     def without_sync(self) -> AbstractContextManager[object]:
         """Let passes inside it only add to this rank's gradients. A pass outside of it follows."""
 
     def average(self) -> None:
-        """Average the gradients after a step's last backward pass, as far as that has not."""
+        """Average the gradients after a step's last backward pass, unless that pass has."""
         return
 
     def state(self) -> dict[str, Entry]:
@@ -89,7 +89,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of ``tensor`` that lies on this rank, live and without a gradient's history."""
+    """Return the part of ``tensor`` that lies on this rank, live and detached."""
     plain = tensor.detach()
     return plain.to_local() if isinstance(plain, DTensor) else plain
 

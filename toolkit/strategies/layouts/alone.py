@@ -50,7 +50,7 @@ class LocalReplica(Replicas):
 
 
 def data_parallel(session: Session, *, precision: str, compile: bool, recompute: int) -> LocalReplica:
-    """Return the layout of ``nn.DataParallel``: one process gives each of its GPUs a part of every batch.
+    """Return the layout of ``nn.DataParallel``. One process gives each of its GPUs a part of every batch.
 
     Each GPU has a thread. Raises ConfigError for several ranks, and for settings that do not work on the copies that it
     makes of the model.

@@ -1,7 +1,8 @@
-"""The first weights of a model that lies in parts: rank 0's, bit for bit those of the same model on one process.
+"""Gives a model that lies in parts rank 0's first weights.
 
-Only rank 0 makes the model, in host memory. The others make it without memory (torch's ``meta`` device) and receive
-their parts, one tensor at a time. If each rank drew its own part, it would have to know in which order any model draws.
+They are bit for bit those of the same model on one process. Only rank 0 makes the model, in host memory. The others
+make it without memory (torch's ``meta`` device) and receive their parts, one tensor at a time. If each rank drew its
+own part, it would have to know in which order any model draws.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def make_on_rank_0(make: ModelFactory) -> nn.Module:
 
 
 def without_memory(make: ModelFactory) -> nn.Module:
-    """Return ``make()`` on the meta device, or for real if its constructor needs the values of tensors."""
+    """Return ``make()`` on the meta device. If its constructor needs the values of tensors, it is made for real."""
     try:
         with torch.device("meta"):
             model = make()
@@ -50,7 +51,7 @@ def hand_out(
     device: torch.device,
     uncut: Callable[[Mapping[str, Entry]], Mapping[str, Entry]] = lambda entries: entries,
 ) -> None:
-    """Fill the parameters of ``model``, which lies in parts or as copies, from rank 0's ``whole`` ones.
+    """Fill the parameters of ``model``, parts or copies, from rank 0's ``whole`` ones.
 
     They are sent one after the other, each whole. So a rank that has room for the largest one has room for this,
     however the parts are cut. On the other ranks only the names in ``whole`` count. ``uncut``: see ``Layout.uncut``.

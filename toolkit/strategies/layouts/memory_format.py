@@ -1,4 +1,4 @@
-"""channels_last: images and the weights of convolutions with the channel as the innermost dimension in memory.
+"""channels_last: in memory the channel is the innermost dimension of images and convolutions' weights.
 
 Most convolutions for GPUs with tensor cores, and oneDNN's for CPUs, want this layout and would convert each time.
 Shapes, names and results (to rounding) stay. A checkpoint does not depend on it: tensors are written in the order of

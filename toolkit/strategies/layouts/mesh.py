@@ -1,8 +1,8 @@
-"""The ranks as a grid with one dimension for each kind of parallelism: `strategy.mesh`, as torch's DeviceMesh.
+"""`strategy.mesh`: the ranks as a grid with one dimension for each kind of parallelism.
 
-Consecutive ranks are neighbors in the last dimension. A launcher numbers the ranks of one node consecutively. So
-``tensor``, whose ranks communicate several times in each layer, stays within a node. Then come the shards of a copy,
-then the copies, which communicate once in a step.
+It is made as torch's DeviceMesh. Consecutive ranks are neighbors in the last dimension. A launcher numbers the ranks of
+one node consecutively. So ``tensor``, whose ranks communicate several times in each layer, stays within a node. Then
+come the shards of a copy, then the copies, which communicate once in a step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logs.get(__name__)
 
 
 def device_mesh(session: Session, sizes: MeshConfig, always: Iterable[str]) -> DeviceMesh:
-    """Return a mesh of the dimensions with more than one rank, and of those in ``always``. Every rank calls it.
+    """Return a mesh of the dimensions in ``always`` and of those with several ranks. Every rank calls it.
 
-    Dimensions of one rank are left out where possible, since each costs a process group.
+    Other dimensions of one rank are left out, since each costs a process group.
     """
     if session.is_main and _size(sizes, "tensor") > int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)):
         log.warning("strategy.mesh.tensor: groups of %d ranks go beyond a node, which is slow", _size(sizes, "tensor"))

@@ -1,7 +1,8 @@
-"""Which layers a group of ranks computes together, and how each is cut: `strategy.tensor_plan`, or the model's own.
+"""`strategy.tensor_plan`, or the model's own plan: which layers are cut over ranks, and how.
 
-A plan maps names of layers to a style; in them ``*`` stands for anything between two dots (``blocks.*.attend``). The
-styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053), by torch's ``parallelize_module``:
+A group of ranks computes these layers together. A plan maps names of layers to a style; in them ``*`` stands for
+anything between two dots (``blocks.*.attend``). The styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053),
+by torch's ``parallelize_module``:
 
 * ``colwise``: a rank computes some of a Linear's outputs, and what follows works on these: whole heads, hidden units.
 * ``colwise:3``: the same for a Linear whose outputs are three things in a row (q, k and v; gate and up are two): a rank
@@ -162,7 +163,7 @@ class CutLayers:
         return cls(styles, fused, sequence, WholePass(model, dimensions, trial))
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
-        """Raise ConfigError, on all ranks, if the cut ``model`` computes other numbers than the whole one."""
+        """Raise ConfigError if the cut ``model`` computes other numbers than the whole one. All ranks raise it."""
         found = self.whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
         if found is None:
             return
@@ -283,7 +284,7 @@ def _refuse_length(ranks: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> 
 
 @torch.no_grad()
 def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ConfigError for a parameter that is whole on each rank of a group, with different gradients.
+    """Raise ConfigError for a whole parameter whose gradients differ between the ranks of a group.
 
     It stands between a colwise and a rowwise layer and sees some of the hidden units: the copies would drift apart.
     Gradients that are only rounding, compared with the model's largest, may differ.

@@ -1,9 +1,9 @@
-"""fsdp and zero: each rank keeps 1/N of every parameter, its gradient and its optimizer state (torch's FSDP2).
+"""fsdp and zero: each rank keeps 1/N of every parameter, gradient and optimizer state.
 
-The parameters of a block are gathered from all ranks while it computes, and its gradients are summed straight into the
-parts that their owners keep. ``reshard_after_forward`` is the difference between the two. fsdp frees a block's weights
-after its forward pass and gathers them again for the backward pass. zero keeps them until then, which saves a third of
-what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
+Both are torch's FSDP2. The parameters of a block are gathered from all ranks while it computes, and its gradients are
+summed straight into the parts that their owners keep. ``reshard_after_forward`` is the difference between the two. fsdp
+frees a block's weights after its forward pass and gathers them again for the backward pass. zero keeps them until then,
+which saves a third of what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
 https://arxiv.org/abs/1910.02054, except that between steps the weights lie sharded in both.)
 
 With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts. Weights are gathered within a
@@ -136,7 +136,7 @@ class Shards(Layout):
         return nullcontext()
 
     def rest(self) -> None:
-        """Shard the root's weights again, and with zero all: they would stay gathered until a backward pass."""
+        """Shard the root's weights again, and with zero all weights. They would stay gathered until a backward pass."""
         for module in self._model.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module.reshard()

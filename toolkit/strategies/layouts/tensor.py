@@ -109,7 +109,7 @@ class TensorParallel(Layout):
                 sum_tensors(gradients, group, 1 / count)
 
     def _complete(self, parameters: list[nn.Parameter]) -> None:
-        """Sum gradients that are parts of a sum, in layers that see a part of each sequence."""
+        """Sum the partial gradients of layers that see a part of each sequence."""
         sums: dict[nn.Parameter, Tensor] = {}
         for parameter in parameters:
             gradient = parameter.grad

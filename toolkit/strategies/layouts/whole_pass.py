@@ -1,6 +1,7 @@
-"""The comparison of a model whose layers ranks compute together with the whole model, before the first step.
+"""Compares a model that is cut over ranks with the whole model.
 
-A plan assumes something about the model. Where that does not hold, the ranks would silently train something else.
+That is done before the first step. A plan assumes something about the model. Where that does not hold, the ranks would
+silently train something else.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logs.get(__name__)
 
 
 class WholePass:
-    """The layers' inputs in a pass of the whole model, for comparison with the cut model's.
+    """The layers' inputs in a pass of the whole model. The cut model's are compared with them.
 
     ``cut`` has the dimension of each layer's input of which a rank of the group has a part; None: it has the whole.
     Only rank 0 has the whole model. Every rank makes this object before the model is cut, and calls :meth:`compare`
@@ -53,7 +54,7 @@ class WholePass:
         self._seen[name] = tuple(tensor.shape), _some(tensor, tuple(tensor.shape), None, 0)
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return the first layer whose input differs from the whole model's; None if there is none.
+        """Return the first layer whose input differs from the whole model's, or None.
 
         With it come the layers called since the last one whose input was equal. The result is the same on all ranks,
         which all call it.

@@ -1,4 +1,4 @@
-"""How a model's parameters are cut into the servers' parts, and how tensors lie in one message."""
+"""Cuts a model's parameters into the servers' parts, and packs tensors into messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a parameter of ``shape``: server j keeps its rows ``bounds[j]`` to ``bounds[j + 1]``."""
+    """The cut of a parameter of ``shape``. Server j keeps its rows ``bounds[j]`` to ``bounds[j + 1]``."""
 
     shape: tuple[int, ...]
     bounds: tuple[int, ...]
@@ -64,7 +64,7 @@ def cut(model: nn.Module, servers: int) -> dict[str, Cut]:
 
 
 def shadow(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.Module:
-    """Return a copy of ``model`` with the parts of ``server`` for parameters. What is not cut is shared.
+    """Return a copy of ``model`` whose parameters are the parts of ``server``. What is not cut is shared.
 
     An optimizer over it is the optimizer of that part: it knows all parameters by their names, also those of no rows.
     """
@@ -79,9 +79,9 @@ def shadow(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.
 
 
 def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | None) -> Entry:
-    """Return the part of ``server`` of a value that is cut like a parameter, as a checkpoint has it.
+    """Return the checkpoint's entry for ``server``'s part of a value cut like a parameter.
 
-    Scalars and what is not cut are declared as equal on every rank.
+    Scalars and what is not cut are declared as equal on every rank. Raises ConfigError for a tensor of another shape.
     """
     if cut is None or not isinstance(value, Tensor) or not value.ndim:
         return Replicated(value.detach() if isinstance(value, Tensor) else value)
@@ -94,9 +94,10 @@ def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | Non
 
 
 class Flat:
-    """The places of tensors like those of ``like`` in one message: (``nbytes``,) uint8, in host memory.
+    """The places of tensors like those of ``like`` in one message.
 
-    Tensors on a GPU are packed there. The message is page-locked then, and one copy takes it across.
+    The message is (``nbytes``,) uint8, in host memory. Tensors on a GPU are packed there. The message is page-locked
+    then, and one copy takes it across.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -111,7 +112,7 @@ class Flat:
     def views(self, message: Tensor | None) -> list[Tensor]:
         """Return the tensors in ``message``, which is None if it has no bytes.
 
-        They are live, or on a GPU, where the message goes as a whole.
+        On the CPU they are views of it. For tensors on a GPU the message is first copied there as a whole.
         """
         message = torch.empty(0, dtype=torch.uint8) if message is None else message
         return self._cut(message.to(self._device))
@@ -131,7 +132,7 @@ class Flat:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor], message: Tensor | None = None) -> Tensor:
-        """Return the tensors as a message, in the memory of an older one if it is given."""
+        """Return the tensors as a message. It takes the memory of an older ``message`` if that is given."""
         if message is None:
             message = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if not tensors:

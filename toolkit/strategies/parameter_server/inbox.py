@@ -13,7 +13,7 @@ Handler: TypeAlias = Callable[[PeerMessage], None]
 
 
 class PeerInbox:
-    """Hands messages of some kinds to ``handlers`` as they come, and keeps the others until they are awaited.
+    """Hands messages to the ``handlers`` of their kinds as they come. Other kinds are kept until they are awaited.
 
     ``dead`` follows the order of the messages: what a dead worker had sent before still counts. Other ranks may know of
     more deaths at this moment, or of fewer. Every method may raise ToolkitError for a death without which the training
@@ -54,7 +54,7 @@ class PeerInbox:
         return self._waiting[kind].popleft()
 
     def answer(self, peer: int, kind: Kind) -> PeerMessage | None:
-        """Return the next message of ``kind``, which ``peer`` was asked for; None if it dies before it has answered."""
+        """Return the next message of ``kind``, which ``peer`` was asked for. None if it dies before it answers."""
         while peer not in self.dead and not self._waiting[kind]:
             self.handle_next()
         return self._waiting[kind].popleft() if self._waiting[kind] else None

@@ -1,8 +1,9 @@
-"""Messages between pairs of ranks, which a dead rank does not disturb: the base of the parameter server.
+"""Messages between pairs of ranks: the base of the parameter server.
 
-A collective needs every rank. Here each pair of ranks has a connection of its own (gloo's, in a process group made for
-it). One thread for each peer reads from it, and all messages go into one queue. So no rank waits for a certain peer,
-and a peer's death is one more message. A send never blocks for long, since the other end always reads.
+A collective needs every rank, while a dead rank does not disturb these messages. Each pair of ranks has a connection of
+its own (gloo's, in a process group made for it). One thread for each peer reads from it, and all messages go into one
+queue. So no rank waits for a certain peer, and a peer's death is one more message. A send never blocks for long, since
+the other end always reads.
 """
 
 from __future__ import annotations

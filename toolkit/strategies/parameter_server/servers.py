@@ -1,4 +1,4 @@
-"""Servers: each keeps a part of the parameters and makes new weights of the gradients that arrive."""
+"""Servers: each keeps a part of the parameters, and updates it with the arriving gradients."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ class SyncServer(Server):
         return share >= self._folded and share not in self._arrived
 
     def _serve(self, lr: float) -> float:
-        """Add the tickets up in the order of the shares, whichever comes first, and make one update.
+        """Add the tickets up in the order of the shares, and make one update.
 
-        In another order the sum would have other last bits.
+        Summed in the order of arrival, they would give other last bits.
         """
         gradients: list[Tensor] = []
         loss = weight = 0.0

@@ -109,7 +109,7 @@ class Side:
         raise AssertionError("each side does it in its own way")
 
     def _handlers(self) -> dict[Kind, Handler]:
-        """Return what handles a message as it comes, by its kind."""
+        """Return the handlers of messages that are handled as they come, by kind."""
         raise AssertionError("each side does it in its own way")
 
     def _try_optimizer(self) -> None:
@@ -137,7 +137,7 @@ class Side:
         """Do nothing: statistics stay those of the first living worker, since workers do not communicate."""
 
     def begin(self, step: int, again: Again) -> None:
-        """Keep the step: it is the ticket's number, by which another worker can ask for its samples."""
+        """Keep the step. It is a ticket's number: with it and ``again`` any worker gets the ticket's samples."""
         self._n, self._again = step, again
 
     # ------------------------------------------------------------------------------------------------------ messages
@@ -224,7 +224,7 @@ class Side:
     # --------------------------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Entry]:
-        """Return the state, which every rank declares in full, a worker with no rows of it. A collective."""
+        """Return the state. Every rank declares all of it, and a worker has no rows of it. A collective."""
         self.settle()
         entries = self._entries()
         self._equalise(entries)

@@ -49,7 +49,7 @@ class Worker(Side):
 
     @property
     def share(self) -> Share:
-        """Return its share among the living. A loader that the training began with keeps the share it was made with."""
+        """Return its share among living workers. The training's loader keeps the share that it was made with."""
         living = [rank for rank in self._workers if rank not in self.lost]
         return Share(living.index(self._rank), len(living))
 
@@ -95,7 +95,7 @@ class Worker(Side):
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _pass(self, batch: Batch) -> PassFigures:
-        """Leave the gradient in ``.grad``; return what else a push says of it, from the loss on."""
+        """Leave the gradient in ``.grad``. Return the fields of its :class:`~.ticket.Push` from the loss on."""
         # No more micro-batches than the smallest share has samples.
         parts = min(self._train.accumulate, batch.global_count // self._count)
         passes: list[dict[str, Loss]] = []
@@ -147,7 +147,7 @@ class Worker(Side):
         self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
 
     def _stand_in(self, message: PeerMessage) -> None:
-        """Compute a dead worker's ticket for the server that asks; once, even if other servers ask for it as well."""
+        """Compute a dead worker's ticket for the server that asks. It is computed only once, for all servers."""
         step, share = int(message.numbers[0]), int(message.numbers[1])
         assert self._again is not None, "begin() comes before the first step"
         # One server may be a step ahead of another. In `sync` the weights of that step come from both.

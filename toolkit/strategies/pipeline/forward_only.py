@@ -54,7 +54,7 @@ class ForwardOnly:
         return outputs
 
     def _turn(self, tick: int, batches: int) -> tuple[int, int] | None:
-        """Return the stage and the micro-batch of this rank's turn at ``tick``, None if it has none."""
+        """Return the stage and the micro-batch of this rank's turn at ``tick``, or None."""
         done = tick - self._grid.place
         if done < 0:
             return None
@@ -65,9 +65,10 @@ class ForwardOnly:
         return (lap * self._grid.ranks + self._grid.place, number) if number < batches else None
 
     def _exchange(self, result: Tensor | None, wanted: Tensor | None) -> Tensor | None:
-        """Send ``result`` to the next rank and fill ``wanted`` from the previous one; the first follows the last.
+        """Send ``result`` to the next rank and fill ``wanted`` from the previous one.
 
-        Both go in one batch of operations, so that no order in which a backend makes them can block.
+        After the last rank comes the first. Both go in one batch of operations, so that no order in which a backend
+        makes them can block.
         """
         place, ranks = self._grid.place, self._grid.ranks
         following = dist.get_global_rank(self._line, (place + 1) % ranks)

@@ -1,4 +1,4 @@
-"""The place of a rank in the grid of a pipeline: ranks of one pipeline x replicas of each."""
+"""The place of a rank in the grid: ranks of a pipeline x its replicas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Grid:
         return self.ranks * self.stages_per_rank
 
     def stages_of(self, rank: int) -> range:
-        """Return the stages of ``rank``: with p ranks, place k has the stages k, k + p, k + 2p, ..."""
+        """Return the stages of ``rank``. With p ranks, place k has the stages k, k + p, k + 2p, ..."""
         return range(rank // self.replicas, self.count, self.ranks)
 
     @property

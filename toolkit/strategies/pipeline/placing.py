@@ -1,4 +1,4 @@
-"""The layers of a rank's stages on its device, with the first weights that rank 0 has made."""
+"""Puts the layers of a rank's stages on its device, with rank 0's first weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from toolkit.strategies.protocol import ModelFactory
 def place(
     make: ModelFactory, inputs: Tensor, grid: Grid, device: torch.device, *, split: list[str], recompute: int
 ) -> tuple[nn.Module, StagePlan]:
-    """Return the model with this rank's layers only, on ``device`` with rank 0's weights, and the plan of the stages.
+    """Return the model with this rank's layers only, and the plan of the stages.
 
-    Only rank 0 makes the model with values. Every rank calls it. ``inputs`` and ``split``: see :func:`.stages.plan`.
-    Raises ConfigError, on all ranks, for a model that cannot be cut.
+    The layers are on ``device``, with rank 0's weights: only rank 0 makes the model with values. Every rank calls it.
+    ``inputs`` and ``split``: see :func:`.stages.plan`. Raises ConfigError, on all ranks, for a model that cannot be
+    cut.
     """
     model = make_on_rank_0(make)
     refuse_extra_state(model, "a pipeline")
@@ -54,7 +55,7 @@ def place(
 
 
 def _hand_out(whole: Mapping[str, Tensor], model: nn.Module, plan: StagePlan, grid: Grid, device: torch.device) -> None:
-    """Send each other rank the tensors of its layers from rank 0, one at a time."""
+    """Send every other rank the tensors of its layers from rank 0. One is sent at a time."""
     if dist.get_rank():
         # Rank 0 sends in the same order, the model's.
         for tensor in stages.tensors(model, plan.kept(grid.stages)).values():

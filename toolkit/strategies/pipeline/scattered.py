@@ -1,4 +1,4 @@
-"""The state of a model whose tensors lie whole on some ranks and not at all on others, for a checkpoint."""
+"""The state of a model whose tensors each lie whole on some ranks only. A checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.ranks.state import Entry, Replicated, Sharded
 
 @dataclass(frozen=True)
 class _Description:
-    """A rank's description of a value: the value itself if it is small, else its shape and type."""
+    """A rank's description of a value. It holds a small value itself, and of others the shape and the type."""
 
     value: Any
     shape: tuple[int, ...] | None
@@ -28,7 +28,7 @@ def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
 
     What all ranks have is `Replicated` as before. A tensor that some have is `Sharded` and whole on the first of them,
     which writes it. The others declare an empty part, also those that have the same tensor: after a load the first one
-    must send it to these. Of a value without dimensions to cut, or that is not a tensor, all ranks hold a copy.
+    must send it to these. All ranks hold a copy of a value that is no tensor or has no dimensions.
     """
     whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
     every = gather_objects({name: _describe(entry.value) for name, entry in whole.items()})

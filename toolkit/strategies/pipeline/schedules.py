@@ -24,10 +24,10 @@ def build_schedule(
     micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """Return the schedule ``name`` for this rank's stages, ``modules``; ``line`` is the group of the pipeline's ranks.
+    """Return the schedule ``name`` for ``modules``, this rank's stages.
 
-    ``loss(outputs, target)`` is called on the rank of the last stage. It divides by the samples of the global batch:
-    torch scales no gradients.
+    ``line`` is the group of the pipeline's ranks. ``loss(outputs, target)`` is called on the rank of the last stage. It
+    divides by the samples of the global batch: torch scales no gradients.
     """
     stages = [
         PipelineStage(module, stage, grid.count, device, group=line)

@@ -1,4 +1,4 @@
-"""A model as a chain of layers, and which of them make up each stage of a pipeline.
+"""Cuts a model, as a chain of layers, into the stages of a pipeline.
 
 A model that can be cut hands one tensor from layer to layer and does nothing else between them. That is checked in two
 passes, one in evaluation mode and one in training mode, so such a model needs no code for it. A layer's argument must
@@ -30,7 +30,7 @@ from toolkit.strategies.priming import random_state, undone, unused_message
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The names of each stage's layers in call order, and of the layers that no pass calls."""
+    """The names of each stage's layers in call order, and of layers never called."""
 
     stages: tuple[tuple[str, ...], ...]
     idle: tuple[str, ...]  # without a parameter to train; they stay with the first stage

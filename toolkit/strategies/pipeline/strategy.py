@@ -1,4 +1,4 @@
-"""pipeline: each rank has some of the model's layers, and micro-batches pass through the ranks one after the other.
+"""pipeline: each rank has some of the model's layers, and micro-batches pass through the ranks.
 
 The schedules are torch's: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377) and
 interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages. With p ranks and m
@@ -236,7 +236,7 @@ class Pipeline(AllNeeded):
         return torch.cat(whole)
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Return the loss of micro-batch ``number``, as if each sample of the global batch weighed one.
+        """Return the loss of micro-batch ``number``. It is divided as if each sample of the global batch weighed one.
 
         torch's pipelining also calls it to probe.
         """
@@ -257,7 +257,7 @@ class Pipeline(AllNeeded):
         return sum(parts[1:], parts[0])
 
     def _complete(self, samples: int) -> dict[str, Tensor]:
-        """Turn the gradients of this pipeline into those of the global batch; return the mean losses."""
+        """Turn the gradients of this pipeline into those of the global batch. Return the mean losses."""
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if self._grid.replicas > 1:
             sum_tensors(gradients, self._replica_group)
@@ -353,7 +353,7 @@ def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tens
 
 @contextmanager
 def _errors_of_layers() -> Iterator[None]:
-    """Raise the error of a layer itself, which torch's pipelining hides behind one of its own."""
+    """Raise a layer's own error, which torch's pipelining hides behind one of its own."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""What becomes of gradients: one update of the weights, with clipping, pruning, averages and steps left out."""
+"""One update of the weights from gradients, with clipping, pruning, averages and skipped steps."""

@@ -1,7 +1,7 @@
-"""From gradients to new weights: what every strategy does once the gradients of a step are complete.
+"""From gradients to new weights: what every strategy does with a step's complete gradients.
 
 The order: take out the loss scale, measure the norm over all parameters, judge the step, clip the gradient, step the
-optimizer (or skip the step), prune weights, update the moving average. What the config does not ask for is not there.
+optimizer (or skip the step), prune weights, update the moving average. What the config does not ask for is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logs.get(__name__)
 
 
 class Update:
-    """Owns the optimizer of this rank's part of the model, and all else that changes with a step.
+    """Owns the optimizer of this rank's part of the model. It also owns all else that changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
     see :class:`~.parts.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
@@ -97,12 +97,12 @@ class Update:
             self._average.hide()
 
     def evaluating(self) -> None:
-        """Prepare for a pass of an evaluation, which uses the averaged weights if there are any."""
+        """Prepare for a pass of an evaluation. It uses the averaged weights if there are any."""
         if self._average is not None:
             self._average.show()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to go backward from: with fp16 a multiple, since small gradients would be 0."""
+        """Return the loss to go backward from. With fp16 it is a multiple, since small gradients would be 0."""
         scale = None if self._gradients is None else self._gradients.scale
         return loss if scale is None else loss * scale.value
 
@@ -147,11 +147,11 @@ class Update:
 
     @contextmanager
     def following(self, source: int = 0, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Send those of rank ``source``, in each step from now on, of the buffers that the pass inside this changes.
+        """Find the buffers that the pass inside this changes. From now on each step sends rank ``source``'s.
 
-        A forward pass may read them: the codebook of a VQ-VAE, the observers of a quantization. Each rank's own would
-        be lost in a save, and so a training that has stopped would not go on as one that has not. Buffers of norms are
-        left out, since no pass in training mode reads them. All ranks of ``group`` call it.
+        A forward pass may read them: the codebook of a VQ-VAE, the observers of a quantization. A save would lose each
+        rank's own, and so a training that was stopped would not go on as one that was not. Buffers of norms are left
+        out, since no pass in training mode reads them. All ranks of ``group`` call it.
         """
         parts = [part for part in (self._model, self._criterion) if part is not None]
         modules = [each for part in parts for each in part.modules() if not isinstance(each, _NormBase)]
@@ -169,10 +169,10 @@ class Update:
         self._optimizer.zero_grad()
 
     def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-        """Make the model's buffers and their averages those of rank ``source``, on the ranks of ``group``.
+        """Make the model's buffers and their averages those of rank ``source``. All ranks of ``group`` call it.
 
         They differ after a step. Those of rank ``source`` do not change, so it does not matter when or how often this
-        is called; between two steps it sends them once. All ranks of ``group`` call it.
+        is called; between two steps it sends them once.
         """
         if self._buffers_equal:
             return
@@ -182,12 +182,12 @@ class Update:
         broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
 
     def average_statistics(self, group: dist.ProcessGroup | None = None) -> None:
-        """Make BatchNorm's statistics their mean over the ranks of ``group``, in each step from now on."""
+        """Replace BatchNorm's statistics by their mean over ``group`` in each step from now on."""
         self._statistics = statistics(self._model)
         self._group = group
 
     def state(self) -> dict[str, Entry]:
-        """Return everything here that a resume needs, live, named as in the unparallelized model; see protocol.py.
+        """Return everything here that a resume needs, live. Names are those of the unparallelized model.
 
         From here on the model has its own weights, and not their average.
         """
@@ -229,9 +229,9 @@ class Update:
 
     @torch.no_grad()
     def _step_unless(self, skipped: Tensor) -> Tensor:
-        """Step, unless ``skipped`` is not 0 on the device, by torch's own protocol for its fused optimizers.
+        """Make the step if ``skipped`` is 0 on the device.
 
-        Returns 1 if the step was made, 0 if it was skipped.
+        torch's own protocol for its fused optimizers does that. Returns 1 if the step was made, 0 if it was skipped.
         """
         left_out = (skipped > 0).float()
         # Make the momenta of torch's fused SGD, as zeros. Its first step makes them without values, and leaves them so
@@ -254,7 +254,7 @@ class Update:
 
 
 def weights_and_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's part of each as ``weights/<name>`` and ``buffers/<name>``; see ``Strategy.live``."""
+    """Return this rank's parts as ``weights/<name>`` and ``buffers/<name>``; see ``Strategy.live``."""
     weights = {f"weights/{name}": local(value) for name, value in model.named_parameters()}
     return weights | {f"buffers/{name}": value for name, value in model.named_buffers()}
 

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a step before the optimizer gets them: they are measured, judged and clipped."""
+"""Measures, judges and clips the gradients of a step before the optimizer gets them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gradients:
 
     @torch.no_grad()
     def prepare(self) -> Tensor | None:
-        """Prepare the gradients in ``.grad`` for the optimizer; return whether to skip the step, see verdict.py."""
+        """Prepare the gradients in ``.grad`` for the optimizer. Return whether to skip the step, see verdict.py."""
         gradients = {p: local(p.grad) for p in self._parameters if p.grad is not None}
         self.norm = self._parts.norm(gradients, self._device)
         # The gradients still have the loss scale in them; one multiplication takes it out and clips.

@@ -80,7 +80,7 @@ class OptimizerState:
 
 
 def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError where a step has changed more in the groups of parameters than their slots."""
+    """Raise ConfigError if a step has changed the groups of parameters themselves, beside the slots."""
     changed = {
         key
         for group, own in zip(optimizer.param_groups, before, strict=True)

@@ -1,4 +1,4 @@
-"""Sums over a whole model of which each rank holds parts, so that every element counts once."""
+"""Sums over a model of which each rank holds parts. Every element counts once."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ShardedParameters:
         return whole if self._total is None else self._total(whole)
 
     def norm(self, gradients: Mapping[Tensor, Tensor], device: torch.device) -> Tensor:
-        """Return the 2-norm of ``gradients``, this rank's parts of them, as if they were one vector; float64.
+        """Return the 2-norm of all ranks' ``gradients`` as one vector, float64.
 
-        It is that of ``torch.nn.utils.get_total_norm``, but squares are added in double precision, in which they do not
-        overflow.
+        ``gradients`` are this rank's parts. The norm is that of ``torch.nn.utils.get_total_norm``, but squares are
+        added in double precision, in which they do not overflow.
         """
         norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros((), device=device)]
         squares = torch.stack([*norms]).double().square()

@@ -1,9 +1,9 @@
-"""Magnitude pruning: the smallest weights of linear and convolutional layers become 0, more and more, and stay 0.
+"""Magnitude pruning: the smallest weights become 0, more and more of them, and stay 0.
 
-The amount follows the cubic schedule of Zhu & Gupta (2017, https://arxiv.org/abs/1710.01878), eq. 1 from 0. One
-threshold over the whole model decides which weights are pruned, or, where whole outputs are pruned, one over each
-layer. The threshold is the k-th smallest magnitude. It is found bit by bit with a count over all ranks for each bit:
-exact, and the same on all ranks however the weights are cut.
+Only weights of linear and convolutional layers are pruned. The amount follows the cubic schedule of Zhu & Gupta (2017,
+https://arxiv.org/abs/1710.01878), eq. 1 from 0. One threshold over the whole model decides which weights are pruned,
+or, where whole outputs are pruned, one over each layer. The threshold is the k-th smallest magnitude. It is found bit
+by bit with a count over all ranks for each bit: exact, and the same on all ranks however the weights are cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BITS = 31
 
 
 def level(config: PruningConfig, step: int) -> float:
-    """Return the part of the weights that is pruned after ``step`` steps: ``amount`` from ``end_step`` on."""
+    """Return the part of the weights that is pruned after ``step`` steps. From ``end_step`` on it is ``amount``."""
     assert config.end_step is not None
     if step < config.start_step:
         return 0.0
@@ -76,7 +76,7 @@ class Pruning:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set the pruned weights to 0 again after a step, since momentum would bring them back."""
+        """Prune what is due after a step, and set all pruned weights to 0. Momentum would bring them back."""
         self._step += 1
         due = level(self._config, self._step)
         if due > self._level:

@@ -34,7 +34,7 @@ class Judge:
         self._norms = torch.zeros(2, dtype=torch.float64, device=device)
 
     def verdict(self, norm: Tensor) -> Tensor:
-        """Return the verdict (MADE, ...) on a gradient with this ``norm``, a uint8 scalar on the device."""
+        """Return MADE, NOT_FINITE or SPIKE for a gradient with this ``norm``. It is a uint8 scalar on the device."""
         why = torch.where(norm.isfinite(), MADE, NOT_FINITE)
         if self._factor is not None:
             # A spike: the norm is more than ``factor`` times the mean of the norms so far, total / weight.
@@ -60,11 +60,11 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def explained(self, why: Tensor) -> Tensor:
-        """Return ``why``, with OVERFLOW for NOT_FINITE while the scale is above 1 and may be the cause."""
+        """Return ``why``, with OVERFLOW for NOT_FINITE while the scale is above 1. It may be the cause then."""
         return torch.where((why == NOT_FINITE) & (self.value > 1), OVERFLOW, why).to(torch.uint8)
 
     def update(self, why: Tensor) -> None:
-        """Halve the scale after an overflow, double it after ``INTERVAL`` steps without one; a spike is neither."""
+        """Halve the scale after an overflow, double it after ``INTERVAL`` steps without one. A spike is no overflow."""
         overflow = ((why == NOT_FINITE) | (why == OVERFLOW)).float()
         torch._amp_update_scale_(self.value, self._clean_steps, overflow, self.GROWTH, self.BACKOFF, self.INTERVAL)
 
