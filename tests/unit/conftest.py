@@ -1,4 +1,4 @@
-"""What every unit test starts with: a log that is not set up, and no module of an earlier test's folder."""
+"""What every unit test starts with. A log that is not set up, and no module of an earlier test's folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ settings.load_profile("unit")
 
 
 def pytest_collection_finish() -> None:
-    """Compute with one thread in each worker: torch's threads would wait for each other's CPU, by spinning."""
+    """Compute with one thread in each worker.
+
+    torch's threads of several workers would wait for each other's CPU, by spinning.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def log_as_at_the_start() -> Iterator[None]:
-    """A test that calls ``logs.setup`` would take the log away from the ``caplog`` of all that come after it."""
+    """Start each test with a log that is not set up, and restore it.
+
+    A test that calls ``logs.setup`` would take the log from the ``caplog`` of all later tests.
+    """
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     LOGGER.handlers[:], LOGGER.propagate = [], True
     LOGGER.setLevel(logging.NOTSET)
@@ -39,7 +45,7 @@ def log_as_at_the_start() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget what a test imports from its own folder: the next test may have a module of the same name."""
+    """Forget the modules that a test imports from its own folder. The next test may have a module of the same name."""
     before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
     yield
     for name in sys.modules.keys() - before:
@@ -49,18 +55,27 @@ def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder of the test, as pytest's own, which reads the names of all tests' folders for a number."""
+    """Return a new folder for the test.
+
+    pytest's own fixture reads the names of all tests' folders to find a free number.
+    """
     name = re.sub(r"\W", "_", request.node.name)[:30]
     return Path(mkdtemp(prefix=name, dir=tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")
 def cache_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of their own: ``mktemp`` reads the names of all folders beside a new one."""
+    """Return a folder for all tests' caches, with nothing else in it.
+
+    ``mktemp`` reads the names of all folders beside a new one.
+    """
     return tmp_path_factory.mktemp("caches")
 
 
 @pytest.fixture(autouse=True)
 def cache_folder_of_its_own(cache_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Slurm has answered in one test must not answer in another, and tests leave the user's cache alone."""
+    """Give each test a cache folder of its own.
+
+    An answer of Slurm in one test must not count in another, and the user's cache is left alone.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", mkdtemp(dir=cache_folders))

@@ -1,4 +1,4 @@
-"""Disks that fill up: one of ours that takes a given number of bytes, and the kernel's own refusal."""
+"""Disks that fill up. One takes a given number of bytes, and the kernel itself refuses at the other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 
 class SmallDisk:
-    """Stands for ``os.pwrite``: takes ``room`` more bytes, of one call a part if need be, and then says ENOSPC.
+    """Stands for ``os.pwrite``: takes ``room`` more bytes, and then says ENOSPC.
 
-    ``room`` of None is as much as anybody wants.
+    The call that fills it may write a part of its data. With ``room`` None it is never full.
     """
 
     def __init__(self, room: int | None = None) -> None:
@@ -30,8 +30,11 @@ class SmallDisk:
 
 @contextmanager
 def no_file_longer_than(size: int) -> Iterator[None]:
-    """Linux writes up to ``size``, a part of the data if need be, and then says EFBIG. It is so for the whole process:
-    write nothing else meanwhile."""
+    """Let Linux write no file beyond ``size`` bytes: then it says EFBIG.
+
+    The write that reaches ``size`` may take a part of its data. The limit is for the whole process: write nothing else
+    meanwhile.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""Results of benches as files, and what a comparison of two calls a change."""
+"""Results of benches as files, and which differences between two count as a change."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_comparison_ends_with_1_where_something_is_worse(
 
 
 def kept_file(folder: Path, *made: Mapping[str, Any]) -> Path:
-    """Write rows as a bench does."""
+    """Write rows as a bench does; return their file."""
     record.write(folder / "kept.json", made)
     return folder / "kept.json"
 

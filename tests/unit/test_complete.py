@@ -1,4 +1,4 @@
-"""A new strategy, data set, cluster key or command is complete only with all its parts: docs/contributing.md."""
+"""Every new strategy, data set, cluster key and command has all its parts: docs/contributing.md."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_each_data_set_can_be_built_and_is_in_the_docs(name: str) -> None:
 
 
 def other(value: Any, name: str) -> Any:
-    """A value that is not the default ``value``."""
+    """Return a value that is not the default ``value``."""
     match value:
         case bool():
             return not value

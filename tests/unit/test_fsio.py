@@ -96,7 +96,7 @@ def test_a_loss_that_is_no_number_becomes_null_however_deep_it_lies(tmp_path: Pa
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_not_half_a_line(tmp_path: Path) -> None:
-    """The kernel takes what fits and calls that a success: the refusal comes with the next byte."""
+    """The kernel takes what fits and calls that a success. The refusal comes with the next byte."""
     path = tmp_path / "lines"
     fsio.append_json_line(path, {"attempt": 1})
     with no_file_longer_than(path.stat().st_size + 5), pytest.raises(OSError, match="File too large"):
@@ -239,7 +239,7 @@ def test_the_file_is_at_every_moment_a_beginning_of_what_a_bytearray_would_hold(
 
 
 def test_a_long_file_is_brought_to_the_disk_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece is a sign of life, and none is given before the kernel has it on the disk."""
+    """Each piece is a sign of life. None is given before the kernel has the piece on the disk."""
     monkeypatch.setattr(fsio, "PIECE_BYTES", 100)
     said: list[str] = []
     sync = os.fdatasync

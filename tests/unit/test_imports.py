@@ -1,4 +1,4 @@
-"""Rules for the sources: imports point down, the login node loads no torch, test names are short."""
+"""Rules for the sources. Imports point down, the login node loads no torch, test names are short."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def blocks(node: ast.AST) -> list[ast.AST]:
-    """Return the statements of a node, and what holds some of them."""
+    """Return the statements of a node, and the handlers and cases that hold statements."""
     kinds = (ast.stmt, ast.ExceptHandler, ast.match_case)
     return [child for child in ast.iter_child_nodes(node) if isinstance(child, kinds)]
 
@@ -183,7 +183,10 @@ def test_no_command_of_the_login_node_reaches_torch_by_its_imports() -> None:
 
 
 def test_checks_of_a_node_start_without_site_packages() -> None:
-    """They start with ``python -S`` on every node of a job: what they load has to come with Python, or from here."""
+    """They start with ``python -S`` on every node of a job.
+
+    What they load must come with Python or with the toolkit.
+    """
     for path in (PACKAGE / "health").glob("*.py"):
         foreign = {module.split(".")[0] for module in imports_of(path)} - {*sys.stdlib_module_names, "toolkit"}
         assert not foreign, path

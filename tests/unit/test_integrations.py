@@ -1,4 +1,4 @@
-"""The adapters' names need their libraries, and say which one is missing."""
+"""The adapters' names need their libraries, and an error names the missing one."""
 
 from __future__ import annotations
 

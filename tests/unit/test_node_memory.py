@@ -1,4 +1,4 @@
-"""How much memory a process may take, by files as Linux writes them, and by those of this machine."""
+"""How much memory a process may take. Read from files as Linux writes them, and from those of this machine."""
 
 from __future__ import annotations
 

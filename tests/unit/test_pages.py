@@ -1,4 +1,4 @@
-"""README.md and docs/: short, linked, and what they show can be typed."""
+"""README.md and docs/: short, linked, and with commands that can be typed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from toolkit.sweep.request import Options
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each command of the toolkit in the pages' consoles, with the lines that continue it."""
+    """Yield each command of the toolkit in the pages' consoles. The lines that continue it are included."""
     for page in PAGES:
         for block in blocks(page, "console"):
             for line in console_lines(block):
@@ -77,7 +77,10 @@ OTHERS_FUNCTIONS = {"AdamW", "abort", "block", "eval", "init_process_group", "li
 
 
 def quoted(page: Path, pattern: str) -> list[tuple[str, ...]]:
-    """The groups of ``pattern`` in each piece of the page's prose between backticks that matches as a whole."""
+    """Return the groups of ``pattern`` in the page's prose between backticks.
+
+    A piece counts if it matches as a whole.
+    """
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     matches = (re.fullmatch(pattern, piece.strip()) for piece in re.findall(r"`([^`]+)`", prose))
     return [match.groups() for match in matches if match]
@@ -94,7 +97,7 @@ def files_by_name() -> Mapping[str, list[Path]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
-    """A path is below the project or toolkit/; a name alone is that of any file."""
+    """A path is below the project or toolkit/. A name alone may be that of any file."""
     for (name,) in quoted(page, r"([\w./*-]+\.(?:py|yaml|sh|toml))"):
         if "/" not in name:
             assert name in files_by_name() or name in USERS_FILES or re.match(r"config\b", name), name
@@ -157,7 +160,7 @@ def test_every_python_block_of_a_page_is_python(page: Path) -> None:
 
 
 def configs() -> Iterator[tuple[str, str]]:
-    """Each config in the pages' blocks; where a block has a section twice, it shows one config for each."""
+    """Yield each config in the pages' blocks. A block that has a section twice shows one config for each."""
     for page in PAGES:
         for block in blocks(page, "yaml"):
             first = block.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What users may import: ``toolkit.__all__``, lazily, each name with a docstring; the jobs use nothing else."""
+"""The names that users may import: ``toolkit.__all__``, lazily, each with a docstring. The jobs use nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a run folder: each key is read by its type, and what is damaged, newer or unknown costs no more."""
+"""The records of a run folder: each key is read by its type. A damaged, newer or unknown key costs no other one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_line_of_attempts_is_written_again_key_for_key(run: RunDir) -> None:
 
 @pytest.mark.parametrize("key", sorted(ATTEMPT))
 def test_a_damaged_key_of_an_attempt_is_named_with_its_line(run: RunDir, key: str) -> None:
-    """Without a key that says which attempt it was, when and how it ended, a line is of no use."""
+    """A line needs the keys that tell its attempt, its times and its end."""
     with (run.path / "attempts.jsonl").open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in (ATTEMPT, {**ATTEMPT, "attempt": 3, key: [[]]}))
     damage: list[str] = []
@@ -193,7 +193,7 @@ def test_a_result_is_written_again_key_for_key(run: RunDir) -> None:
 
 @pytest.mark.parametrize("key", sorted(RESULT))
 def test_a_damaged_key_of_a_result_is_named(run: RunDir, key: str) -> None:
-    """Without its state it is no result, but says that the run has ended."""
+    """Without its state the file is no result, but shows that the run has ended."""
     fsio.write_json(run.path / "result.json", {**RESULT, key: [[]]})
     damage: list[str] = []
     result = run.result(damage)
@@ -291,7 +291,7 @@ def test_a_damaged_key_of_an_owner_is_named_and_its_number_is_read(run: RunDir, 
 
 @pytest.mark.parametrize("key", sorted(SUBMISSION))
 def test_a_damaged_key_of_a_submission_is_named(run: RunDir, key: str) -> None:
-    """Without its executor or its job it says nothing of use."""
+    """Without its executor or its job the file is useless."""
     assert SUBMISSION.keys() == shape_of(Submission).keys.keys(), "a key has no example here"
     fsio.write_json(run.submitit / "submission.json", {**SUBMISSION, key: [[]]})
     damage: list[str] = []

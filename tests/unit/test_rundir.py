@@ -1,4 +1,4 @@
-"""Runs are found by id, prefix, name and path; a restarted job finds its run."""
+"""Runs are found by id, prefix, name and path. A restarted job finds its run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:
 
 
 def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On as many nodes: each looks before the others have made theirs. Of four digits half of all times two agree."""
+    """They start on as many nodes: each looks before the others have made their folders.
+
+    With names of four digits, two would agree in half of all cases.
+    """
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
     monkeypatch.setattr(Path, "exists", lambda _: False)
     digits = itertools.count()
@@ -87,7 +90,10 @@ DAMAGED = ["", "{", "[]", '"text"', "\0" * 50, "[" * 5000, '{"state": 5}', "\x9f
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_status_is_none_yet_and_is_named(tmp_path: Path, text: str) -> None:
-    """It is never flushed to disk: after a power cut it may be empty, and the requeued job must start all the same."""
+    """The status is never flushed to disk.
+
+    After a power cut it may be empty, and the requeued job must start all the same.
+    """
     run = rundir.create("name", tmp_path)
     damage: list[str] = []
     (run.path / "status.json").write_bytes(text.encode("latin-1"))
@@ -232,7 +238,7 @@ def _part(run: RunDir) -> Path:
 def test_a_run_folder_that_is_away_is_not_made_anew(
     tmp_path: Path, write: Callable[[RunDir], object], is_mount_point: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would lie on the disk below, and hide from the run's later jobs what is in the true one."""
+    """It would lie on the disk below. The run's later jobs would not see the files of the mounted one."""
     run = rundir.create("test", tmp_path / "mounted")
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(run.path))
     shutil.rmtree(tmp_path / "mounted")

@@ -1,4 +1,4 @@
-"""Secrets: where they may come from, what is refused, and that no error shows one."""
+"""Secrets: their sources, what is refused, and that no error shows one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUE = "hunter2-correct-horse"
 
 @pytest.fixture
 def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with a secret. The variables that a rank sets are unset again."""
+    """Return a file with a secret. The variables that a rank sets are unset again."""
     for name in ("API_TOKEN", secret_values.NAMES_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Stop signals: none is lost, none does harm where it comes, and none kills what has ended well."""
+"""Stop signals: none is lost, none harms a moment at which it comes. None kills a process that has ended well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.signals import STOP_SIGNALS
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The test runner's own handlers, before and after."""
+    """Restore the test runner's own handlers."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Which of torch's flight recorders is dumped: each backend has its own, and versions of torch differ."""
+"""Which of torch's flight recorders is dumped. Each backend has its own, and versions of torch differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dump(*entries: str) -> bytes:
 
 
 def new(filled: Mapping[str, bytes]) -> Callable[..., bytes]:
-    """torch 2.15's: a recorder for each backend."""
+    """Return the dump function of torch 2.15, which has a recorder for each backend."""
     return lambda backend="gloo": filled.get(backend, dump())
 
 

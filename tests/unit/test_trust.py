@@ -1,4 +1,4 @@
-"""Who may write where: the one check behind run folders, second places, rendezvous files and other users' sources."""
+"""Who may write where. The one check behind run folders, second places, rendezvous files and other users' sources."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_group_that_may_write_is_refused_until_it_is_trusted(place: Path, monk
 
 
 def test_a_users_own_group_is_nobody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many systems give each user one, and a umask that lets it write."""
+    """Many systems give each user a group, and a umask that lets the group write."""
     import grp
     import pwd
 
@@ -110,7 +110,10 @@ def test_links_in_a_circle_are_the_systems_own_error(place: Path) -> None:
 
 
 def test_root_and_the_owner_of_the_file_system_are_trusted_above(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bind mount into a container, a file system of a project: who owns its first folder could do anything anyway."""
+    """The owner of a file system's first folder could do anything anyway.
+
+    Examples are a bind mount into a container, or a project's file system.
+    """
     give(STRANGER, [place.parent], monkeypatch)
     monkeypatch.setattr(trust, "_file_system_owner", lambda path, device: STRANGER)
     refuse_of_others(place, "x")
@@ -154,7 +157,7 @@ def test_in_a_shared_folder_runs_jobs_and_rendezvous_files_are_each_users_own(
 
 
 def test_no_run_is_made_where_somebody_else_could_replace_it(tmp_path: Path) -> None:
-    """Whoever may write into `runs/digits` could put sources of their own in the place of a run's."""
+    """Users who may write into `runs/digits` could replace the sources of a run there."""
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits").chmod(0o777)
     with pytest.raises(RequestError, match=r"TOOLKIT_RUNS.*mode 0777"):

@@ -8,7 +8,7 @@ from toolkit.agent import connections
 
 
 def test_only_connections_that_the_kernel_has_tried_again_are_unanswered(tmp_path: Path) -> None:
-    """Columns as on x86-64: an established one, one that has just begun, and one that was sent three times."""
+    """The columns are those of x86-64. The rows: an established connection, a new one, and one sent three times."""
     head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
     row = "   {}: 0100007F:9B52 {}:01BB {} 00000001:00000000 01:00000064 {} 0 0 1 2 0 100 0 0 10 -1\n"
     rows = [("0B4D000A", "01", "00000000"), ("0C4D000A", "02", "00000000"), ("0D4D000A", "02", "00000002")]

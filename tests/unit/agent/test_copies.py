@@ -1,4 +1,4 @@
-"""Copies as the agent has them: what their helpers print may be cut off, or something else."""
+"""The agent's copies of packages. A helper's answer may be cut off or be no answer at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def printing(text: str) -> tuple[str, ...]:
 
 
 class Serving:
-    """The part of an agent that has copies, and what it sends."""
+    """The part of an agent that keeps copies, and the messages that it sends."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -93,6 +93,7 @@ def test_without_a_certain_answer_no_copy_is_used(
     agent.keeper.check()
     assert agent.copies.paths == {}
     assert agent.copies.awaited_by is not None
+    # serve() has waited for the copying process already
     agent.helpers.pids.clear()
     agent.serve()
     assert agent.copies == NodeCopies(left, None)

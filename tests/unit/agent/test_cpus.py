@@ -12,7 +12,10 @@ from toolkit.agent import cpus
 
 @pytest.fixture
 def topology(tmp_path: Path) -> Path:
-    """Two packages of two cores with two threads, numbered as Linux does: all first threads, then all second ones."""
+    """Write two packages of two cores with two threads each, and return their folder.
+
+    Numbered as Linux does: first the first thread of every core, then the second ones.
+    """
     for cpu in range(8):
         core = cpu % 4
         folder = tmp_path / f"cpu{cpu}/topology"

@@ -1,4 +1,4 @@
-"""Which CPUs are near which GPU, and that each task gets those of its own."""
+"""Which CPUs are near which GPU. Each task gets the CPUs near its own GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ UUID = "GPU-{:08x}-0000-1111-2222-333344445555"
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Write a machine of two packages with one NUMA node each. The even cores are the first package's."""
+    """Return a function that writes a machine of two packages with one NUMA node each.
+
+    The even cores belong to the first package.
+    """
 
     def write(nodes: Sequence[int], cores: int = 16, minors: Sequence[int] | None = None) -> Path:
-        """``nodes`` has the NUMA node of each GPU, in the order of PCI addresses."""
+        """Write the machine's files. ``nodes`` has the NUMA node of each GPU, in the order of PCI addresses."""
         cpu_root, node_root = tmp_path / "sys/devices/system/cpu", tmp_path / "sys/devices/system/node"
         for cpu in range(2 * cores):
             core = cpu % cores
@@ -51,17 +54,17 @@ def put(path: Path, text: object) -> None:
 
 
 def information(index: int, minor: int, model: str = "NVIDIA H100 80GB HBM3") -> str:
-    """As the driver writes it (open-gpu-kernel-modules, nv-procfs.c)."""
+    """Return a GPU's information file as the driver writes it (open-gpu-kernel-modules, nv-procfs.c)."""
     return f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: \t {UUID.format(index)}\nDevice Minor: \t {minor}"
 
 
 def nodes_of(near: list[list[int]]) -> list[int]:
-    """The NUMA nodes of the played machine to which the CPUs belong."""
+    """Return the NUMA node of each group of CPUs."""
     return [{cpu % 2 for cpu in own}.pop() for own in near]
 
 
 def torchs_choice(root: Path, gpu_count: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What torchrun's --numa-binding=exclusive gives each rank of the machine under ``root``."""
+    """Return the CPUs that torchrun's --numa-binding=exclusive gives each rank of the machine under ``root``."""
     module = SimpleNamespace(
         get_device_properties=lambda index: SimpleNamespace(pci_domain_id=0, pci_bus_id=16 * index + 7, pci_device_id=0)
     )

@@ -1,4 +1,4 @@
-"""The two ends of a connection understand each other, and nobody else."""
+"""The two ends of a connection understand each other. An end without the secret is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET = b"s" * 32
 
 
 def pair(secret: bytes = SECRET) -> tuple[AuthenticatedLink, AuthenticatedLink]:
-    """Two ends that have greeted each other."""
+    """Return two ends that have greeted each other."""
     supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(secret, "agent")
     assert agent.receive(supervisor.greeting) == ([], b"")
     assert supervisor.receive(agent.greeting) == ([], b"")

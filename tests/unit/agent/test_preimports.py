@@ -129,6 +129,6 @@ print(preimports.has_gpu())
 
 
 def test_a_process_that_has_counted_its_gpus_cannot_hand_them_to_a_fork(tmp_path: Path) -> None:
-    """torch refuses CUDA in such a fork, though nothing is initialised."""
+    """torch refuses CUDA in such a fork, though CUDA is not initialised."""
     has_cuda = torch.version.cuda is not None
     assert python(tmp_path, COUNT) == ["False", f"{has_cuda} False", "False"]

@@ -1,4 +1,4 @@
-"""How the ranks of a node get on, and what is told of the ranks of many."""
+"""The progress of a node's ranks, and the digest sent for many ranks."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_digests_may_be_merged_in_any_order_and_in_parts() -> None:
 
 
 def test_a_digest_of_ten_thousand_nodes_is_as_short_as_of_one_and_merged_quickly() -> None:
-    """Before, 32,768 ranks' reports came every 10 s, and the supervisor read each of them."""
+    """Before, reports of 32,768 ranks came every 10 s. The supervisor read each of them."""
     nodes = [Digest(1, 8, 0, 1000 + number, 123_456, 123_457) for number in range(10_000)]
     begun = time.monotonic()
     whole = merge(nodes)

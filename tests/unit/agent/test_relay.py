@@ -1,4 +1,4 @@
-"""Packages that nodes take from each other: real processes over the loopback, some nodes played by the test."""
+"""Packages that nodes take from each other. Real processes copy over the loopback; the test plays some of the nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MB = 1 << 20
 
 
 class Cluster:
-    """The agents' part that has copies, for several nodes. Each has a disk of its own; processes copy."""
+    """The copying parts of several nodes' agents. Each node has a disk of its own; real processes copy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.selector = folder, selectors.DefaultSelector()
@@ -63,7 +63,7 @@ class Cluster:
 
 
 class Node:
-    """One of them."""
+    """A node of the cluster: its disk, its copies and its agent's messages."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.name, self.disk = cluster, name, cluster.folder / name
@@ -90,7 +90,7 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """The process that copies: only that one has files open on this disk."""
+        """Return the process that copies: the only one with open files on this disk. 0 if there is none."""
         for pid in self.cluster.helpers.pids:
             with contextlib.suppress(OSError):
                 handles = [handle.readlink() for handle in Path(f"/proc/{pid}/fd").iterdir()]
@@ -99,7 +99,7 @@ class Node:
         return 0
 
     def has_bytes(self, count: int) -> bool:
-        """Whether so much is unpacked."""
+        """True if at least ``count`` bytes are unpacked."""
         with contextlib.suppress(FileNotFoundError):
             files = [path for folder in self.own.glob("*.partial") for path in folder.iterdir()]
             return sum(path.stat().st_size for path in files) >= count
@@ -123,13 +123,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Package:
-    """A file of 8 MB."""
+    """Pack a file of 8 MB."""
     (tmp_path / "data").write_bytes(os.urandom(8 * MB))
     return packed(tmp_path / "data", tmp_path / "cache")
 
 
 class PlayedNode:
-    """A node that the test plays: ``give`` gets the connection and where in the file it is asked to begin."""
+    """A node that the test plays. ``give`` gets the connection and the position from which the file is asked for."""
 
     all: ClassVar[list[socket.socket]] = []
 
@@ -172,7 +172,7 @@ def giving(data: bytes, end: int | None = None, then: Callable[[], object] = lam
 
 
 def elsewhere(made: Package) -> Package:
-    """The package as seen from a node that cannot read the shared disk."""
+    """Return the package as seen from a node that cannot read the shared disk."""
     return made.replace(file="/nowhere/data")
 
 
@@ -189,6 +189,7 @@ def test_only_the_first_of_seven_nodes_reads_the_shared_disk(
     nodes = [Node(cluster, f"node{number}") for number in range(7)]
     for number, node in enumerate(nodes):
         above = order.place(node.address)
+        # the other nodes cannot read the shared disk, so all their bytes come from nodes above
         node.stage(made if number == 0 else elsewhere(made), above=above, is_above=number < 3)
     cluster.until(lambda: all(node.is_done() for node in nodes))
     for node in nodes:
@@ -242,6 +243,7 @@ def test_a_node_that_is_killed_takes_no_other_with_it(made: Package, cluster: Cl
     between.stage(elsewhere(made), above=[first.address])
     last.stage(elsewhere(made), above=[between.address], is_above=False)
     cluster.until(lambda: last.has_bytes(3 * MB))
+    # dies in the middle of the file, while its source still waits for the rest
     os.kill(last.pid, signal.SIGKILL)
     goes_on.set()
     cluster.until(lambda: last.is_done() and between.is_done())
@@ -300,6 +302,7 @@ def test_nobody_gets_data_without_the_secret(made: Package, cluster: Cluster) ->
     def ask() -> None:
         with socket.create_connection(("127.0.0.1", node.address["port"])) as connection:
             peer = RelayPeer(connection, b"t" * 32, "taker")
+            # a well-formed request under a wrong secret
             peer._link.receive(greeting := connection.recv(32))
             connection.sendall(peer._link.send({"key": made.key, "position": 0}))
             got.append(greeting)
@@ -316,7 +319,7 @@ def test_nobody_gets_data_without_the_secret(made: Package, cluster: Cluster) ->
 
 
 def test_a_node_that_has_nothing_to_pass_on_is_not_waited_for(made: Package, cluster: Cluster) -> None:
-    """It has a copy of an earlier job, or its copying is over: the time of a process, none to wait."""
+    """The first node has a copy of an earlier job. The second has finished copying, and neither makes a third wait."""
     first, second, third = (Node(cluster, f"node{number}") for number in range(3))
     copying.copy(made, [first.disk])
     first.stage(made, above=[])

@@ -1,4 +1,4 @@
-"""The socket between ranks and agent: what comes through, and who does not."""
+"""The socket between ranks and agent: what comes through, and which connections are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inbox(name: str) -> Iterator[Inbox]:
 
 @pytest.fixture
 def rank(name: str) -> Iterator[Callable[[], Outbox]]:
-    """Makes a rank's end."""
+    """Yield a function that opens a rank's end of the socket."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(closing(Outbox(name)))
 
@@ -111,7 +111,7 @@ def test_an_address_is_that_of_a_job_on_a_node(name: str) -> None:
 
 
 def test_another_users_connection_is_closed(inbox: Inbox, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says whose it is."""
+    """The kernel tells the user of the process at the other end."""
     ours = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:

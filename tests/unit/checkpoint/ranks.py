@@ -1,4 +1,7 @@
-"""Ranks as threads around torch's own in-process store, and file operations that are recorded or fail on demand."""
+"""Ranks as threads around torch's in-process store, and file operations.
+
+The operations are recorded, or fail on demand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from toolkit.ranks.state import Entry, Replicated, State
 
 
 def on_ranks(count: int, body: Callable[[int, HashStore], Any]) -> list[Any]:
-    """What `body(rank, kv)` returned or raised on each rank, all of them running at the same time."""
+    """Run ``body(rank, kv)`` on all ranks at the same time. Returns what each returned or raised, by rank."""
     kv = HashStore()
 
     def run(rank: int) -> Any:
@@ -44,12 +47,12 @@ def load_alone(checkpoints: CheckpointFolder, state: State, **how: Any) -> Loade
 
 
 def weights(value: float) -> State:
-    """A small state whose every element is `value`."""
+    """Return a small state whose every element is `value`."""
     return {"model/weight": Replicated(torch.full((3, 4), value)), "optim/count": Replicated(int(value))}
 
 
 def tensor_of(entry: Entry) -> torch.Tensor:
-    """The value of an entry that holds a tensor."""
+    """Return the value of an entry that holds a tensor."""
     assert isinstance(entry.value, torch.Tensor)
     return entry.value
 
@@ -60,12 +63,12 @@ def blank(path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is dead: no handler of an Exception sees it."""
+    """Stands for the death of the process. No handler of an Exception catches it."""
 
 
 @contextmanager
 def file_operations(seen: Callable[[str, str], None]) -> Iterator[None]:
-    """`chaos.watch` for the thread that entered; others are left alone."""
+    """Watch the file operations of the thread that entered, by `chaos.watch`. Other threads are left alone."""
     thread = threading.get_ident()
     with chaos.watch(lambda operation, path: seen(operation, path) if threading.get_ident() == thread else None):
         yield

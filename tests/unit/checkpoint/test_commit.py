@@ -1,4 +1,4 @@
-"""Whatever dies or fails while a checkpoint is written, the newest committed one stays loadable."""
+"""The newest committed checkpoint stays loadable, whatever dies or fails during a save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def filled(folder: Path, *steps: int) -> CheckpointFolder:
 
 
 def operations_of_a_save(folder: Path) -> list[tuple[str, str]]:
-    """The file operations of the third save, which removes the first checkpoint."""
+    """Return the file operations of the third save, which removes the first checkpoint."""
     checkpoints, seen = filled(folder, 100, 200), list[tuple[str, str]]()
     with file_operations(lambda name, path: seen.append((name, Path(path).name))):
         alone(checkpoints, 300, weights(300.0))
@@ -146,7 +146,7 @@ def test_a_file_error_names_the_path_and_what_to_do(tmp_path: Path, number: int,
 def test_a_save_beside_many_kept_checkpoints_reads_the_newest_manifests_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand that stay, reading all their manifests took 5.4 s of every save."""
+    """With a thousand kept checkpoints, reading all their manifests took 5.4 s of every save."""
     checkpoints = CheckpointFolder(tmp_path / "checkpoints", Keep(2, every=1))
     read = list[Path]()
     plain = manifests.read

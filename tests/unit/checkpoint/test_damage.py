@@ -1,4 +1,7 @@
-"""Damage of any kind is detected, skipped with a reason and moved aside; nothing in a checkpoint is ever run."""
+"""Damage of any kind is detected, skipped with a reason and moved aside.
+
+No content of a checkpoint is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointFolder:
-    """A folder with the steps 100 and 200, whose weights are 100.0 and 200.0."""
+    """Return a folder with the steps 100 and 200, whose weights are 100.0 and 200.0."""
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     alone(checkpoints, 100, weights(100.0))
     alone(checkpoints, 200, weights(200.0))
@@ -48,7 +51,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """Forge the manifest: `change` it and give it a right crc32."""
+    """Forge the manifest: `change` its fields, and give it a right crc32."""
     path = folder / manifests.NAME
     fields = json.loads(path.read_bytes())["manifest"]
     change(fields)
@@ -166,7 +169,7 @@ def test_a_newer_format_is_refused_naming_both_versions(checkpoints: CheckpointF
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The conversation of a save: how often the ranks that wait ask the store."""
+"""How often the ranks that wait in a save ask the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAIT_S = 60.0
 
 
 class Store:
-    """Rank 0 tells something after ``WAIT_S``; counts how often it is looked for. The clock is the test's."""
+    """A store in which rank 0's answer appears after ``WAIT_S``; it counts the looks. The clock is the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.looks = 0
@@ -51,7 +51,7 @@ def waited(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Store:
 def test_all_ranks_that_wait_in_a_save_together_do_not_fill_the_store(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Before, each looked ten times a second: 5,500 ranks kept the store's core busy by waiting."""
+    """Before, each rank looked ten times a second. 5,500 waiting ranks kept the store's core busy."""
     store = waited(monkeypatch, ranks)
     looks_a_second = store.looks * ranks / WAIT_S
     assert looks_a_second < 25_000

@@ -1,4 +1,4 @@
-"""What is exported is read by safetensors, torch and torch's DCP themselves, bit for bit."""
+"""Exported weights are read by safetensors, torch and torch's DCP themselves, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer and a counter."""
+    """A model with two names for one weight, a buffer and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def entries(model: nn.Module) -> State:
 
 
 def read_back(path: Path, form: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the format's own reader."""
+    """Read an export with the format's own reader."""
     if form == "safetensors":
         return load_file(path)
     if form == "torch":
@@ -74,7 +74,7 @@ def exported(folder: Path, form: str, *, everything: bool = False) -> Path:
 
 
 def test_the_average_is_exported_if_there_is_one_unless_raw_weights_are_requested(tmp_path: Path) -> None:
-    """For the run's figures, `keep_best` and `toolkit export` are those of the average."""
+    """A run's figures, `keep_best` and `toolkit export` all use the average."""
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     plain, both = ({"model/w": Replicated(torch.zeros(2))}, {"ema/w": Replicated(torch.ones(2))})
     for step, state in ((100, plain), (200, plain | both)):
@@ -153,6 +153,7 @@ def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_
     state: dict[str, Entry] = {}
     for dtype in header.TYPES:
         name = str(dtype).removeprefix("torch.")
+        # random bytes may be NaNs, so the bits are compared below and not the values
         bits = torch.randint(0, 2 if dtype is torch.bool else 256, (3 * dtype.itemsize,), dtype=torch.uint8)
         state[f"model/{name}"] = Replicated(bits.view(dtype))
         state[f"model/{name}/empty"] = Replicated(torch.empty(0, 3, dtype=dtype))

@@ -1,4 +1,4 @@
-"""A checkpoint in any format is read bit for bit: `format-1` and `format-2` hold the bytes of one each."""
+"""A checkpoint in any format is read bit for bit. `format-1` and `format-2` each hold the bytes of one checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = (slice(0, 2), slice(2, 5))
 
 
 def state(rank: int) -> State:
-    """What was saved."""
+    """Return what the golden checkpoints were saved from."""
     return {
         "model/weight": Replicated(torch.from_numpy(WEIGHT.copy())),
         "model/half": Replicated(torch.from_numpy(BFLOAT16_BITS.copy()).view(torch.bfloat16)),

@@ -1,4 +1,7 @@
-"""Checkpoints that a library has written: whole when all ranks have written, and read where every byte is right."""
+"""Checkpoints written by a library in place of the toolkit.
+
+One is whole when all ranks have written. It is read where every byte is right.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from toolkit.errors import CheckpointError
 
 
 def write(rank: int) -> Callable[[Path], None]:
-    """What a library does on each rank: a file of its own, and rank 0 a larger one in a folder below."""
+    """Return a function that writes as a library does on ``rank``.
+
+    Each rank writes a file of its own, and rank 0 a larger one in a folder below.
+    """
 
     def write_files(folder: Path) -> None:
         fsio.make_dir(folder / "lib/deep")

@@ -1,4 +1,4 @@
-"""What ranks keep in memory, as threads around torch's own HashStore; the files are memfds of this process."""
+"""Checkpoints in ranks' memory. The ranks are threads around torch's HashStore, the files memfds of this process."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Nodes:
         self.attempt = 0
 
     def start(self, node: int) -> list[str]:
-        """Have its agent hold files for its ranks, once: it is no friend of threads."""
+        """Have the node's agent hold files for its ranks, once. The agent is not safe with threads."""
         return paths_of(self.agents[node].hold(self.sizes[node]))
 
     def lose(self, *nodes: int) -> None:
-        """Spares stand in their places."""
+        """Lose these nodes. Spares take their places."""
         for node in nodes:
             self.end(node)
             self.agents[node] = NodeFiles()
             self.held[node] = self.start(node)
 
     def end(self, node: int) -> None:
-        """Its agent's; with it go the files."""
+        """End the node's agent; its files go with it."""
         for path in paths_of(self.agents[node].hold(0)):
             os.close(int(Path(path).name))
 
@@ -63,13 +63,13 @@ class Nodes:
         return Seat(rank, self.world_size, local_rank, self.sizes[node], self.held[node])
 
     def memory(self, rank: int) -> Memory:
-        """What a rank makes of it that has just started."""
+        """Return the copies as a rank that has just started sees them."""
         return Memory(self.seat(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
 
     def run(
         self, steps: Mapping[int, Sequence[int]] | Sequence[int] = (), newer_than: int | None = None
     ) -> list[tuple[Loaded | None, State]]:
-        """An attempt: what its ranks load, and the places that they filled; then they write ``steps``, by rank."""
+        """Run an attempt; return what each rank loaded and filled. Then each writes ``steps``, or those of its rank."""
         self.attempt += 1
 
         def body(rank: int, kv: HashStore) -> tuple[Loaded | None, State]:
@@ -90,7 +90,7 @@ class Nodes:
         return results
 
     def loads(self, newer_than: int | None = None) -> list[int | None]:
-        """The step that each rank of a new attempt loads, whose every value is verified."""
+        """Return the step that each rank of a new attempt loads. Every loaded value is verified."""
         results = self.run(newer_than=newer_than)
         for rank, (loaded, places) in enumerate(results):
             if loaded is not None:
@@ -110,13 +110,13 @@ class Nodes:
 
 
 def on_all_done(kv: HashStore, rank: int, world_size: int, topic: str) -> None:
-    """A barrier: a rank that leaves takes its receiver with it."""
+    """Wait for all ranks. A rank that leaves early would take its receiver with it."""
     kv.set(f"{topic}/{rank}", "1")
     kv.wait([f"{topic}/{other}" for other in range(world_size)])
 
 
 def state(rank: int, number: float, world_size: int) -> dict[str, Any]:
-    """A rank's: a replicated matrix, its part of a vector, its own scalar of another type, and numbers."""
+    """Return a rank's state: replicated matrices, a part of a vector, a scalar, plain numbers."""
     return {
         "weights": Replicated(torch.full((3, 4), number)),
         "turned": Replicated(torch.full((5, 2), number).t()),
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_while_it_writes_has_the_step_before(nodes: Nodes) -> N
 
 
 def test_the_step_that_the_training_goes_on_from_is_overwritten_last(nodes: Nodes) -> None:
-    """Rank 0 has a newer one that rank 1 lacks: that one is worth nothing, and goes first."""
+    """Rank 0 has a newer step that rank 1 lacks. It is worth nothing, and is overwritten first."""
     nodes.run({0: [5, 6, 7], 1: [5, 6]})
     nodes.run({0: [7], 1: []})
     assert nodes.loads() == [6, 6]
@@ -201,7 +201,7 @@ def step_in(path: str) -> int | None:
 
 
 def damage(path: str) -> None:
-    """One bit of the first tensor."""
+    """Damage one byte of the first tensor."""
     with Path(path).open("r+b", buffering=0) as file:
         file.seek(64)
         file.write(b"\xff")
@@ -219,7 +219,7 @@ def test_empty_files_hold_nothing(nodes: Nodes) -> None:
 
 
 def test_what_changes_after_the_copy_is_not_in_it(nodes: Nodes) -> None:
-    """The digests are made while the training goes on."""
+    """The digests are computed while the training goes on."""
     for rank in range(2):
         written, live = nodes.memory(rank), state(rank, 7.0, 2)
         written.write(7, live, {"reached": 7})
@@ -340,7 +340,7 @@ def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
 
 
 def held(node: int, *parts: tuple[int, int | None], size: int = 1) -> MemoryReport:
-    """What the first rank of a node with ``size`` ranks reports: steps and parts, all of attempt 1."""
+    """Return the report of a node's first rank: these (step, part) of attempt 1. The node has ``size`` ranks."""
     return MemoryReport(node, size, held=[(1, step, of) for step, of in parts])
 
 

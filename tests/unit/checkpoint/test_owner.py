@@ -1,4 +1,4 @@
-"""A resume takes nothing from a place where others may write; reading beside a run does."""
+"""A resume takes nothing from a place where others may write. Reading beside a run does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 
 @pytest.fixture(autouse=True)
 def lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group has other members, also the one of this process."""
+    """Let every group have other members, also the group of this process."""
     monkeypatch.setattr(trust, "_is_own_group", lambda gid: False)
 
 

@@ -29,7 +29,7 @@ STATE: State = {
 
 @dataclass
 class Cuda:
-    """What is asked of CUDA; memory that is registered, by its address."""
+    """The calls made to CUDA, and the memory that is registered, by its address."""
 
     calls: list[str] = field(default_factory=list)
     locked: dict[int, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Event:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """A process whose main thread has made GPU 3 current; all its tensors count as on it."""
+    """Play a process whose main thread has made GPU 3 current. All its tensors count as tensors on that GPU."""
     found = Cuda()
     found.current.device = 3
 
@@ -118,7 +118,7 @@ def test_the_block_is_kept_while_the_state_fits_and_given_back_when_it_grows(cud
 
 
 def test_the_writing_thread_waits_on_the_gpu_of_its_rank(cuda: Cuda) -> None:
-    """A new thread's current GPU is 0, where the wait would make a context beside another rank's."""
+    """A new thread's current GPU is 0. A wait there would make a context beside another rank's."""
     _, wait = Staging().copy(STATE, 0)
     thread = threading.Thread(target=wait)
     thread.start()

@@ -20,7 +20,10 @@ from toolkit.run_files import AttemptRecord
 
 
 def lost_s(interval: float, cost: float, between: float) -> float:
-    """Seconds lost per second of work, in a simulation: saves, and work done since the last one, at each failure."""
+    """Return the seconds lost per second of work, in a simulation.
+
+    A save costs its time, and a failure costs the work since the last save.
+    """
     draw = np.random.default_rng(1)
     failures = draw.exponential(between, 20_000)
     period = interval + cost
@@ -69,7 +72,10 @@ def test_a_copy_that_costs_nothing_is_made_after_each_step() -> None:
 
 
 def copies(clock: CopyClock, ranks: list[dict[str, float]], steps: int) -> list[int]:
-    """The steps after which ranks with these figures copy, all by the sums that one clock is told."""
+    """Return the steps after which these ranks copy.
+
+    One clock plays all of them: it gets the sums over their figures.
+    """
     made, now_s = list[int](), 0.0
     for step in range(1, steps + 1):
         now_s += ranks[0]["step_s"]
@@ -111,7 +117,10 @@ def test_a_run_learns_how_often_it_fails() -> None:
 
 
 def evaluated(step: int, accuracy: float | None = None, at: int | None = None) -> Manifest:
-    """The manifest of a checkpoint whose run was last evaluated ``at`` a step, by default at this one."""
+    """Return a checkpoint's manifest whose run was last evaluated ``at`` a step.
+
+    By default that is the checkpoint's own step.
+    """
     meta = {"evaluated": at or step, "metrics": {} if accuracy is None else {"eval/accuracy": accuracy}}
     return Manifest(step, 1, {}, meta, {}, {}, {})
 

@@ -1,4 +1,7 @@
-"""Each rank's file is one that the package safetensors reads, and its header is under a digest as all other bytes."""
+"""Each rank's file is one that the package safetensors can read.
+
+Its header is under a digest, as all other bytes are.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State, pieces_of
 
 WEIGHT, MOMENT = torch.randn(6, 4), torch.randn(6, 4, dtype=torch.float64)
-#: The state of a rank, of so many ranks.
+#: Returns the state of a rank, by the rank and the number of ranks.
 States = Callable[[int, int], State]
 ROWS = {1: [(0, 6)], 2: [(0, 4), (4, 6)], 3: [(0, 1), (1, 3), (3, 6)]}
 
 
 def replicated(rank: int, ranks: int) -> State:
-    """What ddp saves."""
+    """Return what ddp saves on a rank."""
     return {
         "model/fc.weight": Replicated(WEIGHT.clone()),
         "model/fc.bias": Replicated(torch.empty(0)),
@@ -46,7 +49,7 @@ def replicated(rank: int, ranks: int) -> State:
 
 
 def sharded(rank: int, ranks: int) -> State:
-    """What fsdp saves."""
+    """Return what fsdp saves on a rank."""
     start, stop = ROWS[ranks][rank]
     return {
         "model/fc.weight": Sharded(WEIGHT[start:stop].clone(), (6, 4), (start, 0)),
@@ -64,7 +67,7 @@ def put(folder: Path, step: int, state: States, ranks: int) -> Path:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """By the package, in both of its ways."""
+    """Read a file with the package safetensors, in both of its ways."""
     at_once = safetensors.torch.load_file(path)
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -152,6 +155,7 @@ def test_at_a_resume_each_header_is_read_by_one_rank_and_damage_counts_for_all(
     opened, plain = list[str](), manifests.open_part
 
     def noted(folder: Path, part: TensorPart) -> AbstractContextManager[FileIO]:
+        # the part at offset 0 is the file's header
         if folder.name == "step-00000001" and part.start == 0:
             opened.append(part.file)
         return plain(folder, part)
@@ -170,7 +174,7 @@ def test_at_a_resume_each_header_is_read_by_one_rank_and_damage_counts_for_all(
 
 
 def test_a_file_of_another_program_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """Equal tensors under another header: the bytes must be those that were committed."""
+    """The tensors are equal, under another header. The bytes must be those that were committed."""
     checkpoints = CheckpointFolder(tmp_path)
     state = weights(2.0)
     file = alone(checkpoints, 1, state) / manifests.file_name(0)

@@ -1,4 +1,4 @@
-"""Ranks as threads around torch's own HashStore: all return the same or all raise the same."""
+"""Ranks as threads around torch's HashStore: all return the same or all raise the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
 
 
 def test_at_a_resume_rank_0_alone_looks_at_the_files_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,000 ranks each looked at 1,000 files, twice."""
+    """Before, each of 1,000 ranks looked at 1,000 files, twice."""
     on_ranks(3, lambda r, kv: save(CheckpointFolder(tmp_path), 3, own(r), {}, rank=r, world_size=3, kv=kv))
     looked = list[int]()
     plain = manifests.check_sizes
@@ -71,7 +71,7 @@ class FullDisk(CheckpointFolder):
     """A folder whose disk is full for the file of one rank."""
 
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
-        """Fails as `fsio.write_stream` does."""
+        """Fail as `fsio.write_stream` does."""
         with file_errors("writing", path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -223,7 +223,7 @@ def test_a_conversation_of_an_earlier_attempt_in_the_same_store_is_not_heard(tmp
 
 
 def copies(rank: int, value: float = 1.0) -> State:
-    """Ranks 0 and 1 hold the halves of a tensor, ranks 2 and 3 the same ones again."""
+    """Return a rank's half of a tensor. Ranks 0 and 1 hold the two halves, ranks 2 and 3 copies of them."""
     half = torch.full((2, 3), value + rank % 2)
     return {"w": Sharded(half, (4, 3), (2 * (rank % 2), 0), is_copy=rank > 1)}
 

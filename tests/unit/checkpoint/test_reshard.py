@@ -1,4 +1,4 @@
-"""Shards that N ranks saved are loaded by M ranks that cut otherwise; the oracle is numpy's slicing."""
+"""Shards that N ranks saved are loaded by M ranks with other cuts. The oracle is numpy's slicing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def put(folder: Path, step: int, whole: npt.NDArray[Any], cuts: list[Cut]) -> No
 
 
 def got(folder: Path, like: npt.NDArray[Any], cuts: list[Cut]) -> list[tuple[int, npt.NDArray[Any]]]:
-    """The step and the shard that each rank has loaded."""
+    """Return the step and the shard that each rank has loaded."""
 
     def run(rank: int, kv: HashStore) -> tuple[int, npt.NDArray[Any]]:
         live = shard(np.zeros_like(like), cuts[rank])
@@ -57,7 +57,10 @@ def got(folder: Path, like: npt.NDArray[Any], cuts: list[Cut]) -> list[tuple[int
 
 @st.composite
 def cuttings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Cut]:
-    """1 to 4 rectangles that make up `shape`: a grid along two of its dimensions, uneven, some of them empty."""
+    """Draw 1 to 4 rectangles that make up `shape`.
+
+    They are an uneven grid along two of its dimensions; some may be empty.
+    """
     grid = draw(st.sampled_from(GRIDS[draw(st.integers(1, 4))]))
     along = draw(st.permutations(range(len(shape))))[:2]
     spans = [[slice(0, size)] for size in shape]
@@ -121,7 +124,7 @@ def test_a_shard_that_is_no_block_of_memory_is_filled(tmp_path: Path) -> None:
 
 @pytest.fixture
 def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the parts that are read from now on."""
+    """Return a list of the files of all parts that are read from now on."""
     found, plain = list[str](), tensors._read
 
     def noted(folder: Path, part: TensorPart, target: memoryview) -> None:

@@ -18,7 +18,7 @@ from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
 def dense_dtypes() -> list[torch.dtype]:
-    """The dtypes of this torch of which a dense tensor can be made and seen as bytes."""
+    """Return this torch's dtypes whose dense tensors can be made and seen as bytes."""
     found = []
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         try:
@@ -32,7 +32,7 @@ def dense_dtypes() -> list[torch.dtype]:
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bit pattern, NaNs included (0 or 1 for bool)."""
+    """Return a tensor of any bit pattern, NaNs included (0 or 1 for bool)."""
     template = torch.empty(shape, dtype=dtype)
     high = 2 if dtype is torch.bool else 256
     size = template.numel() * template.element_size()
@@ -102,6 +102,7 @@ def test_shards_and_per_rank_values_of_three_ranks_come_back(tmp_path: Path) -> 
         start, stop = rows[rank]
         return {
             "model/w": Sharded(source[start:stop].clone(), (5, 2), (start, 0)),
+            # only what is saved has values: a live state starts with zeros
             f"residual/rank{rank}": PerRank(torch.full((2,), float(rank)) * (source is whole)),
             f"counter/rank{rank}": PerRank(rank),
             "bias": Replicated(torch.ones(2) * (source is whole)),

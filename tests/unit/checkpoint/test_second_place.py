@@ -1,4 +1,4 @@
-"""Copies of checkpoints on another disk, and what they are good for when the first one has lost them."""
+"""Copies of checkpoints on another disk, for when the first disk has lost them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def second(tmp_path: Path) -> SecondPlace:
 
 
 def steps(folder: Path) -> list[int]:
-    """Of the checkpoints there, every byte verified."""
+    """Return the steps of the checkpoints in ``folder``, every byte verified."""
     checkpoints = CheckpointFolder(folder)
     return [checkpoints.verify(path).step for path in checkpoints.list()]
 
@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_not_copied(
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write of a file back until it is set."""
+    """Yield an event; every write of a file waits until it is set."""
     go, write = threading.Event(), fsio.write_stream
 
     def held_back(*args: object) -> None:
@@ -239,7 +239,7 @@ def test_what_a_killed_writer_left_there_is_swept(home: CheckpointFolder, second
 def test_a_checkpoint_that_somebody_else_has_put_there_is_not_copied_back(
     home: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With right digests: who may write at the second place could choose what a run goes on with."""
+    """Its digests are right. Other users who may write there could choose the weights of a resumed run."""
     alone(CheckpointFolder(tmp_path / "second"), 900, weights(900.0))
     for strange in (tmp_path / "second", tmp_path / "second/step-00000900"):
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Two jobs that write one folder, which the run's claim prevents unless a node is cut off: no checkpoint is torn."""
+"""Two jobs that write one folder tear no checkpoint. The run's claim prevents that, unless a node is cut off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.chaos
 
 
 def interrupted(checkpoints: CheckpointFolder, at: int, other: Callable[[], object]) -> int:
-    """Save step 300 and let the ``other`` act between two file operations; returns how many operations there were."""
+    """Save step 300, and call ``other`` before file operation ``at``. Returns the number of operations of the save."""
     count = 0
 
     def seen(operation: str, path: str) -> None:
@@ -61,7 +61,7 @@ def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path
 
 @pytest.mark.parametrize("at", range(1, 30))
 def test_an_attempt_that_starts_while_an_earlier_one_still_writes_is_not_disturbed(tmp_path: Path, at: int) -> None:
-    """It sweeps what it takes for left over; the earlier one's save then fails, and nothing half is committed."""
+    """The new attempt removes the old one's files as left over. The old save then fails and commits nothing."""
     old, new = (CheckpointFolder(tmp_path) for _ in range(2))
     alone(old, 100, weights(100.0))
     interrupted(old, at, lambda: load_alone(new, weights(0.0)))

@@ -1,4 +1,4 @@
-"""Weights are read from what safetensors, torch and torch's DCP wrote themselves, and no file is ever run."""
+"""Weights are read from files that safetensors, torch and torch's DCP wrote. No file is ever executed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with the steps 100 and 200, whose weights are 100 and 200."""
+    """Return a run with the steps 100 and 200, whose weights are 100 and 200."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
@@ -159,7 +159,7 @@ def test_what_is_no_origin_is_refused_with_what_there_is(run: RunDir, text: str,
 
 
 class Bomb:
-    """Unpickling it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What used to be a traceback, or silence, is one line that names what is wrong."""
+"""Bad input ends in one line that names the fault. It used to end in a traceback or silence."""
 
 from __future__ import annotations
 

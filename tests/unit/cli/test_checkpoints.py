@@ -1,4 +1,4 @@
-"""What the command says of checkpoints, and that it removes none that a run may need."""
+"""`toolkit checkpoint` describes checkpoints, and removes none that a run may need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from toolkit.rundir import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Four checkpoints, of which 30 has a flipped bit, beside one that was moved aside and one left over."""
+    """Return a run with the steps 20, 30 and 40.
+
+    Step 30 has a flipped bit. Beside them are step 10, moved aside as damaged, and the left-over temporary folder of
+    step 50.
+    """
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = made("digits", 10, 20, 30, 40)
     (run.checkpoints / "step-00000010").rename(run.checkpoints / "step-00000010.bad-1a2b3c4d")

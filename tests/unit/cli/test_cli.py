@@ -1,4 +1,4 @@
-"""What can go wrong at the command line ends in one line and the right exit code."""
+"""Errors at the command line end in one line and the right exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+    """Return the one line on stderr."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     return lines[0]
@@ -133,7 +133,7 @@ def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder
 def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
     slurm: str, quiet_s: float, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One whose supervisor was killed is told as lost at once, and not half a minute later."""
+    """A run whose supervisor was killed is shown as lost at once. Before, that took half a minute."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.write_status(
@@ -147,7 +147,7 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
 def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Slurm 24.11 has it where 22.05 says PENDING."""
+    """Slurm 24.11 shows REQUEUE_HOLD where 22.05 shows PENDING."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
@@ -179,7 +179,7 @@ def test_saves_that_fail_are_told_while_the_run_goes_on(
 def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job was started at the moment at which it was cancelled."""
+    """The job was cancelled at the moment at which it started."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
@@ -266,7 +266,7 @@ def test_ctrl_c_while_a_log_is_followed_is_no_traceback(
 def test_tensorboard_is_given_names_and_short_paths(
     run: rundir.RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative ones: a comma in the path above the runs would end it."""
+    """The paths are relative. A comma in the path above the runs would end an absolute one."""
     called: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, argv: called.append(argv))
     monkeypatch.chdir(tmp_path)

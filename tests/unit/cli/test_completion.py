@@ -66,7 +66,7 @@ def test_damaged_keys_in_the_cache_are_read_again(content: str) -> None:
 
 
 def in_bash(line: str, tmp_path: Path) -> list[str]:
-    """What the script sets COMPREPLY to, as bash calls it: with its own division into words."""
+    """Return what the script sets COMPREPLY to when bash calls it. bash divides the line into words in its own way."""
     program = tmp_path / "bin/toolkit"
     program.parent.mkdir(exist_ok=True)
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m toolkit "$@"\n')
@@ -92,7 +92,7 @@ def test_the_script_of_each_shell_is_one(shell: str) -> None:
 
 @pytest.mark.parametrize("line", ["toolkit why 2026", "toolkit submit configs/digits_ddp.yaml optim."])
 def test_a_press_of_the_tab_key_takes_less_than_150_ms_of_cpu_and_no_torch(line: str) -> None:
-    """The least of several, after the first, which fills the cache."""
+    """The least of several counts. The first is left out, since it fills the cache."""
     code = "import sys; from toolkit.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     argv = [sys.executable, "-c", code, "__complete", "bash", line]
     taken = []

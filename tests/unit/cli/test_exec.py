@@ -1,4 +1,4 @@
-"""`toolkit exec ... -- CMD ...`: what is ours, what is the command's, and where it goes."""
+"""`toolkit exec ... -- CMD ...`: which words are the toolkit's, which the command's, and what the launcher gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = tuple[str, list[str], list[str], dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What the launcher was asked for: where, the command, the overrides and the rest."""
+    """Return what the launcher is asked for: where, the command, the overrides and the rest."""
     seen: list[Call] = []
 
     def record(where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Many runs: which are listed, in which columns, and a cache that may be old, damaged or missing."""
+"""The list of many runs: which are shown, in which columns. Its cache may be old, damaged or missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sixty runs that were written a while ago, and a damaged one."""
+    """Write sixty runs that are a while old, and a damaged one."""
     make_runs(tmp_path / "runs", 60)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(run_rows, "_SETTLED_S", 0.0)
@@ -141,6 +141,7 @@ def test_a_change_of_a_run_is_seen_through_the_cache(root: Path, tmp_path: Path,
     elif change == "edited":
         run.write_result(RunResult(RunState.CANCELLED, step=3))
     elif change == "damaged":
+        # as long as before: a size alone does not show the change
         text = (run.path / "status.json").read_bytes()
         (run.path / "status.json").write_bytes(b"\0" * len(text))
     else:

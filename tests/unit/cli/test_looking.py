@@ -48,6 +48,7 @@ def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest
     other = new_run("other", "0.2")
     for each, bias in ((run, 0.0), (other, 1.0)):
         points = [{"step": step, "train/loss": step + bias, "world/x": bias} for step in range(3)]
+        # one run is further on, so the last values are of different steps
         points += [{"step": 9, "train/loss": 9.0}] * (each is run)
         text = "".join(json.dumps(point) + "\n" for point in points)
         (each.tensorboard / "metrics.jsonl").write_text(text)
@@ -241,6 +242,7 @@ def test_a_folder_that_is_no_runs_own_is_not_removed(
         run.path.rename(real)
         odd.symlink_to(real)
         run, says = new_run("digits", "0.1"), "is a symbolic link"
+    # old enough for gc, which must leave it alone too
     for path in (odd.resolve(), *odd.resolve().rglob("*")):
         os.utime(path, (1e9, 1e9))
     assert cli.main(["rm", run.id, str(odd)]) == EXIT_REQUEST
@@ -255,7 +257,7 @@ def test_a_folder_that_is_no_runs_own_is_not_removed(
 def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its job is another cluster's, on the same file system."""
+    """Its job belongs to another cluster on the same file system."""
     monkeypatch.setattr(handle, "Slurm", FakeSlurm)
     monkeypatch.setattr(commands, "Slurm", FakeSlurm)
     run.clear_result()
@@ -283,6 +285,7 @@ def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
         user.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
         assert cli.main(["rm", run.id]) == EXIT_REQUEST
         assert f"run {user.id}, which has not ended, needs run {run.id} (model.init_from" in capsys.readouterr().err
+    # old enough for gc, which must leave it alone too
     for path in run.path.rglob("*"):
         os.utime(path, (1e9, 1e9))
     assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
@@ -320,7 +323,7 @@ def test_gc_tells_what_a_purge_takes_and_removes_only_what_is_over_and_old(
     for run in (old, live):
         for path in run.path.rglob("*"):
             os.utime(path, (month, month))
-    os.utime(old.config, (time.time(), month))  # somebody has read it
+    os.utime(old.config, (time.time(), month))  # as if it were read just now
     assert cli.main(["gc", "--older-than", "30d", "--json"]) == EXIT_DONE
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     files = sum(path.is_file() for path in old.path.rglob("*"))

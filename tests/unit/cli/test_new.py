@@ -1,4 +1,4 @@
-"""`toolkit new`: a project that is complete as made, and names what it cannot make."""
+"""`toolkit new` makes a complete project, and names what it cannot make."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x01\u2
 
 
 class Page(html.parser.HTMLParser):
-    """A page as a browser reads it: its elements, their attributes, and the text of the cells."""
+    """A page as a browser reads it: elements, their attributes, and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def report(*argv: str) -> Page:
 
 @pytest.fixture
 def run() -> RunDir:
-    """A run that lost a node, came back on a spare, and was completed."""
+    """Return a run that lost a node, came back on a spare, and was completed."""
     run = made()
     log(run, {step: {"train/loss": 2 / step, "eval/accuracy": step / 100} for step in range(10, 100, 10)})
     spent = {"queue": 5.0, "start_up": 10.0, "training": 40.0, "idle": 5.0}
@@ -236,7 +236,7 @@ def test_json_is_one_document_with_the_exact_extremes(run: RunDir, capsys: pytes
 
 
 def places(svg: str) -> list[tuple[float, float]]:
-    """Return the points of the first line of a chart, in its units, by the rules of SVG paths."""
+    """Return the points of a chart's first line, in the chart's units. Read by the rules of SVG paths."""
     [d] = re.findall(r'<path d="([^"]*)"', svg)
     points: list[tuple[float, float]] = []
     for x, y, rest in re.findall(r"M(-?\d+) (-?\d+)l?([-\d ]*)", d):

@@ -75,7 +75,7 @@ def test_waiting_runs_cost_few_calls_while_nothing_changes(hour: Hour) -> None:
 
 
 def test_changing_runs_and_three_terminals_cost_120_calls_an_hour_at_most(hour: Hour) -> None:
-    """Each half minute the answer is another one, and one job is unknown to Slurm and to accounting."""
+    """The answer changes every half minute. One job is unknown to Slurm and to accounting."""
     jobs = [hour.slurm.sbatch(["job.sh"]) for _ in range(3)]
     for job in (*jobs, "900000"):
         hour.run("queued", job)
@@ -144,7 +144,7 @@ def test_without_a_terminal_it_prints_once_for_each_change_and_ends_with_the_run
 
 
 class Terminal:
-    """A terminal whose screen is read all the time, as real ones are: a full one would stop the program."""
+    """A terminal whose screen is read all the time, as a real one is. A full buffer would stop the program."""
 
     def __init__(self) -> None:
         self.main, self.program_side = pty.openpty()

@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def attempt(number: int, cause: str, decision: str, **more: Any) -> AttemptRecord:
-    """A line of attempts.jsonl."""
+    """Return a line of attempts.jsonl."""
     keys = {
         "attempt": number,
         "job_id": "41",
@@ -55,7 +55,7 @@ def saved(run: RunDir, step: int) -> None:
 
 
 def told_by_rank(run: RunDir, number: int, rank: int, words: str, at: float) -> None:
-    """The error file of a rank that raised ValueError(words)."""
+    """Write the error file of a rank that raised ValueError(words)."""
     path = run.error_file(number, rank)
     fsio.make_dir(path.parent)
     try:
@@ -83,7 +83,10 @@ def document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def crashed(run: RunDir) -> None:
-    """Rank 2 raised at step 170, ranks 0 (on a node whose clock is behind) and 3 because of it; step 100 is saved."""
+    """Make a run whose rank 2 raised at step 170.
+
+    Step 100 is saved. Ranks 0 and 3 failed because of rank 2. The clock of rank 0's node is behind.
+    """
     saved(run, 100)
     run.add_attempt(attempt(1, "preempted", "requeue", step_end=120))
     failure = {"rank": 2, "host": "node2", "how": "ValueError: boom 2"}
@@ -245,7 +248,7 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def failed(run: RunDir, how: str) -> None:
-    """An attempt that rank 1 ended."""
+    """Add an attempt that rank 1 ended."""
     run.add_attempt(
         attempt(1, "crashed", "give_up", first_failure={"rank": 1, "host": "node1", "how": how}, step_start=None)
     )

@@ -1,4 +1,4 @@
-"""A place from which every shipped config is valid, and nobody's site defaults."""
+"""A folder from which every shipped config is valid, without site defaults of a user."""
 
 from __future__ import annotations
 

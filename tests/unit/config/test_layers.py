@@ -172,7 +172,7 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
 
 
 def _words(overrides: str) -> list[str]:
-    """Overrides as a shell would cut them; a space within a value stays."""
+    """Split overrides as a shell would; a space within a value stays."""
     return re.split(r" (?=[a-z_.]+=)", overrides.strip("'"))
 
 

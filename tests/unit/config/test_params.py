@@ -265,7 +265,7 @@ SCALARS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def annotated(draw: st.DrawFn) -> tuple[str, str]:
-    """A type, and how its default is written."""
+    """Draw a type, and the source text of its default."""
     kind = draw(st.sampled_from(sorted(SCALARS)))
     value = SCALARS[kind]
     form = draw(st.sampled_from(["{}", "{} | None", "Optional[{}]", "list[{}]", "tuple[{}, ...]", "dict[str, {}]"]))
@@ -292,7 +292,7 @@ def forgotten() -> Iterator[None]:
 def test_defaults_read_from_the_source_are_those_of_the_class_itself(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[tuple[str, str], bool]]
 ) -> None:
-    """By way of a config that is written and read: what a rank's object holds is what Python would have given it."""
+    """The config is written and read again. A rank's object then equals what Python makes of the class."""
     lines: dict[bool, list[str]] = {True: [], False: []}
     for number, ((kind, default), is_nested) in enumerate(drawn):
         lines[is_nested].append(f"  f{number}: {kind} = {default}")

@@ -1,4 +1,4 @@
-"""The data sets of the toolkit read from a node's own copy where there is one."""
+"""The toolkit's data sets are read from a node's own copy where there is one."""
 
 import json
 from pathlib import Path

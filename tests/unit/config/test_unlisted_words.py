@@ -1,4 +1,4 @@
-"""A word that the config's schema lists but nothing builds is refused, and does not stand for another word."""
+"""A word that the schema lists but nothing builds is refused. It must not stand for another word."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def a_layout(name: str) -> object:
 
 
 def a_strategy(name: str) -> object:
-    """Return the strategy, not built; dp is for one process, and custom is made by a job."""
+    """Return the strategy ``name``, not yet built. dp is for one process, and custom is made by a job."""
     if name == "custom":
         with pytest.raises(ConfigError, match="custom is for a job with a `train_step`"):
             build_strategy(StrategyConfig(name), SESSION)

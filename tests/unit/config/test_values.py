@@ -1,4 +1,4 @@
-"""Values that cannot be meant, key by key, and what is said of them; nothing is queued with one."""
+"""Values that cannot be meant, key by key, and their error messages. No job is queued with one."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
 
 
 def test_no_number_of_a_config_can_be_huge_or_none() -> None:
-    """Every key that takes a number has its limits."""
+    """Every key that takes a number has limits."""
     for key in all_keys():
         section, _, leaf = key.rpartition(".")
         hint = get_type_hints(type(value_of(JobConfig(), section) if section else JobConfig()))[leaf]

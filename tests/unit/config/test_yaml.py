@@ -1,4 +1,7 @@
-"""What a value in a file or an argument means: YAML 1.2, text keys take text, and what is written reads back equal."""
+"""The meaning of a value in a file or an argument.
+
+YAML 1.2; text keys take text; a config that is written reads back equal.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def from_argument(key: str, value: str, folder: Path) -> JobConfig:
 
 @pytest.fixture(params=[from_file, from_extended_file, from_argument, "the site's file"])
 def load(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Every layer gives a value the same meaning."""
+    """Return a function that loads a config with one key set.
+
+    It sets the key in one of the layers. Every layer gives a value the same meaning.
+    """
 
     def from_site(key: str, value: str, folder: Path) -> JobConfig:
         monkeypatch.delenv("TOOLKIT_SITE", raising=False)
@@ -228,7 +234,7 @@ def section_of(config: JobConfig, key: str) -> Any:
 
 @st.composite
 def configs(draw: st.DrawFn) -> JobConfig:
-    """With other values than the defaults at some keys."""
+    """Draw a config with other values than the defaults at some keys."""
     config = JobConfig()
     for key in draw(st.lists(st.sampled_from(all_keys()), min_size=1, max_size=8)):
         section, leaf = section_of(config, key), key.rpartition(".")[2]
@@ -241,7 +247,7 @@ def configs(draw: st.DrawFn) -> JobConfig:
 def test_what_is_written_reads_back_equal_and_means_the_same_to_other_readers(
     tmp_path_factory: pytest.TempPathFactory, config: JobConfig
 ) -> None:
-    """The other reader is PyYAML, of YAML 1.1; it finds the mark before a `${` that is text."""
+    """The other reader is PyYAML, of YAML 1.1. It sees the mark before a `${` that is text."""
     path = tmp_path_factory.getbasetemp() / "there-and-back.yaml"
     text = dump_config(config)
     path.write_text(text, encoding="utf-8")
@@ -264,6 +270,7 @@ def test_every_key_reads_back_equal(tmp_path: Path) -> None:
         section, leaf = section_of(config, key), key.rpartition(".")[2]
         hint = get_type_hints(type(section))[leaf]
         if get_origin(hint) in (list, dict):
+            # YAML, or a reference to the environment, could read each of these in another way
             values: Any = {"${a}.0755": text, "b": "no"} if get_origin(hint) is dict else [text, "0755"]
             held = get_args(hint)[-1]
             if held is float:

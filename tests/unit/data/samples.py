@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Numbers:
-    """Sample i is the number i: what came out says which samples were read."""
+    """A data set whose sample i is the number i. The output tells which samples were read."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -26,7 +26,10 @@ class Numbers:
 
 
 class Noisy:
-    """Sample i is i and a draw from each generator that an augmentation may use."""
+    """A data set whose sample i is i and a few random numbers.
+
+    They come from each generator that an augmentation may use.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -40,7 +43,7 @@ class Noisy:
 
 
 class Damaged(Noisy):
-    """The samples ``bad`` cannot be read."""
+    """A data set whose samples ``bad`` cannot be read."""
 
     def __init__(self, size: int, bad: Collection[int], error: Exception | None = None) -> None:
         super().__init__(size)

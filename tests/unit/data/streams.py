@@ -1,4 +1,4 @@
-"""Streams of both kinds, for the tests: each share reads its own lines, and shuffles them anew in each epoch."""
+"""Streams of both kinds, for the tests. Each share reads its own lines, and shuffles them anew in each epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.ranks.batch import Share
 
 
 def length_of(share: Share) -> int:
-    """Streams are uneven: 7 samples for share 0, 8 for share 1, ..."""
+    """Return a share's number of samples. Streams are uneven: 7 samples for share 0, 8 for share 1, ..."""
     return 7 + share.index
 
 
@@ -51,7 +51,7 @@ class Lines:
 
 
 class YieldedLines(Lines):
-    """The same samples from a generator, which ends an epoch by running out and does not heed a state loaded later."""
+    """The same samples from a generator. It ends an epoch by running out, and ignores a state that is loaded later."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         for number in range(self.taken, length_of(self.share)):

@@ -60,7 +60,7 @@ def test_only_bad_samples_are_replaced_and_each_is_told_with_its_position() -> N
 
 
 def test_another_position_draws_another_replacement() -> None:
-    """Else one good sample would stand for all bad ones of a run."""
+    """Otherwise one good sample would replace all bad ones of a run."""
     epoch = batch_at(Damaged(1000, range(500)), batch=1000)
     replaced = epoch.targets[sorted({bad.position for bad in epoch.bad})]
     assert len(replaced) == 500
@@ -119,7 +119,7 @@ class Run:
         return self
 
     def meet(self, rank: int, *bad: tuple[int, int]) -> None:
-        """``bad``: index and position of each."""
+        """Let ``rank`` meet bad samples: the index and position of each."""
         found = tuple(BadSample(index, position, f"OSError: {index}") for index, position in bad)
         nothing = torch.empty(0)
         self.ends[rank].note(Batch((nothing, nothing), nothing, 4, found))

@@ -1,4 +1,4 @@
-"""The order of data in blocks: every sample once an epoch, few blocks at a time, and a function of the position."""
+"""The order of data in blocks. Every sample once an epoch, few blocks at a time, and a function of the position."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_large_block_is_permuted_too() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_rank_reads_only_its_part_of_the_blocks(ranks: int) -> None:
-    """8 lanes of 100 blocks: each block is opened once by one rank, but for those at the edges of lanes."""
+    """One rank opens each block once, except for blocks at the edges of lanes. There are 8 lanes and 100 blocks."""
     order = order_of([64] * 100, batch_size=32, lanes=8)
     opened = 0
     for rank in range(ranks):
@@ -88,7 +88,7 @@ def test_a_batch_mixes_as_many_blocks_as_there_are_lanes() -> None:
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=12, max_size=30), step=st.integers(0, 9), world=st.integers(1, 3))
 def test_what_follows_is_the_next_block_of_each_place_in_a_batch(sizes: list[int], step: int, world: int) -> None:
-    """Each of 6 places is a lane: the oracle walks through the batches that follow."""
+    """Each of the 6 places is a lane. The oracle walks through the following batches."""
     order, rows = order_of(sizes, batch_size=6, lanes=6), sum(sizes) // 6
     step %= rows
     start, stop = Share(world - 1, world).bounds(6)

@@ -1,4 +1,4 @@
-"""Files in the formats of MNIST, CIFAR-10 and image folders are written here and read through torchvision."""
+"""Files of MNIST, CIFAR-10 and image folders are written here and read through torchvision."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def images_of(seed: int, *shape: int) -> NDArray[np.uint8]:
 
 
 def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
-    """The format of http://yann.lecun.com/exdb/mnist: two zero bytes, type 8 (uint8), rank, sizes, values."""
+    """Write the format of http://yann.lecun.com/exdb/mnist. Two zero bytes, type 8 (uint8), rank, sizes, values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
     path.write_bytes(header + values.tobytes())
 
 
 def write_mnist(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """12 training and 5 eval images; returns the training ones."""
+    """Write 12 training and 5 eval images; return the training ones."""
     for part, count, seed in (("t10k", 5, 1), ("train", 12, 0)):
         images, labels = images_of(seed, count, 28, 28), (np.arange(count) % 10).astype(np.uint8)
         write_idx(folder / f"raw/{part}-images-idx3-ubyte", images)
@@ -63,7 +63,10 @@ def write_mnist(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> NDArray[np.uint8]:
-    """Batches of 4 images as the data set's page describes them, with their MD5 sums put into torchvision."""
+    """Write CIFAR-10's batches with 4 images each, as the data set's page describes them.
+
+    Their MD5 sums are put into torchvision. Returns all images.
+    """
     from torchvision.datasets import CIFAR10
 
     folder = root / "cifar-10-batches-py"
@@ -244,7 +247,7 @@ def test_digits_augmentation_shifts_by_at_most_a_pixel() -> None:
 
 
 def test_what_comes_in_at_the_edge_of_a_shifted_image_is_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not 0, which after the normalisation is a grey."""
+    """It is not 0, which after the normalisation is a grey."""
     write_cifar10(tmp_path, monkeypatch)
     for name in ("digits", "cifar10"):
         train: Any = build_datasets(DataConfig(name=name, root=str(tmp_path), augment=True)).train

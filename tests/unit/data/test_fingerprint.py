@@ -1,4 +1,4 @@
-"""What tells a data set from another one, and from itself after a change."""
+"""The fingerprint that tells a data set from another, and from itself after a change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def images(count: int, moved: float = 0.0, first_class: int = 0) -> InMemory:
 
 
 class Folder:
-    """As torchvision's folders list their files."""
+    """A data set with a list of files as torchvision's folders have."""
 
     def __init__(self, root: str, names: list[str]) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Orders that a job gives: the same samples on any number of ranks and at any step."""
+"""Orders that a job provides. They give the same samples on any number of ranks and at any step."""
 
 from __future__ import annotations
 

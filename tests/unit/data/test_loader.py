@@ -31,7 +31,7 @@ def batch_at(source: Loader, step: int) -> Batch:
 
 
 class FakeClock:
-    """Time that passes only while samples are read."""
+    """A clock whose time passes only while samples are read."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

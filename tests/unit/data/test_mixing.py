@@ -1,4 +1,4 @@
-"""Mixup and CutMix beside torchvision's own, which mixes a batch of two as pairs are mixed here."""
+"""Mixup and CutMix beside torchvision's own. torchvision mixes a batch of two as the pairs here are mixed."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_pairs_are_mixed_as_torchvision_mixes_two_images(kind: str) -> None:
         params: dict[str, Any] = {"labels": labels, "batch_size": 2, "num_classes": CLASSES, "lam": lam}
         theirs = v2.MixUp(num_classes=CLASSES) if kind == "mixup" else v2.CutMix(num_classes=CLASSES)
         if kind == "cutmix":
+            # torchvision gets the box that was drawn here: the bounds of the changed pixels
             ys, xs = (images[first] != batch.inputs[first]).any(0).nonzero().T
             params |= {"box": (xs.min().item(), ys.min().item(), xs.max().item() + 1, ys.max().item() + 1)}
             params |= {"lam_adjusted": 1 - len(xs) / SIZE**2}

@@ -45,7 +45,7 @@ def members_of(first: int, count: int) -> list[tuple[str, bytes]]:
 
 @pytest.fixture
 def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two tars of 30 samples, in blocks of about 8."""
+    """Write two tars of 30 samples, in blocks of about 8."""
     monkeypatch.setattr(runs, "BLOCK_BYTES", 16 << 10)
     for number in range(2):
         write_tar(tmp_path / f"shard-{number}.tar", members_of(30 * number, 30))

@@ -44,7 +44,7 @@ def table(first: int, rows: int = ROWS) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three files of 100 rows, in row groups of 30."""
+    """Write three files of 100 rows, in row groups of 30."""
     for number in range(3):
         pq.write_table(table(number * ROWS), tmp_path / f"part-{number}.parquet", row_group_size=30)
     return tmp_path
@@ -151,6 +151,7 @@ def test_a_worker_does_not_wait_for_what_its_parent_had_begun(folder: Path, monk
     def slow_in_threads(self: Any, *given: Any) -> Any:
         if os.getpid() == parent and begun.is_set():
             release.wait()
+        # the parent's threads block, so the forked worker inherits unfinished reads
         return plain_open(self, *given)
 
     parent = os.getpid()
@@ -241,7 +242,7 @@ def test_folders_without_shards_or_samples_are_refused(tmp_path: Path) -> None:
 
 
 def damage(path: Path, group: int) -> None:
-    """Overwrite the first column of a row group; the footer stays as it is."""
+    """Overwrite the first column of a row group; the footer stays."""
     column = pq.read_metadata(path).row_group(group).column(0)
     content = bytearray(path.read_bytes())
     start = column.dictionary_page_offset or column.data_page_offset

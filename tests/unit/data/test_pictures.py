@@ -1,4 +1,7 @@
-"""Photographs: the transforms of torchvision's reference, built from its older classes as published, beside ours."""
+"""The transforms for photographs, beside torchvision's reference.
+
+The reference is built from torchvision's older classes as published.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,18 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture(scope="module")
 def photograph() -> Image.Image:
-    """A smooth image with some noise, of another shape than a square."""
+    """Return a smooth image with some noise that is not square."""
     draw = np.random.default_rng(0)
     waves = np.sin(np.arange(90)[:, None, None] / 9 + np.arange(120)[None, :, None] / 14 + np.arange(3))
     return Image.fromarray((127 + 90 * waves + draw.normal(0, 12, (90, 120, 3))).clip(0, 255).astype(np.uint8))
 
 
 def reference(policy: str, erase: float, interpolation: str, *, on_tensors: bool = False) -> Any:
-    """references/classification/presets.py of torchvision, ClassificationPresetTrain with --use-v2 for the policy.
+    """Return the transforms of ClassificationPresetTrain, with --use-v2 for the policy.
 
-    (The older classes of the policies draw the sign of a change in another way.) With ``on_tensors`` the crop and
-    mirroring are those of torchvision's tensor backend, and the policy is not.
+    From references/classification/presets.py of torchvision. (The older classes of the policies draw the sign of a
+    change in another way.) With ``on_tensors`` the crop and mirroring are those of torchvision's tensor backend, and
+    the policy is not.
     """
     mode = InterpolationMode(interpolation)
     policies: dict[str, list[Any]] = {
@@ -64,7 +68,7 @@ def reference(policy: str, erase: float, interpolation: str, *, on_tensors: bool
 def differences(
     root: Path, photograph: Image.Image, policy: str, interpolation: str, *, on_tensors: bool
 ) -> torch.Tensor:
-    """Return how far each pixel of ours is from the reference's, in levels of 255: eight images, by position."""
+    """Return how far each pixel is from the reference's, in levels of 255. Of eight images, by position."""
     write_folder(root, photograph)
     images = ImageConfig(policy=policy, erase=0.5, interpolation=interpolation)
     sets = build_datasets(DataConfig("image_folder", str(root), image_size=48, augment=True, images=images))
@@ -187,7 +191,7 @@ def private_mib(pid: int) -> float:
 
 
 def test_memory_of_the_rank_and_its_worker_is_flat_over_five_epochs(tmp_path: Path, photograph: Image.Image) -> None:
-    """The pixels of each sample, if they were kept, would be 22 MiB in the last three epochs."""
+    """If each sample's pixels were kept, the last three epochs would add 22 MiB."""
     write_folder(tmp_path, photograph)
     for number in range(1, 99):
         (tmp_path / f"train/cat/{number}.jpg").hardlink_to(tmp_path / "train/cat/0.jpg")

@@ -1,4 +1,4 @@
-"""Decoded images in shared memory: the same batches without the files, by any process of a node, within a bound."""
+"""Decoded images in shared memory. The same batches without the files, for any process of a node, within a bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def picture(number: int, height: int = 20) -> Tensor:
 
 
 def in_a_child(work: Callable[[], object]) -> None:
-    """Run ``work`` in a fork, which ends without any clean-up, as one that is killed."""
+    """Run ``work`` in a fork, which ends without any clean-up, as a killed one does."""
     pid = os.fork()
     if pid == 0:
         os._exit(work() is not None)
@@ -90,6 +90,7 @@ def test_the_second_epoch_has_the_same_pixels_and_needs_no_file(tmp_path: Path, 
     _, expected = epochs(ImageConfig(), 0)
     with closing(epochs(ImageConfig(cache_gb=0.01), 2)[0]):
         for path in tmp_path.glob("train/*/*.jpg"):
+            # an empty file cannot be decoded: all pixels of the next epoch come from memory
             path.write_bytes(b"")
         _, found = epochs(ImageConfig(cache_gb=0.01), 2)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

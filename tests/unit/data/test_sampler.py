@@ -21,7 +21,7 @@ def samplers(size: int, batch: int, world: int) -> list[TrainSampler]:
 
 
 def global_batch(size: int, batch: int, world: int, step: int) -> list[tuple[int, int]]:
-    """(position, sample) of one step, share after share."""
+    """Return (position, sample) of one step, share after share."""
     parts = [sampler.at(step) for sampler in samplers(size, batch, world)]
     return [pair for part in parts for pair in zip(part.positions().tolist(), part.indices.tolist(), strict=True)]
 
@@ -63,7 +63,7 @@ def test_blocks_generated_ahead_give_the_order_across_blocks_and_the_epochs_end(
 
 
 def test_a_share_generates_no_other_shares_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1,024 shares all but a thousandth of the work would be for nothing."""
+    """With 1,024 shares all but a thousandth of the work would be useless."""
     generated = []
     monkeypatch.setattr(ShuffledOrder, "at", lambda self, positions: generated.append(positions.size) or positions)
     sampler = samplers(10**9, 64 * 1024, 1024)[5]
@@ -85,7 +85,7 @@ def test_each_sample_comes_once_per_epoch_though_batches_straddle_epochs(n: int,
 @settings(max_examples=60, deadline=None)
 @given(SIZES, BATCHES, st.lists(WORLDS, min_size=2, max_size=5))
 def test_defect_a_sample_seen_twice_across_world_sizes(n: int, b: int, worlds: list[int]) -> None:
-    """A run resumed on other numbers of ranks in the middle of an epoch goes on where it was."""
+    """A run resumed in mid-epoch goes on where it was, on other numbers of ranks."""
     samples = [sample for step, world in enumerate(worlds) for _, sample in global_batch(n, b, world, step)]
     undisturbed = itertools.chain.from_iterable(order(n, 5, epoch, 0, n).tolist() for epoch in itertools.count())
     assert samples == list(itertools.islice(undisturbed, len(worlds) * b))
@@ -133,7 +133,10 @@ def test_an_evaluation_batch_behind_the_last_is_refused() -> None:
 
 
 def test_repeats_are_those_of_torchvisions_sampler_with_copies_on_other_ranks() -> None:
-    """references/classification/sampler.py: each sample so many times in a row, dealt out to ranks in turn."""
+    """In references/classification/sampler.py each sample comes ``repeats`` times in a row.
+
+    The copies are dealt out to the ranks in turn.
+    """
     size, batch, repeats, ranks = 30, 12, 3, 3
     once = TrainSampler(size, global_batch_size=1, seed=5, share=Share(0, 1))
     order = [int(once.at(step).indices[0]) for step in range(2 * size)]

@@ -1,4 +1,4 @@
-"""Parts that never change: each share reads its own, each sample of it once in a pass."""
+"""Parts that never change. Each share reads each sample of its own part once in a pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def sampler(size: int, batch: int, index: int, count: int, split: str, seed: int
 
 
 def parts(size: int, count: int, split: str) -> list[list[int]]:
-    """Of each share; the oracle for blocks is numpy's own linspace, for hash the assignment of each index."""
+    """Return the samples of each share.
+
+    The oracle for blocks is numpy's linspace, and for hash the assignment of each index.
+    """
     if split == "blocks":
         edges = np.floor(np.linspace(0, size, count + 1) + 1e-9).astype(int)
         return [list(range(a, b)) for a, b in pairwise(edges)]
@@ -94,7 +97,7 @@ def test_a_samples_part_does_not_change_when_the_data_set_grows() -> None:
 
 
 def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
-    """Worked out with Python's own integers: data that lie on nodes must be found there by the next version."""
+    """The oracle uses Python's own integers. The next version must find data where this one has put them."""
     key = hash64(0x50415254)
     assert part_of(np.arange(50), 7).tolist() == [mix((index + key) % 2**64) % 7 for index in range(50)]
 

@@ -1,4 +1,4 @@
-"""The order of the calls by which a batch comes to a GPU; torch.cuda's are noted, as there is no GPU."""
+"""The order of the calls by which a batch comes to a GPU. torch.cuda's calls are noted, as there is no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stream:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is asked of CUDA. Tensors stay where they are."""
+    """Note what is asked of CUDA. Tensors stay where they are."""
     noted: list[str] = []
     on = ["compute"]
 
@@ -51,6 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: noted.append("pin") or tensor)
     monkeypatch.setattr(Tensor, "record_stream", record_stream)
+    # a stream that an earlier test has made would be found in the cache
     module._copy_stream.cache_clear()
     yield noted
     module._copy_stream.cache_clear()
@@ -61,7 +62,7 @@ ORDER = [*["pin", "copy on copies to cuda:0", "keep until compute is done"] * 2,
 
 
 class Bytes:
-    """Samples of a byte each, which become numbers when a batch of them is on its device."""
+    """Samples of one byte each. They become numbers when a batch of them is on its device."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls

@@ -1,4 +1,4 @@
-"""Texts as tokens, and windows of them: against plain Python, and against the package `tokenizers` itself."""
+"""Texts as tokens, and windows of tokens. The oracles are plain Python and the package `tokenizers` itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Tokens:
-    """102 windows and a few bytes, in documents of 1 to 97 bytes with their ends."""
+    """Pack 102 windows and a few bytes. They are documents of up to 96 bytes, each with an end mark."""
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_bytes(bytes(1 + (number * 7 + n) % 250 for n in range(number * 13 % 97)))
     writer.pack_bytes(sorted(tmp_path.glob("*.txt")), tmp_path / "packed")

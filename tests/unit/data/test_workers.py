@@ -1,4 +1,4 @@
-"""Data workers are processes of their own: each test here forks one or two and ends them."""
+"""Data workers are separate processes. Each test here forks one or two and ends them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_workers_leave_the_process_generator_and_handlers_alone() -> None:
 
 
 class Signalled(Noisy):
-    """Gets each signal that Slurm or a terminal sends to a whole group while it loads."""
+    """A data set that gets signals while it loads. They are those that Slurm or a terminal sends to a whole group."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
@@ -156,7 +156,10 @@ def test_a_replaced_sample_is_told_by_a_worker_with_the_batch() -> None:
 
 
 class Deadly(Noisy):
-    """Sample ``fatal`` kills the process that reads it, as the out-of-memory killer would, once ``gate`` is open."""
+    """A data set whose sample ``fatal`` kills the process that reads it.
+
+    The process dies as under the out-of-memory killer, once ``gate`` is open.
+    """
 
     def __init__(self, size: int, fatal: int, gate: Any) -> None:
         super().__init__(size)
@@ -184,7 +187,7 @@ def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading(most: int
 
 
 class Stuck(Noisy):
-    """Reading does not come back, as from a file server that is down."""
+    """A data set whose reading never returns, as with a file server that is down."""
 
     def __init__(self, size: int, started: Any) -> None:
         super().__init__(size)
@@ -210,7 +213,7 @@ def _is_running(pid: int) -> bool:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
 def test_workers_of_a_killed_rank_die_with_it() -> None:
-    """Those that lived on would hold its sockets open, and its peers would wait instead of failing."""
+    """Surviving workers would hold the rank's sockets open. Its peers would wait instead of failing."""
     fork: Any = multiprocessing.get_context("fork")
     started = fork.Semaphore(0)
     rank = fork.Process(target=_rank, args=(started,))

@@ -1,4 +1,4 @@
-"""`toolkit doctor` without Slurm, inside an allocation that is not there, and as JSON."""
+"""`toolkit doctor` without Slurm, and inside an allocation that is too small."""
 
 from __future__ import annotations
 

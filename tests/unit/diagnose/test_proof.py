@@ -1,4 +1,7 @@
-"""What `toolkit doctor --prove` concludes from the files of its run, where a site keeps its promises and where not."""
+"""The conclusions of `toolkit doctor --prove` from its run's files.
+
+The played sites keep their promises, or break one.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ def test_a_command_that_ends_early_leaves_no_follow_up_job(trial: Trial, monkeyp
 
 
 def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run comes back, and the follow-up job starts, long after RETURN_S, because they waited in the queue."""
+    """The run and its follow-up job wait in the queue for longer than RETURN_S."""
     follower = trial.slurm.sbatch(["--time=10", "follower.sh"])
     trial.measure(follower=follower)
     trial.attempt(1, trial.job, 0, 12, 100.0)
@@ -179,6 +182,7 @@ def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.
 
     def slow_queue(jobs: Iterable[str]) -> dict[str, JobStatus | None]:
         nonlocal looks
+        # a look takes POLL_S at least, so a hundred of them exceed RETURN_S
         looks += 1
         if looks == 100:
             trial.attempt(2, trial.job, 12, 13, 112.0)

@@ -1,4 +1,4 @@
-"""What a cluster says about itself, the profile made of it, and what `submit` and `init` make of the profile."""
+"""A cluster's description of itself, and the profile made of it. `submit` and `init` use the profile."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ QOS = "normal||cluster|00:00:00|||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20
 
 
 class Programs:
-    """Programs of Slurm on PATH: each answers by the words of its command line."""
+    """Slurm's programs on PATH. Each answers by the words of its command line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ class Programs:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """Slurm's programs, in a home of the user's own."""
+    """Put Slurm's programs on PATH, with a home folder for the test alone."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""What `toolkit doctor` makes of the lines of a step's tasks, and of srun's own. Both are played."""
+"""How `toolkit doctor` reads the lines of a step's tasks, and srun's own. Both are played."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Lines = dict[str, list[str | ErrorLine]]
 
 
 class Step(LineChannel):
-    """A step whose tasks say these lines, one well node each by default."""
+    """A step whose tasks say these lines; by default each reports one well node."""
 
     def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool) -> None:
         self.events: Events = SimpleQueue()
@@ -57,7 +57,7 @@ def test_nothing_is_said_of_healthy_nodes() -> None:
 
 
 def test_an_answer_that_srun_has_cut_is_put_together() -> None:
-    """It prints a labelled line of more than 1,024 bytes as several. Spaces at the cut are part of the text."""
+    """srun prints a labelled line of more than 1,024 bytes as several. Spaces at the cut are part of the text."""
     text = line("node3", Finding("temp space", "bad", "0 B", "/tmp is full " * 200))
     pieces = ["a word of the profile", *(text[start : start + 1018] for start in range(0, len(text), 1018))]
     assert asked({"node3": pieces}).bad == {"node3": "/tmp is full " * 200}
@@ -96,7 +96,7 @@ def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
-    """Also that of one which says nothing itself."""
+    """Also the name of a node that says nothing itself."""
     gone: Lines = {"node 3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}
     lines: Lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
     hosts = [f"node {number}" for number in range(1, 5)]
@@ -122,7 +122,7 @@ def test_a_wrong_clock_is_found_also_after_an_hour_in_the_queue() -> None:
 
 
 def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
-    """srun then ends the whole step: the others are asked again, without it."""
+    """srun then ends the whole step. The other nodes are asked again, without that one."""
     failure = "srun: error: Task launch for StepId=7.0 failed on node node2: Communication connection failure"
     killed = "srun: error: node3: task 2: Killed"
     starts: list[tuple[Sequence[str], list[int]]] = []
@@ -150,7 +150,7 @@ def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
     ],
 )
 def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> None:
-    """The first was seen when a job was cancelled while its checks began."""
+    """The first text was seen when a job was cancelled while its checks began."""
     report = asked({host: [ErrorLine(text)] for host in HOSTS})
     assert report.bad == {}
     assert text in report.common[0]

@@ -1,4 +1,4 @@
-"""Where resume-check's signal goes: to a rank that the attempt needs, in a step that the training makes."""
+"""The target of resume-check's signal. It is a rank that the attempt needs, in a step that the training makes."""
 
 from __future__ import annotations
 

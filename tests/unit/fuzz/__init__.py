@@ -1,4 +1,5 @@
-"""Odd inputs of every kind: each ends in a clear error, is named, or is accepted; none ends in a traceback.
+"""Odd inputs of every kind: each is refused with a clear error, named, or accepted.
 
-A unit run takes a sample with a fresh seed, `make fuzz` thousands. ``TOOLKIT_FUZZ_SEED=N`` repeats a run.
+None ends in a traceback. A unit run takes a sample with a fresh seed, `make fuzz` thousands. ``TOOLKIT_FUZZ_SEED=N``
+repeats a run.
 """

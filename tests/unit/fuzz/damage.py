@@ -1,4 +1,4 @@
-"""Ways to damage a file, and values that are odd in a place where another one is expected."""
+"""Ways to damage a file, and values that are odd where another one is expected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ODD_FILES = (
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file with other bytes. ``is_plain``: no reader can take it for what was written."""
+    """A file with other bytes. If ``is_plain``, no reader can take it for what was written."""
 
     name: str
     how: str
@@ -58,16 +58,18 @@ class Damaged:
 
 @st.composite
 def damaged(draw: st.DrawFn, files: Mapping[str, bytes]) -> Damaged:
-    """One of the files, damaged in one way."""
+    """Draw one of the files, damaged in one way."""
     name = draw(st.sampled_from(sorted(files)))
     raw = files[name]
     ways = ["cut", "zeroed", "flipped", "replaced", "inserted"]
     if name.endswith((".json", ".jsonl")):
+        # damage that is valid JSON reaches the readers' own checks
         ways += ["retyped"] * 6 + ["without a key", "nested"]
     how = draw(st.sampled_from(ways))
     start, length = draw(st.integers(0, max(len(raw) - 1, 0))), draw(st.integers(1, 400))
     if how == "cut":
         content = raw[:start]
+        # a cut at a line's end leaves whole lines, and nothing shows that more were written
         return Damaged(name, how, content, bool(content.strip()) and not raw[start:].startswith(b"\n"))
     if how == "zeroed":
         content = raw[:start] + b"\0" * len(raw[start : start + length]) + raw[start + length :]
@@ -90,7 +92,7 @@ def damaged(draw: st.DrawFn, files: Mapping[str, bytes]) -> Damaged:
 
 
 def _with_other_value(draw: st.DrawFn, name: str, raw: bytes, how: str) -> bytes:
-    """The JSON with one value, or key, changed; of JSON lines, one of them."""
+    """Return the JSON with one value, or key, changed. Of JSON lines it is one line."""
     lines = raw.splitlines() if name.endswith("l") else [raw]
     index = draw(st.integers(0, len(lines) - 1))
     lines[index] = _changed(draw, json.loads(lines[index]), how).encode()
@@ -98,7 +100,7 @@ def _with_other_value(draw: st.DrawFn, name: str, raw: bytes, how: str) -> bytes
 
 
 def _changed(draw: st.DrawFn, value: Any, how: str) -> str:
-    """As text: an odd value may be none that Python can hold."""
+    """Return the changed JSON as text, since Python cannot hold every odd value."""
     paths = list(_paths(value))
     path = draw(st.sampled_from(paths))
     if how == "without a key":
@@ -128,7 +130,7 @@ def _at(value: Any, path: Any) -> Any:
 
 
 def _reframed(draw: st.DrawFn, raw: bytes, how: str) -> bytes:
-    """A manifest of another shape whose own digest is right."""
+    """Return a manifest of another shape whose own digest is right."""
     head = re.match(rb'\{"format": \d+, "crc32": "[0-9a-f]{8}", "manifest":\n', raw)
     assert head
     body = _changed(draw, json.loads(raw[head.end() : -len(b"\n}\n")]), how)

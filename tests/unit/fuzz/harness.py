@@ -1,4 +1,4 @@
-"""Runs a check on many inputs and counts what became of them."""
+"""Run a check on many inputs and count the outcomes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from toolkit.cli import main as cli
 from toolkit.logs import LOGGER
 
 CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
-#: So many inputs in a unit run; and in the long one.
+#: The number of inputs in a unit run, and in the long one.
 SAMPLE, MANY = 12, 500
-#: Read before a test secludes itself.
+#: Read before `seclude` removes the variable.
 SEED = os.environ.get("TOOLKIT_FUZZ_SEED")
 COUNTS = [pytest.param(SAMPLE, id="sample"), pytest.param(MANY, id="many", marks=pytest.mark.soak)]
 
@@ -37,7 +37,7 @@ Case = TypeVar("Case")
 
 
 class SilentError(AssertionError):
-    """An input that nobody can have meant was accepted without a word."""
+    """An input that cannot have been meant was accepted without a word."""
 
 
 def fuzz(what: str, cases: SearchStrategy[Case], check: Callable[[Case], str], count: int) -> None:
@@ -63,6 +63,7 @@ def fuzz(what: str, cases: SearchStrategy[Case], check: Callable[[Case], str], c
             tally[check(case)] += 1
         except Exception as error:
             tally["silent" if isinstance(error, SilentError) else "tracebacks"] += 1
+            # one input for each place, since many inputs fail in the same one
             faults.setdefault(_place(error), f"{case!r:.2000}\n{''.join(traceback.format_exception(error)[-12:])}")
 
     each()
@@ -81,7 +82,7 @@ def _place(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Said:
-    """What a command has answered."""
+    """The answer of a command."""
 
     code: int
     out: str
@@ -97,6 +98,7 @@ def command(argv: Sequence[str]) -> Said:
     out, err = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(err)
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
+    # what the command logs counts as its stderr
     LOGGER.handlers[:] = [handler]
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -114,8 +116,10 @@ def command(argv: Sequence[str]) -> Said:
 
 
 def seclude(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Stand in a project of our own, where no program is found on the path: an odd input must never reach the Slurm of
-    the machine that runs the test, nor make a folder where somebody works."""
+    """Move into a copy of the project, where no program is on the path.
+
+    An odd input must never reach the machine's Slurm, nor make a folder in anybody's project.
+    """
     for name in ("jobs", "configs"):
         shutil.copytree(ROOT / name, folder / "project" / name)
     monkeypatch.chdir(folder / "project")

@@ -51,8 +51,9 @@ WORDS = [
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
-    """A folder of runs with one in it, and nobody who starts, sends or fetches anything."""
+    """Return a run in a folder of runs, with all starting, sending and fetching replaced."""
     seclude(monkeypatch, tmp_path)
+    # an odd argument must not start a job, leave this process, or reach the network
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
     monkeypatch.setattr(Run, "watch", lambda self: iter(()))
     monkeypatch.setattr(Run, "wait", lambda self, timeout_s=None: {})
@@ -83,7 +84,7 @@ def _refuse() -> Any:
 
 
 def commands() -> dict[str, list[str]]:
-    """Each command with its options, as the parser has them."""
+    """Return each command's options, as the parser has them."""
     found = {}
     for action in cli.build_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -177,6 +178,7 @@ def test_odd_environments_are_refused_by_the_variable_or_mean_something(world: r
         os.environ.clear()
         os.environ.update({**plain, **case[0], **case[1]})
         codes = [command(case[2]).code]
+        # also the readers that these commands may not reach
         for read in (lambda: placement.derive(os.environ, socket.gethostname()), lambda: load_config(None)):
             try:
                 read()

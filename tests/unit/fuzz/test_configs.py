@@ -1,4 +1,4 @@
-"""Every key of a config with odd values: refused by name, or accepted, written and read back equal."""
+"""Every key of a config with odd values. Each is refused by name, or accepted, written and read back equal."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OWN += ["params.sub.size", "params.sub.words", "params.sub.words.a", "params.no"
 
 
 def names_a_key(text: str, key: str) -> bool:
-    """The key itself, or another one that does not go with it."""
+    """True if ``text`` names the key, or another key that does not go with it."""
     own = key.rpartition(".")[2]
     return (own != "" and own in text) or any(re.search(rf"\b{re.escape(other)}\b", text) for other in all_keys())
 
@@ -142,7 +142,7 @@ def test_an_odd_file_is_refused_by_its_name_or_its_dry_run_is_printed(count: int
 
 
 def _nested(pair: tuple[str, str]) -> str:
-    """``a.b`` and a value as lines of YAML."""
+    """Return ``a.b`` and a value as lines of YAML."""
     *above, last = pair[0].split(".")
     heads = "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(above))
     return f"{heads}{'  ' * len(above)}{last}: {pair[1]}\n"

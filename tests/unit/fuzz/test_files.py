@@ -1,4 +1,4 @@
-"""Every file of a run, damaged in every way: commands name it and go on, and the supervisor brings the run back."""
+"""Every file of a run, damaged in every way. Commands name it and go on, and the supervisor brings the run back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from toolkit.metrics.sinks import JsonlSink
 from toolkit.run_files import OwnerRecord, RunProgress, RunState, Straggler
 from toolkit.rundir import RunDir
 
-#: The command, or other reader, that names a file which nobody can take for what was written.
+#: The command, or other reader, that names each file when it cannot pass for what was written.
 NAMED_BY = {
     "status.json": "status",
     "owner.json": "status",
@@ -64,7 +64,7 @@ NAMED_BY = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run that crashed once, with every file that a run may have, each by its own writer."""
+    """Return a run that crashed once, with every file that a run may have. Each file is written by its own writer."""
     seclude(monkeypatch, tmp_path)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of files
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
@@ -104,6 +104,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
         fsio.write_json(run.error_file(number, 1), {**said, "exit_code": 1})
         if number == 1:
             journal.add(attempt, Verdict(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
+    # an open run has no result: its supervisor died during attempt 2
     if not is_open:
         journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
     run.take_number(1)
@@ -156,12 +157,13 @@ class Folder:
 
 
 def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
-    """What each reader of the file says, by its name."""
+    """Return what each reader of the file says, by the reader's name."""
     argvs = [["status"], ["status", run.id, "--json"], ["why", run.id], ["why", run.id, "--json"], ["logs", run.id]]
     argvs += [["report", run.id, "--to", str(run.path.parent.parent / "report.html")], ["report", run.id, "--json"]]
     if name.startswith("checkpoints"):
         argvs += [["checkpoint", "list", run.id], ["checkpoint", "verify", run.id], ["checkpoint", "diff", run.id]]
         argvs += [["checkpoint", "list", run.id, "--json"], ["checkpoint", "prune", run.id]]
+    # these three commands change a run, and read these files only
     if name in ("config.yaml", "result.json", "submitit/submission.json", "status.json", "intent.json", "owner.json"):
         argvs += [["stop", run.id], ["cancel", run.id], ["resume", run.id]]
     said = {}
@@ -181,7 +183,7 @@ def _resumed_sink(run: RunDir) -> None:
 
 
 def _said_by(read: Any, run: RunDir) -> str:
-    """The warnings, or the error."""
+    """Return the warnings of ``read``, or its error."""
     warnings: list[str] = []
     log, kept = records.log, records.log.warning
     try:
@@ -224,7 +226,7 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short patience, and the test runner's own signal handlers back at the end."""
+    """Shorten the patience, and restore the test runner's signal handlers at the end."""
     monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
@@ -235,7 +237,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, count: int) -> None:
-    """With attempt 2 left over, whose number must not be given again. Only a user's word, or an end, holds it back."""
+    """Attempt 2 is left over: its number must not be given again.
+
+    Only a user's request, or an end, keeps the run from going on.
+    """
     stop_request.ask(run, stop_request.Intent.STOP)
     stopped = Folder(run.path)
     stop_request.clear(run)
@@ -244,6 +249,7 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
     def check(case: Damaged) -> str:
         (stopped if case.name == "intent.json" else folder).restore()
         (run.path / case.name).write_bytes(case.content)
+        # the highest number that the damaged files still show
         had = max(2, *(line.attempt for line in run.attempts([])), 0)
         ranks = Ranks(completes)
         code = Supervisor(run, JobConfig(), Allocation(("here",), (2,), 1), ranks, None).run()
@@ -269,7 +275,7 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
 @pytest.mark.soak
 @pytest.mark.dist
 def test_every_command_survives_a_damaged_file_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was made on this machine, by two ranks, and lost one of them."""
+    """The run was made on this machine, by two ranks, and lost one of them."""
     environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
     fault = {"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 20}
     overrides = ["train.max_steps=60", "checkpoint.every_steps=20", "name=real"]

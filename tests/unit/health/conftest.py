@@ -1,4 +1,4 @@
-"""A library in place of NVIDIA's, compiled for the tests: there is no GPU on most machines."""
+"""A library in place of NVIDIA's, compiled for the tests. Most machines have no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class FakeDriver:
-    """Two GPUs, and what they tell: ``{"busy": (50, 0)}``, a value for each. A name that is missing is unsupported."""
+    """Two GPUs with given figures: ``{"busy": (50, 0)}``, a value for each. A name that is missing is unsupported."""
 
     def __init__(self, library: Path, file: Path) -> None:
         self.library, self._file = str(library), file

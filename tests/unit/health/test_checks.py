@@ -1,4 +1,4 @@
-"""The checks of one node, with facts of nodes that we do not have."""
+"""The checks of one node, with facts of nodes other than the test machine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_worst_takers_are_named() -> None:
 
 
 def tree(**parents: tuple[int, int]) -> dict[int, Process]:
-    """``name=(pid, parent)``."""
+    """Return processes by id, from ``name=(pid, parent)``."""
     return {pid: Process(pid, parent, name, 0.0, 0.0) for name, (pid, parent) in parents.items()}
 
 
@@ -118,7 +118,7 @@ def test_only_demand_that_lasts_through_every_interval_counts() -> None:
 
 
 def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None:
-    """Each process counts from when it was seen, wherever in its look we were made to wait."""
+    """Each process counts from when it was seen. The checks may have to wait anywhere in a look."""
     looks = [
         {1: Process(1, 0, "early", at, at), 2: Process(2, 0, "late", at + wait, at + wait)}
         for at, wait in ((0.0, 0.0), (0.1, 0.5), (0.7, 0.0))
@@ -127,7 +127,7 @@ def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None
 
 
 def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
-    """Also on a machine so busy that it gets no CPU: who waits for one needs it as well."""
+    """This holds also where the loop gets no CPU. A process that waits for one needs it too."""
     with subprocess.Popen([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], stdout=-1) as loop:
         assert loop.stdout is not None
         loop.stdout.readline()
@@ -350,7 +350,7 @@ def test_the_users_interface_is_the_ranks_interface() -> None:
 
 
 def answer(**request: object) -> CheckAnswer:
-    """What one node prints, run as on a node."""
+    """Return what one node prints, run as on a node."""
     content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-m", "toolkit.health", json.dumps(content | request)],
@@ -379,7 +379,7 @@ def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -
 
 
 def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
-    """A fifo that nobody writes to does to a reader what a file server that is away does."""
+    """A fifo without a writer blocks its reader, as an absent file server does."""
     (shared / storage.TOKEN).unlink()
     os.mkfifo(shared / storage.TOKEN)
     found = {finding.check: finding for finding in answer(folder=str(shared), disk_limit_s=1.5).findings}

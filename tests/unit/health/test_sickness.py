@@ -1,4 +1,4 @@
-"""What counts as sick, on a made-up node: folders in place of ``/sys`` and ``/tmp``, a library in place of NVIDIA's."""
+"""The signs of a sick node, on a made-up one. Folders stand for ``/sys`` and ``/tmp``, and a library for NVIDIA's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WELL = {
 
 
 class Node:
-    """A node's counters, and what its GPUs say."""
+    """A node's counters, and the figures of its GPUs."""
 
     def __init__(self, root: Path, nvml: Nvml | None = None) -> None:
         self._devices = root / "sys/devices/system"

@@ -1,4 +1,7 @@
-"""What a job uses on a node, compared with processes that know it of themselves, and with made-up folders."""
+"""The resources that a job uses on a node.
+
+Compared with processes that know their own use, and read from made-up folders.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[tuple[int, float]]:
-    """A process, and the processor time that it has used with its child's."""
+    """Yield a process's id, and the processor time that it and its child have used."""
     command = [sys.executable, "-I", "-S", "-c", WORKER, str(tmp_path / "cached")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -73,6 +76,7 @@ os.read(0, 1)
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        # four processes share the pages; a plain sum would count HELD four times
         processes = JobProcesses(process.pid, {})
         sizes = [processes.totals().memory_bytes for _ in range(3)]
         process.kill()
@@ -80,7 +84,7 @@ os.read(0, 1)
 
 
 class Proc:
-    """A made-up /proc, in which processes have been there for a day."""
+    """A made-up /proc whose processes have run for a day."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root

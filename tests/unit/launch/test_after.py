@@ -1,4 +1,4 @@
-"""Runs that wait for others: what they wait for, what they do at their other_runs, and what cannot be waited for."""
+"""Runs that wait for others: for which, what follows, and which waits are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def new_run(name: str) -> RunDir:
 
 
 def submitted(name: str, slurm: FakeSlurm, *options: str) -> RunDir:
-    """A run whose job waits in the queue."""
+    """Return a run whose job waits in the queue."""
     run = new_run(name)
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     job = slurm.sbatch([*options, "job.sh"])
@@ -63,7 +63,7 @@ def submitted(name: str, slurm: FakeSlurm, *options: str) -> RunDir:
 
 
 def local_run(name: str) -> RunDir:
-    """A run at work on another machine without Slurm, whose processes cannot be seen from here."""
+    """Return a run at work on another machine without Slurm. Its processes cannot be seen from here."""
     run = new_run(name)
     owner = ownership.submit_as(run, "local", ownership.take(run, 0))
     run.write_owner(owner.replace(host="elsewhere"))
@@ -72,7 +72,7 @@ def local_run(name: str) -> RunDir:
 
 
 def waiting_for(slurm: FakeSlurm, *others: RunDir | str) -> RunDir:
-    """A run that waits for others, whose job Slurm has started."""
+    """Return a run that waits for others, and whose job Slurm has started."""
     run = submitted("second", slurm)
     names = [other if isinstance(other, str) else other.id for other in others]
     record = awaited.find(names, "slurm", slurm.show_jobs)
@@ -83,7 +83,7 @@ def waiting_for(slurm: FakeSlurm, *others: RunDir | str) -> RunDir:
 
 
 def start_job(run: RunDir, slurm: FakeSlurm, ranks: Ranks | None = None) -> int:
-    """What the run's job does in Slurm; the exit code."""
+    """Run the job's supervisor as Slurm would start it; return its exit code."""
     (job, *_) = ownership.jobs_of(run)
     row = slurm.show_job(job)
     assert row is not None
@@ -346,7 +346,7 @@ def test_what_cannot_be_waited_for_is_refused_before_anything_is_made(monkeypatc
     done = submitted("done", slurm)
     complete(done, slurm)
     assert find(["done"], "slurm", slurm.show_jobs) is None
-    give(STRANGER, [going.path], monkeypatch)
+    give(STRANGER, [going.path], monkeypatch)  # another user could write its result
     with pytest.raises(RequestError, match=f"--after: others could say how {going.id} has ended"):
         find("going", "slurm", slurm.show_jobs)
 

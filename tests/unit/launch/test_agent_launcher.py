@@ -1,4 +1,4 @@
-"""What the agents are told to start."""
+"""The processes and environments that the agents are ordered to start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALLOCATION = Allocation(("node1", "node2", "node3"), (2, 2, 1), 4, job_id="7")
 
 
 def environments(folder: Path, allocation: Allocation, environ: dict[str, str]) -> list[dict[str, str]]:
-    """Return what the order of each rank adds to the environment of its agent, by rank."""
+    """Return what each rank's order adds to the environment of its agent, by rank."""
     links = SimpleNamespace(call=lambda what: None)
     agents: Any = SimpleNamespace(links=links, environ=environ, reports_token="1")
     launcher = AgentLauncher(rundir.create("test", folder), allocation, agents)
@@ -26,7 +26,7 @@ def environments(folder: Path, allocation: Allocation, environ: dict[str, str]) 
 
 
 def test_each_rank_is_told_what_srun_would_tell_a_task(tmp_path: Path) -> None:
-    """Also where the agents' environment has the same values: srun has told the agents of a step of their own."""
+    """The agents' environment may have the same variables. Those describe the step of the agents, and not the ranks."""
     ranks = environments(tmp_path, ALLOCATION, {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2(x2),1"})
     assert [rank["SLURM_PROCID"] for rank in ranks] == [rank["RANK"] for rank in ranks] == [*"01234"]
     assert [rank["SLURM_LOCALID"] for rank in ranks] == [*"01010"]

@@ -1,4 +1,4 @@
-"""The launcher with a real agent on this machine. What it starts here is no Python: a zygote takes seconds."""
+"""The launcher with a real agent on this machine. The ranks are shell scripts: a zygote takes seconds to start."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from toolkit.staging.copying import CopyRequest
 from toolkit.staging.package import PackageSource, PackRequest
 
 TIMEOUT_S = 20
-#: A store that says where it is, and notes what it is told.
+#: A store that prints its port, and notes the lines that it gets.
 STORE = """echo '{"port": 7}'; while read line; do echo "$line" >> told; done"""
 
 
 class Shell:
-    """In place of a container: starts a script instead of the store."""
+    """Stands for a container: starts a script instead of the store."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -66,7 +66,7 @@ class Shell:
 
 
 class Site:
-    """A run, the launcher of its ranks, and what happens to them."""
+    """A run, the launcher of its ranks, and the events of these ranks."""
 
     def __init__(self, folder: Path, ranks: int = 1, store: str = STORE, settings: Settings | None = None) -> None:
         self.run = rundir.create("agents", folder)
@@ -78,14 +78,14 @@ class Site:
         self.begin()
 
     def begin(self) -> None:
-        """Be the supervisor, or another one in its place."""
+        """Begin as the run's supervisor, the first one or a later one."""
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.agents = Agents(self.run, self.allocation, self.starter, self.endpoint)
         shell: Any = self._shell
         self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell, *self._settings)
 
     def die(self) -> None:
-        """Without a word to anybody, as by SIGKILL."""
+        """End as by SIGKILL, without a message to the agents."""
         links = self.agents.links
         links.call(links.close)
         await_true(lambda: links._waker.fileno() < 0)
@@ -100,7 +100,7 @@ class Site:
         return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
 
     def next(self) -> Any:
-        """What happens next to ranks, or to the store at its end; ends with exit code 0 are left out."""
+        """Return the next event of the ranks or the store. Ends with exit code 0 are left out."""
         while isinstance(event := self.events.get(timeout=TIMEOUT_S), RanksFinished):
             pass
         return event
@@ -134,7 +134,7 @@ def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path
 
 @pytest.mark.parametrize("signals_all", [False, True])
 def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: Path, signals_all: bool) -> None:
-    """As proctrack/cgroup does. Where Slurm sends it to all processes itself, the ranks do not get it twice."""
+    """As with proctrack/cgroup. Where Slurm signals all processes itself, the ranks do not get the signal twice."""
     site = Site(tmp_path, ranks=2, settings=Settings(signals_all=signals_all))
     step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
     await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
@@ -161,7 +161,7 @@ def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_pat
 
 @pytest.mark.parametrize("apart", ["", "setsid "])
 def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) -> None:
-    """Also in a session of its own."""
+    """Also a process in a session of its own."""
     note = tmp_path / "pid"
     site = Site(tmp_path)
     site.start(f"{apart}sh -c 'echo $$ > {note}; exec sleep 600' & while [ ! -s {note} ]; do sleep 0.01; done; exit 3")
@@ -264,7 +264,7 @@ node.main(sys.argv[1:])
 
 
 class Copying:
-    """Keeps what the agents say of their copies."""
+    """Keeps the agents' messages about their copies."""
 
     def __init__(self) -> None:
         self.staged: list[Any] = []
@@ -279,7 +279,7 @@ class Copying:
 
 def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = agent_starters._command
-    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]
+    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]  # replaces the first 4 words of the usual command
     monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
     site = Site(tmp_path)
     site.launcher.copying = copying = Copying()
@@ -332,7 +332,7 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monk
         return json.loads(site.log(0))
 
     assert attempt() == copies
-    (Path(copies[str(sources[0])]) / "part").unlink()
+    (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
     assert attempt() == {str(sources[1]): copies[str(sources[1])]}
     assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
     site.agents.close()
@@ -409,7 +409,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence, garbage, half a frame, a frame that is too long, and more of them than there may be."""
+    """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
     monkeypatch.setattr(agent_links, "STRANGER_S", 0.5)
     monkeypatch.setattr(agent_links, "MAX_STRANGERS", 8)
     site = Site(tmp_path)
@@ -438,7 +438,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
 
 
 def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp_path: Path) -> None:
-    """They start at the same moment. Before, all but 256 were closed at once, and their nodes had no agents."""
+    """They start at the same moment. Before, all but 256 were refused at once, and their nodes had no agents."""
     listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
     came: SimpleQueue[str] = SimpleQueue()
     listener: Any = SimpleNamespace(agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None)
@@ -459,7 +459,7 @@ def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp
 
 
 def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links() -> None:
-    """Its connection was closed twice. That ended the thread, and with it the supervisor."""
+    """Before, its connection was closed twice. That ended the thread, and with it the supervisor."""
     listening, secret = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(32)
     happened: SimpleQueue[Any] = SimpleQueue()
     is_busy, gate = Event(), Event()
@@ -491,7 +491,7 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links(
 
 
 def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
-    """What an agent has sent is worth nothing on another connection: its keys have the supervisor's numbers in them."""
+    """An agent's messages are worthless on another connection. The supervisor's random bytes are part of the keys."""
     site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
@@ -506,7 +506,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
 
 
 def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(tmp_path: Path) -> None:
-    """It took the other's place before, and as that one ended for want of an inbox, both were lost with the ranks."""
+    """Before, the late agent took the other's place. It ended for want of an inbox, and the ranks were lost."""
     site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
@@ -603,7 +603,7 @@ def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp
 
 
 def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None:
-    """The kernel lets a connection wait while the queue of who listens is full."""
+    """The kernel lets a connection wait while the listener's queue is full."""
     site = Site(tmp_path)
     opened(site)
     check(site, ["echo", "here"])
@@ -639,14 +639,14 @@ def report(phase, step, **more):
 
 
 def reporting(folder: Path, lines: str) -> str:
-    """A rank that imports no torch and reports as ours do."""
+    """Return the command of a rank that imports no torch. It reports as the toolkit's ranks do."""
     script = folder / "rank.py"
     script.write_text(REPORTS + lines)
     return f"PYTHONPATH={Path(agent_links.__file__).parents[3]} exec {sys.executable} {script}"
 
 
 def until(site: Site, kind: type[Any]) -> list[Any]:
-    """What has happened, up to the next event of this kind."""
+    """Return the events up to the next one of this kind."""
     happened = [site.next()]
     while not isinstance(happened[-1], kind):
         happened.append(site.next())
@@ -654,7 +654,7 @@ def until(site: Site, kind: type[Any]) -> list[Any]:
 
 
 def test_what_ranks_report_is_told_before_their_end(tmp_path: Path) -> None:
-    """Who has reported, and all that rank 0 says: also where they end at once."""
+    """All reports of rank 0 arrive even where ranks end at once. So do the first reports of the others."""
     site = Site(tmp_path, ranks=3)
     lines = """
 if rank == 0:
@@ -691,7 +691,7 @@ def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path
 
 
 def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
-    """Rank 0 has reported and waits; rank 1 works on something; rank 2 has not started."""
+    """Rank 0 has reported and waits. Rank 1 works on something, and rank 2 has not started."""
     site = Site(tmp_path, ranks=3)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
     until(site, FirstReports)
@@ -729,7 +729,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(tmp_path: Path) -> None:
-    """Nobody else would end them."""
+    """No other process would end these ranks."""
     site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: bool(site.agents.links.hosts))
@@ -760,7 +760,7 @@ def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents do not die with the thread that has started them, which here is the supervisor's."""
+    """Let agents outlive the thread that started them, which here is the supervisor's."""
     monkeypatch.setattr(children, "dying_with_us", lambda command, *_, **__: command)
 
 
@@ -774,7 +774,7 @@ def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     step: Any = site.start(script)
     await_true(lambda: step._still_running == {1, 2})
     site.die()
-    site.begin()
+    site.begin()  # rank 0 has ended and ranks 1 and 2 run: a new supervisor takes them over
     ranks = site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events)
     assert ranks is not None
     step, store = ranks
@@ -801,7 +801,7 @@ report("in a step", 8, fields={{"step": 8}})
     site.start(reporting(tmp_path, lines))
     until(site, FirstReports)
     site.die()
-    (tmp_path / "go").touch()
+    (tmp_path / "go").touch()  # the last report and the end come while there is no supervisor
     site.begin()
     assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
     happened = until(site, AllRanksEnded)

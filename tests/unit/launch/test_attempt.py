@@ -1,4 +1,4 @@
-"""What the supervisor counts during an attempt, and that it costs the same for each event of a large run."""
+"""The supervisor's counts during an attempt. Each event of a large run costs the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = tuple(f"node{number}" for number in range(NODES))
 
 
 class CountingList(list[str]):
-    """Counts the items that are read."""
+    """A list that counts the items read from it."""
 
     reads = 0
 
@@ -55,7 +55,7 @@ def test_all_reachable_ranks_have_ended_once_only_lost_nodes_have_any_left(attem
 
 
 def test_the_end_of_a_rank_costs_the_same_in_a_large_run(attempt: Attempt) -> None:
-    """Before, each one went through all ranks: 97 s of CPU at 10,000 nodes."""
+    """Before, each end went through all ranks: 97 s of CPU at 10,000 nodes."""
     hosts = CountingList(attempt.rank_hosts)
     attempt.__dict__["rank_hosts"] = hosts
     attempt.lost_nodes = {"node1"}
@@ -68,7 +68,7 @@ def test_the_end_of_a_rank_costs_the_same_in_a_large_run(attempt: Attempt) -> No
 def test_each_error_file_is_looked_at_once_also_among_thousands(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the list of failures was made anew for each file: 14 s for 16,000."""
+    """Before, the list of failures was built again for each file: 14 s for 16,000."""
     reads = 0
 
     class Failure(RankFailure):
@@ -89,5 +89,5 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
     attempt.failures = list(told)
     add_error_files(SimpleNamespace(run=RunDir(tmp_path)), attempt)  # type: ignore[arg-type]
     assert len(attempt.failures) == ranks + 1
-    assert attempt.failures[0] is told[0]  # a signal is told by srun, the words by the rank: both count
+    assert attempt.failures[0] is told[0]  # srun reports the signal and the rank its error: both count
     assert reads <= 10 * ranks

@@ -48,7 +48,7 @@ class World:
         self.run.write_status(RunStatus.from_json({"state": state, "updated": self.updated}))
 
     def looks(self, seconds: float, *, speaking: bool) -> str | None:
-        """What is said within ``seconds``."""
+        """Return what the watch says within ``seconds``; None if it finds nothing."""
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK_EVERY_S
@@ -152,7 +152,7 @@ def test_told_to_end_it_stays_with_a_job_that_runs_and_leaves_one_that_ends(worl
 
 
 def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
-    """In a process of its own, as it is."""
+    """The watch runs in a process of its own, as on a node."""
     world.slurm._set(world.slurm._one(world.job), node_list="node2")
     code = f"""
 import os, signal, threading
@@ -172,6 +172,7 @@ watched = batch_host_watch.WatchedJob(run, job, 0, "node1", "127.0.0.1", 1, supe
 batch_host_watch.watch_batch_host(watched, slurm)
 print(slurm.show_job(job).restarts)
 """
+    # the pause of an hour is longer than the limit here: only the signal can end it
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE * 30)
     assert done.stdout.strip() == "1", done.stderr
 
@@ -188,7 +189,7 @@ def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world
 def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watch failed each time that it was started, and the job ran on without a supervisor."""
+    """Before, the watch failed at every start, and the job ran on without a supervisor."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -203,7 +204,7 @@ def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
 
 
 def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: World) -> None:
-    """It ran on for ever with nobody in it: the requeue is refused, and its follow-up job waits for its end."""
+    """Before, it ran on for ever without ranks. The requeue is refused, and the follow-up job waits for its end."""
     world.slurm._set(world.slurm._one(world.job), can_requeue=False)
     batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)

@@ -1,4 +1,4 @@
-"""A run whose files are damaged is brought back, and what a user has said of it holds."""
+"""A run whose files are damaged is brought back, and its user's requests still hold."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def supervise(run: RunDir, *acts: object, restarts: int = 0) -> int:
 
 @pytest.mark.parametrize("line", [b"\0" * 200 + b"\n", b"garbage\n", b'{"attempt": 2'])
 def test_a_run_with_a_damaged_line_of_attempts_is_resumed_under_a_new_number(run: RunDir, line: bytes) -> None:
-    """The error file of the attempt whose line is lost is not read as the new one's."""
+    """The lost line's attempt left an error file. The new attempt must not read it as its own."""
     times = {"started": "2026-01-01T00:00:00.000+00:00", "ended": "2026-01-01T00:01:00.000+00:00"}
     run.add_attempt(
         AttemptRecord.from_json({"attempt": 1, **times, "cause": "crashed", "decision": "restart", "nodes": "here"})
@@ -59,7 +59,7 @@ def test_a_run_that_somebody_has_ended_does_not_train_though_the_note_is_damaged
 
 
 def test_a_restarted_job_leaves_a_run_alone_whose_result_cannot_be_read(run: RunDir) -> None:
-    """It may be that of a run that somebody has cancelled; `toolkit resume` goes on with it."""
+    """A user may have cancelled that run. `toolkit resume` goes on with it."""
     (run.path / "result.json").write_text("{")
     assert supervise(run, restarts=1) == EXIT_DONE
     assert (run.path / "result.json").read_text() == "{"

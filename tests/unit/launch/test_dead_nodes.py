@@ -12,7 +12,7 @@ from toolkit.launch.watch.node_care import ASK_DEAD_EVERY_S, for_dead_nodes
 
 
 class Network:
-    """Answers for all nodes but ``dead``."""
+    """Nodes that all answer but those in ``dead``."""
 
     def __init__(self) -> None:
         self.dead: set[str] = set()

@@ -1,4 +1,4 @@
-"""When Slurm is asked which nodes are drained, and what becomes of its answer."""
+"""When Slurm is asked which nodes are drained, and how its answer is used."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def test_a_controller_that_is_slow_is_not_asked_again_meanwhile() -> None:
     for _ in range(3):
         now += ASK_DRAINED_EVERY_S
         watch.look(HOSTS)
+    # the first question has had no answer so far
     answer.set()
     assert watch._thread is not None
     watch._thread.join()

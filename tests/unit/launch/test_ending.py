@@ -1,4 +1,4 @@
-"""The verdict, as a table. The rows of scontrol were recorded on Slurm 22.05.8 and 24.11.5 (times in seconds)."""
+"""The verdict on an attempt, as a table. Rows of scontrol: from Slurm 22.05.8 and 24.11.5 (times in seconds)."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_failures_have_a_budget_and_so_have_attempts_without_progress(
 
 
 def test_a_failure_in_the_step_after_a_checkpoint_is_at_the_checkpoints_step() -> None:
-    """There is no report of a step then, only of where the attempt began."""
+    """No step is reported then, only the step from which the attempt began."""
     again = replace(crashed(None), step_start=90)
     facts = Facts(1, (RAISED,), step_start=90, history=[crashed(90), again])
     assert judge(facts).decision is Decision.GIVE_UP
@@ -292,7 +292,7 @@ def test_requeues_have_a_budget() -> None:
 
 
 def test_requeues_are_free_while_steps_are_saved() -> None:
-    """However little it is: a run that is preempted often does not choose when."""
+    """However few steps those are: a run does not choose how often it is preempted."""
     saved, in_vain = (Past("preempted", "requeue", 10, gained_s=gained_s, lost_s=300.0) for gained_s in (1.0, 0.0))
     facts = replace(CLEAN, slurm=JobFate.PREEMPTED, budgets=Budgets(max_requeues=2), lost_s=300.0)
     assert judge(replace(facts, history=[saved] * 200)).decision is Decision.REQUEUE
@@ -341,7 +341,7 @@ POOR = Past("crashed", "restart", 1290, step_saved=1200, gained_s=MINUTE, lost_s
 
 
 def fail(history: list[Past], past: Past, budgets: Budgets = Budgets()) -> tuple[Decision, str]:  # noqa: B008  # a value
-    """The verdict on one more failure after ``history``."""
+    """Return the verdict on one more failure after ``history``."""
     facts = Facts(
         1,
         (RAISED,),
@@ -402,7 +402,8 @@ def test_without_any_failure_allowed_none_is_free() -> None:
 
 
 def attempt_of(since: int, saved_before: int, life_s: float, start_up_s: float, step_s: float, every: int) -> Past:
-    """An attempt that starts from step ``since``, saves every ``every`` steps and is killed after ``life_s``."""
+    """Return an attempt that begins at step ``since`` and is killed after ``life_s``. It saves every ``every``
+    steps."""
     made = int(max(0.0, life_s - start_up_s) / step_s)
     step_end = since + made if made else None
     saved = max(saved_before, (since + made) // every * every)
@@ -413,10 +414,9 @@ def attempt_of(since: int, saved_before: int, life_s: float, start_up_s: float, 
 
 
 def until_given_up(nodes: int, dice: random.Random, minutes: int = 30, days: float = 30) -> float | None:
-    """Seconds until a job that fails at random is given up; None if it is not within ``days``.
+    """Return the seconds until a randomly failing job is given up. None if it lives for ``days``.
 
     It fails 0.28 times a day and 100 nodes, the rate that the field has published, and saves every ``minutes``.
-
     It needs 5 min to start and makes a step in 10 s.
     """
     history: list[Past] = []
@@ -435,7 +435,7 @@ def until_given_up(nodes: int, dice: random.Random, minutes: int = 30, days: flo
 
 @pytest.mark.parametrize("months", [20, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_job_on_1000_nodes_is_not_given_up_for_the_failures_that_such_a_job_has(months: int) -> None:
-    """It was given up after 38 hours."""
+    """Before, it was given up after 38 hours."""
     for seed in range(months):
         assert until_given_up(1000, random.Random(seed)) is None, seed
 
@@ -504,13 +504,13 @@ def test_no_node_is_unfit_in_a_job_that_ends_or_after_two_requeues_in_vain() -> 
 
 
 def blamed(host: str, step_end: int | None = None) -> list[Past]:
-    """Two attempts that ``host`` ended: the second time it was put out of use."""
+    """Return two attempts that ``host`` ended. After the second it was put out of use."""
     first = Past("crashed", "restart", step_end, suspect=host)
     return [first, Past("node_failure", "restart", step_end, suspect=host)]
 
 
 def test_an_attempt_for_which_a_node_is_condemned_is_no_fault_of_the_run() -> None:
-    """Before, the attempt that condemned the node also gave the run up, and the spare was never used."""
+    """Before, the attempt that condemned the node also ended the run. The spare was never used."""
     facts = Facts(137, (KILLED,), slurm=JobFate.RUNNING, history=blamed("node2")[:1])
     assert judge(facts).decision is Decision.GIVE_UP
     ending = judge(replace(facts, condemned="node2", can_go_on=True))

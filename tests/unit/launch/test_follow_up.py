@@ -1,4 +1,4 @@
-"""The follow-up job where Slurm does not requeue: what is asked of sbatch, what its script does, when it goes on."""
+"""The follow-up job where Slurm does not requeue. Its request to sbatch, its script, and when it goes on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NOWHERE = RunDir(Path("/nowhere"))
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run below a folder that a careless shell script would take apart, in a job with the variables of ``OURS``."""
+    """Return a run in a job with the variables of ``OURS``. A careless shell script would split its path."""
     for name in (*_VARIABLE_OF.values(), "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     for name, value in OURS.items():
@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def running(slurm: FakeSlurm, *options: str) -> JobRow:
-    """Our own job."""
+    """Start the run's own job; return its row."""
     job = slurm.sbatch(["--no-requeue", *options, "job.sh"])
     slurm.start(job)
     row = slurm.show_job(job)
@@ -70,7 +70,7 @@ def running(slurm: FakeSlurm, *options: str) -> JobRow:
 
 
 def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow, *waiting: str) -> list[str]:
-    """What sbatch was given for the follow-up job."""
+    """Submit a follow-up job; return the arguments that sbatch got."""
     job = follow_up.submit_like_ours(run, row, waiting, slurm, "token")
     assert job is not None
     return slurm.submitted[job]
@@ -144,14 +144,14 @@ def test_the_follow_up_job_of_an_array_element_waits_for_that_element_only(run: 
 
 
 def environment_of(script: str, folder: Path) -> dict[str, str]:
-    """What the Python sees that the script becomes, by a run of it with an `env` for a Python."""
+    """Run the script; return the environment of the process that it becomes. That is an `env` in Python's place."""
     subprocess.run(["bash", script], check=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/inherited"}, cwd=folder)
     return dict(entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if entry)
 
 
 @pytest.fixture(autouse=True)
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for Python, in a folder with a space: notes its process id, its arguments and its environment."""
+    """Put a script in Python's place. It notes its process id, arguments and environment."""
     python = tmp_path / "my venv/python"
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho $$ > pid\nprintf "%s\\0" "$@" > arguments\nenv -0 > environ\n')
@@ -179,7 +179,7 @@ def test_the_script_is_bash_and_becomes_the_supervisor_of_this_run(
 
 
 def test_no_bash_stays_between_slurm_and_the_supervisor(run: RunDir, tmp_path: Path) -> None:
-    """It would die at the first SIGTERM and take the supervisor along."""
+    """bash would die at the first SIGTERM and take the supervisor along."""
     slurm = FakeSlurm()
     script = submitted(run, slurm, running(slurm))[-1]
     with subprocess.Popen(["bash", script], cwd=tmp_path) as process:
@@ -328,7 +328,7 @@ def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
     ("wish", "state"), [(None, "cancelled"), (Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")]
 )
 def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish: Intent | None, state: str) -> None:
-    """Its batch host was dead when somebody cancelled the job, say."""
+    """For example, its batch host was dead when a user cancelled the job."""
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     run.write_status(RunStatus.from_json({"state": "starting"}))
     if wish is not None:
@@ -375,7 +375,7 @@ def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent)
 
 
 def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
-    """Job 1 serves the run and runs; 2 waits for its end, and 3 for the ends of both."""
+    """Make a chain of jobs: 1 runs for the run, 2 waits for its end. Job 3 waits for the ends of both."""
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     row = running(slurm, "--time=10")
     submitted(run, slurm, row), submitted(run, slurm, row, "2")
@@ -400,7 +400,7 @@ def test_a_follow_up_job_preempted_before_it_could_look_is_followed_by_the_next(
 
 @pytest.mark.parametrize("state", ["running", "requeued"])
 def test_a_follow_up_job_that_somebody_has_cancelled_has_no_follow_up_either(run: RunDir, state: str) -> None:
-    """While it waits, `toolkit status` shows it as the run's job: whoever cancels it means the run."""
+    """`toolkit status` shows the waiting job as the run's job. To cancel it means to cancel the run."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
     before = chain(run, slurm)
     run.write_status(RunStatus.from_json({"state": state}))
@@ -442,7 +442,7 @@ def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -
 
 @pytest.mark.parametrize(("log", "fate"), [(None, JobFate.NODE_FAILED), ("1_0_log.out", JobFate.CANCELLED)])
 def test_a_job_whose_node_did_not_see_the_run_is_followed(run: RunDir, log: str | None, fate: JobFate) -> None:
-    """Since 23.02 Slurm makes the log's folder on the node's own disk, and the batch script fails by itself."""
+    """Since 23.02 Slurm makes the log's folder on the node's own disk. The batch script then fails by itself."""
     fsio.write_json(run.submission_path, {})
     slurm = FakeSlurm()
     row = running(slurm)

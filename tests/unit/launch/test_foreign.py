@@ -1,4 +1,4 @@
-"""A foreign script as a rank: what it becomes, what it sees, and how it is heard when it fails."""
+"""A foreign script as a rank. The process it becomes, its environment, and how its failure is reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SRUN = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run whose copy of the sources is this checkout: what is imported comes from there."""
+    """Return a run whose copy of the sources is this checkout. Imports come from there."""
     run = rundir.create("script", tmp_path_factory.mktemp("it's runs"))
     run.config.write_text("job: toolkit.launch.start.foreign\n")
     run.code.symlink_to(ROOT)
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def environment(run: RunDir) -> dict[str, str]:
-    """What a supervisor hands to srun, and srun to the rank."""
+    """Return the environment that a supervisor gives srun, and srun the rank."""
     return {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": os.pathsep.join([str(run.code), "/their/lib"]),
@@ -74,7 +74,7 @@ def environment(run: RunDir) -> dict[str, str]:
 
 
 class Became(NamedTuple):
-    """What the rank became, by its own words."""
+    """The process that the rank became, as it describes itself."""
 
     same_process: bool
     arguments: list[str]
@@ -84,7 +84,7 @@ class Became(NamedTuple):
 
 @pytest.fixture(scope="module")
 def became(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Became:
-    """A rank whose script prints its process id, its arguments and, by `env`, its environment."""
+    """Start a rank whose script prints its process id, arguments and environment."""
     script = 'echo $$; printf "%s\\0" "$@"; echo; env -0'
     foreign.write_command(run, ["sh", "-c", script, "sh", "train it.py", "--lr=1", "--", "$HOME"])
     with rank(run, environment(run), tmp_path_factory.mktemp("elsewhere")) as process:
@@ -144,7 +144,7 @@ def test_the_command_imports_from_its_own_folder_and_not_from_ours(became: Becam
 
 @pytest.mark.parametrize("paths", ["", "{code}", "{code}:{code}", ":{code}:"])
 def test_an_import_path_that_was_ours_alone_is_gone(run: RunDir, paths: str) -> None:
-    """An empty one would put the current folder on the path."""
+    """An empty path would put the current folder on the import path."""
     environ = {"PYTHONPATH": paths.format(code=run.code), "HOME": "/h"}
     assert foreign.without_snapshot(environ, run.code) == {"HOME": "/h"}
 
@@ -206,7 +206,7 @@ def test_a_foreign_rank_that_ran_out_of_the_gpus_memory_is_known_by_its_words(
 
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[1]", "null", '{"message": {}}', '{"message": {"a": 1}}'])
 def test_an_error_file_that_was_never_finished_is_a_failure_without_words(tmp_path: Path, text: str) -> None:
-    """torch writes it in place: a rank that is killed, or a disk that fills up, leaves a part of it."""
+    """torch writes the file in place. A killed rank, or a full disk, leaves a part of it."""
     path = tmp_path / "error-3.json"
     path.write_text(text)
     failure = read_error_file(path)

@@ -1,4 +1,4 @@
-"""Where a run's time went: the pure functions, then the same through the supervisor and the commands."""
+"""Where a run's time went. First the pure functions, then the supervisor and the commands that use them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ REPORTS = st.builds(
 
 @st.composite
 def attempts(draw: st.DrawFn) -> tuple[Start, float | None, RunProgress, float]:
-    """Arguments of of_attempt; the times in order unless a clock was set back, rank 0's seconds not bound to fit."""
+    """Draw arguments of ``of_attempt``.
+
+    The times are in order unless a clock was set back. Rank 0's seconds need not fit them.
+    """
     queue_s, idle_s, start_up_s, loop_s = (draw(SECONDS) for _ in range(4))
     set_back_s = draw(st.sampled_from([0.0, 3600.0]))
     ready = SUBMITTED + queue_s + idle_s
@@ -74,7 +77,7 @@ def test_the_parts_of_an_attempt_sum_to_its_time_and_none_is_negative(attempt: A
 def test_the_parts_of_a_run_sum_to_its_time_whatever_of_it_was_written_down(
     chain: list[Any], is_written: list[bool], gap_s: float
 ) -> None:
-    """Attempts of an older version have no ledger; after the last one ``gap_s`` pass, or clocks were set."""
+    """Attempts of an older version have no ledger. After the last one ``gap_s`` pass, or a clock was set."""
     ledgers: list[dict[str, float]] = []
     now = SUBMITTED
     for written, attempt in zip(is_written, chain, strict=False):
@@ -167,14 +170,14 @@ def spent(**seconds: float) -> dict[str, float]:
 
 
 def dies(ranks: Ranks) -> None:
-    """After 100 steps in 0.2 s."""
+    """Die after 100 steps in 0.2 s."""
     time.sleep(0.25)
     ranks.report(step=100, step_start=0, spent=spent(training=0.1, data_wait=0.1))
     ranks.events.put(ended(1))
 
 
 def goes_on(ranks: Ranks) -> None:
-    """From step 60, so 40 of its 80 steps are made again."""
+    """Go on from step 60, so that 40 of the 80 steps are made again."""
     time.sleep(0.25)
     ranks.report(step=140, step_start=60, spent=spent(training=0.16, checkpoint=0.04))
     ranks.tell_result(140)
@@ -197,6 +200,7 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     assert (second.submitted, second.goodput["queue"]) == (None, 0.0)
     assert (second.goodput["training"], second.goodput["replay"]) == (0.08, 0.08)
     assert sum(parts_of(first.goodput).values()) == pytest.approx(first.ended - submitted, abs=0.01)
+    # an attempt's ledger begins where the one before has ended
     since = first.ended
     assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
@@ -207,7 +211,10 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
 
 
 def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
-    """Killed 100 s ago, 20 s after the submission and without a word, in the middle of attempt 1."""
+    """The supervisor was killed 100 s ago, in the middle of attempt 1.
+
+    That was 20 s after the submission, and it could write nothing.
+    """
     died = time.time() - 100.0
     told = goodput.as_json(of_attempt(Start(died - 20, died - 20, 2.0, died - 18, 0), died - 10, GOOD_REPORT, died))
     left = {"state": "running", "attempt": 1, "nodes": ["here"], "tasks": [4], "started": died - 18, "updated": died}
@@ -255,7 +262,10 @@ def iso(seconds: float) -> str:
 def test_slurm_says_how_long_a_job_has_waited(
     run: RunDir, submit_s: float, start_s: float, queue_s: float, ready_s: float | None
 ) -> None:
-    """Seconds after the end of the attempt before; ``None``: when our supervisor began, and no earlier."""
+    """All times are in seconds after the end of the attempt before.
+
+    ``None``: the supervisor's own start, and no earlier time.
+    """
     end = round(time.time() - 30.0, 3)
     why = {"cause": "preempted", "decision": "requeue", "nodes": "here"}
     run.add_attempt(

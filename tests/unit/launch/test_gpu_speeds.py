@@ -1,4 +1,4 @@
-"""GPUs that are slower than the job's others, by what the nodes print; and what they print, of a processor."""
+"""GPUs that are slower than the job's others, by the lines of the nodes. The measurement itself runs on a CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_node_without_figures_is_left_out(answer: str, caplog: pytest.LogCaptu
 
 
 class PlayedAgents:
-    """The GPUs of all are equal, but for one of n2."""
+    """Agents of nodes whose GPUs are equal, except for one of n2."""
 
     silent_hosts = frozenset({"silent"})
 

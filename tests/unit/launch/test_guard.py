@@ -1,4 +1,4 @@
-"""The guard, in processes of its own: it forks, and what it does to signals must not stay with the test runner."""
+"""The guard, in processes of its own. It forks, and its signal handlers must not stay with the test runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is behind, and what faulthandler's text says."""
+"""Which rank is behind, and how faulthandler's text is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMEOUT_S = 20
 
 
 def frames(*places: str) -> list[FrameSummary]:
-    """From ``file:function``, innermost first."""
+    """Return frames from ``file:function``, innermost first."""
     return [FrameSummary(file, 1, name) for file, name in (place.split(":") for place in places)]
 
 
@@ -165,7 +165,7 @@ def test_thousands_of_ranks_are_judged_in_no_time() -> None:
 
 # --------------------------------------------------------------------------------------------------- real processes
 
-#: A rank and a data worker of it, forked, that hang in two threads each; told of no supervisor but by the environment.
+#: A rank and its forked data worker, which hang in two threads each. Only the environment names the supervisor.
 RANK = """
 import os, threading
 from toolkit.hang import stacks
@@ -189,7 +189,7 @@ main_forever()
 
 @pytest.fixture
 def hung(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """Log folder and pid of a rank 3 that hangs."""
+    """Yield the log folder and the pid of a rank 3 that hangs."""
     run = rundir.create("test", tmp_path)
     folder = fsio.make_dir(run.attempt_logs(1))
     environ = {"TOOLKIT_SUPERVISED": "1", rundir.RUN_DIR_VARIABLE: str(run.path), "TOOLKIT_ATTEMPT": "1"}
@@ -202,7 +202,7 @@ def hung(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hung: tuple[Path, int]) -> None:
-    """As Slurm's cgroup plugin does. The stack that counts is the main thread's."""
+    """As under Slurm's cgroup plugin. The main thread's stack counts."""
     folder, pid = hung
     os.kill(pid, stacks.ASK)
     told = collect(folder, [standing(3, silent=False)])
@@ -303,7 +303,7 @@ def test_a_rank_whose_stack_was_not_read_is_not_blamed_for_it(
 
 
 class SlowDisk:
-    """The stack files of many ranks, each of which takes its time; counts what is read."""
+    """The stack files of many ranks. Each takes ``delay_s`` to read, and the reads are counted."""
 
     def __init__(self, texts: dict[int, str | None], delay_s: float) -> None:
         self._texts, self._delay_s = texts, delay_s
@@ -328,7 +328,7 @@ WORKS = written("/x/jobs/mine.py:__getitem__", LOOP)
 def test_ranks_whose_stacks_there_was_no_time_to_read_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, "in a step" was said of all that nobody had looked at, and the first of them was blamed."""
+    """Before, each unread rank counted as "in a step". The first of them was blamed."""
     ranks = 1000
     monkeypatch.setattr(stack_digest, "ANSWER_S", 0.3)
     disk = SlowDisk(dict.fromkeys(range(ranks), WAITS) | {ranks - 1: WORKS}, delay_s=0.01)
@@ -353,7 +353,7 @@ def test_a_file_server_that_does_not_answer_holds_nobody_up(tmp_path: Path, monk
 
 
 def test_a_file_that_was_read_too_early_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal takes its time to the ranks. An empty file is an answer only when one could have been there."""
+    """The signal takes time to reach the ranks. An empty file is an answer only when one could have been there."""
     monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
     monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 60.0)
     monkeypatch.setattr(stack_digest, "stack_text", lambda _: "")
@@ -373,7 +373,7 @@ def test_every_file_is_read_once_where_all_answer(tmp_path: Path, monkeypatch: p
 
 
 class Nodes:
-    """Agents that answer with what the test has made up, or not at all."""
+    """Agents that answer with the test's groups, or not at all."""
 
     def __init__(self, groups: Mapping[str, str], silent: Sequence[str] = ()) -> None:
         self._groups, self.silent_hosts = groups, silent
@@ -392,13 +392,13 @@ def node_ranks(node: int) -> range:
 
 
 def answer_of(node: int, culprit: int | None = None) -> str:
-    """All of its ranks are in an all-reduce but one."""
+    """Return the answer of a node whose ranks are in an all-reduce. Only ``culprit`` is not."""
     stacks_of = {number: LOADER if number == culprit else ALL_REDUCE for number in node_ranks(node)}
     return json.dumps([astuple(each) for each in group(rank(number, stack) for number, stack in stacks_of.items())])
 
 
 def unknown(nodes: int) -> dict[str, list[Standing]]:
-    """What a supervisor knows of the ranks of a run that reports."""
+    """Return a supervisor's knowledge of the ranks of a run that reports."""
     return {
         f"node{node}": [Standing(number, None, None, 40.0, False) for number in node_ranks(node)]
         for node in range(nodes)
@@ -406,7 +406,7 @@ def unknown(nodes: int) -> dict[str, list[Standing]]:
 
 
 def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> None:
-    """Before, the supervisor read 16,000 files for it, one by one, in the 3 s that there are."""
+    """Before, the supervisor read 16,000 files for it, one by one, within its 3 s."""
     count, culprit = 2_000, 14_321
     nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
     begun = time.monotonic()
@@ -436,7 +436,7 @@ def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
 
 
 def test_groups_may_be_merged_in_any_order_and_in_parts() -> None:
-    """As agents do that pass on what other agents have told them."""
+    """Agents that pass on the groups of other agents merge them in this way."""
     parts = [from_json(json.loads(answer_of(node, culprit=9))) for node in range(4)]
     at_once = merge(each for part in parts for each in part)
     in_a_tree = merge([*merge([*parts[3], *parts[1]]), *merge([*parts[0], *parts[2]])])

@@ -1,4 +1,4 @@
-"""What counts as progress, and how long none may be seen."""
+"""Which reports count as progress, and how long there may be none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ STUCK_S, START_S = STUCK_SHARE * TIMEOUT_S, START_SHARE * TIMEOUT_S
 
 
 class Attempt:
-    """Ranks that the test lets report, one on each node, under a clock that it turns; each second a node tells."""
+    """Ranks that report when the test says so, one on each node.
+
+    The test moves their clock. Each node sends a digest every second.
+    """
 
     def __init__(self, world_size: int = 3) -> None:
         self.now = 1000.0
@@ -32,7 +35,10 @@ class Attempt:
             self.nodes[rank].hear(self.reports[rank])
 
     def pass_s(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> float | None:
-        """Let time pass, with the reports repeated; when the watchdog bit, if it did."""
+        """Let time pass while the reports are repeated.
+
+        Returns the seconds until the watchdog fired; None if it did not.
+        """
         end = self.now + seconds
         began = self.now
         while self.now < end:
@@ -126,7 +132,7 @@ def test_who_waits_is_told_from_who_is_silent() -> None:
 
 
 def test_the_time_in_which_the_supervisor_was_stopped_itself_does_not_count() -> None:
-    """The job was suspended for an hour; the ranks' reports come right after."""
+    """The job was suspended for an hour. The ranks report right after it."""
     attempt = Attempt()
     attempt.trains()
     attempt.pass_s(STUCK_S / 2)

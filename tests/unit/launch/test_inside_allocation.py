@@ -1,4 +1,7 @@
-"""The sbatch door: which run a job serves, and as what the batch script goes on."""
+"""A batch script that starts the toolkit itself.
+
+The run that its job serves, and the process that the script becomes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ JOB = {
 
 
 class Became(Exception):
-    """os.execv was called: this process is another one now."""
+    """os.execv was called: this process has become another program."""
 
     def __init__(self, path: str, argv: list[str]) -> None:
         self.path, self.argv, self.environ = path, argv, dict(os.environ)
@@ -43,12 +46,16 @@ class Became(Exception):
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A project of two files as the current folder, the environment of a first start, and an exec that is seen."""
+    """Enter a project of two files, with the environment of a job's first start.
+
+    ``os.execv`` raises :class:`Became` instead of leaving this process.
+    """
     project = tmp_path / "my project"
     project.mkdir()
     (project / "mine.py").write_text("def main(config): ...\n")
     (project / "mine.yaml").write_text("name: mine\njob: mine\n")
     monkeypatch.chdir(project)
+    # the code under test changes os.environ itself, which monkeypatch would not undo
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TOOLKIT_", "PYTHON"))]:
         del os.environ[name]
@@ -66,7 +73,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def enter(**variables: Any) -> Became:
-    """What the batch script becomes when it starts with these variables, beside those of :data:`JOB`."""
+    """Return what the batch script becomes with these variables, beside those of :data:`JOB`."""
     os.environ.update({name: str(value) for name, value in variables.items()})
     with pytest.raises(Became) as caught:
         inside_allocation.supervise("mine.yaml", ["optim.lr=0.25"])
@@ -78,7 +85,7 @@ def served(became: Became) -> RunDir:
 
 
 def earlier_run(job: str) -> RunDir:
-    """A run that ``job`` served at its last start."""
+    """Return a run that ``job`` served at its last start."""
     config = JobConfig(name="mine", job="mine")
     run = prepare.new_run(config, Path.cwd())
     rundir.remember_job(run, job)
@@ -127,7 +134,7 @@ def test_a_restart_before_there_was_a_run_makes_one() -> None:
 
 
 def test_a_new_job_with_the_number_of_an_old_one_does_not_get_its_run() -> None:
-    """Job ids begin again with a fresh cluster; only a restart has a run."""
+    """Job ids begin again with a fresh cluster. Only a restarted job has a run."""
     run = earlier_run("box-41")
     assert served(enter(SLURM_RESTART_COUNT=0)).path != run.path
 
@@ -182,7 +189,7 @@ def test_sources_that_cannot_be_copied_leave_no_run_behind(tmp_path: Path, monke
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The runs that a supervisor was started for."""
+    """Return a list of the runs for which a supervisor is started."""
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(entry, "supervise", lambda *args: seen.append(args))
     return seen

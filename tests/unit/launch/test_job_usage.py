@@ -1,4 +1,4 @@
-"""What the supervisor makes of the nodes' samples, and keeps in ``usage.json``."""
+"""What the supervisor derives from the nodes' samples, and keeps in ``usage.json``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def fails(path: Path) -> bytes:
 def test_a_job_counts_once_whichever_agents_a_next_supervisor_hears(
     run: RunDir, heard: list[tuple[str, float]]
 ) -> None:
-    """The one of n2 may have ended with the supervisor that knew it."""
+    """The agent of n2 may have ended with the supervisor that knew it."""
     agents = {("n1", 120.0): replace(NODE, since=120.0), ("n2", 100.0): NODE}
     recorder(run).update(agents, attempt(), None, is_last=True)
     recording = recorder(run)
@@ -138,7 +138,10 @@ def with_gpus(*idle_s: float) -> Mapping[tuple[str, float], NodeUsage]:
 def test_a_gpu_that_no_rank_of_the_attempt_has_used_is_named(
     idle_s: tuple[float, ...], age_s: float, unused: list[str]
 ) -> None:
-    """Within five minutes: a sample may be 15 s old, and the first one comes seconds after the attempt's begin."""
+    """An unused GPU is named within five minutes.
+
+    A sample may be 15 s old, and the first one comes seconds after the attempt's begin.
+    """
     assert unused_gpus(with_gpus(*idle_s), attempt(age_s=age_s)) == unused
     assert job_usage.UNUSED_AFTER_S + job_usage.SAMPLE_AGE_S + job_usage.LOOK_EVERY_S < 300
 
@@ -172,7 +175,7 @@ def linked(*links: tuple[int, int], busy_s: float = 400.0) -> NodeUsage:
 
 
 def test_a_gpu_with_a_slower_link_than_the_others_makes_its_node_sick() -> None:
-    """All of them say that they have their maximum: the riser of one node is an older one."""
+    """All GPUs report their own maximum as reached. One node's riser is of an older kind."""
     even = linked((5, 16), (5, 16))
     assert slow_links({"n1": even, "n2": even}) == {}
     found = slow_links({"n1": even, "n2": linked((5, 16), (5, 8)), "n3": linked((4, 16), (5, 16))})
@@ -185,7 +188,7 @@ def test_a_gpu_with_a_slower_link_than_the_others_makes_its_node_sick() -> None:
 
 
 def test_a_link_is_compared_with_those_of_gpus_of_the_same_model() -> None:
-    """Every A100 has PCIe 4, every H100 has 5: none is slow, though most are H100s."""
+    """Every A100 has PCIe 4 and every H100 has 5. None is slow, though most are H100s."""
 
     def of(model: str, usage: NodeUsage) -> NodeUsage:
         return replace(usage, gpus=tuple(replace(gpu, model=model) for gpu in usage.gpus))

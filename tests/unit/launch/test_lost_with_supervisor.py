@@ -1,4 +1,4 @@
-"""Nodes that die together with their supervisor: the next one goes on without them, or has the job requeued."""
+"""Nodes that die together with their supervisor. The next supervisor goes on without them, or has the job requeued."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ ATTEMPT = 3
 
 
 class Node:
-    """Plays the agent of one node, whose ranks end with exit code 0 as soon as they are started."""
+    """Plays the agent of one node. Its ranks end with exit code 0 as soon as they start."""
 
     def __init__(
         self, at: Endpoint, host: str, left: int | None = None, *, start: int = 0, store_lives: bool = True
     ) -> None:
-        """Connect. ``left``: the number of ranks that run since the last supervisor; None: the agent is new."""
+        """Connect to the supervisor.
+
+        ``left`` is the number of ranks that run since the last supervisor; None: the agent is new.
+        """
         self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
@@ -86,7 +89,7 @@ class Node:
 
 
 class Starter:
-    """Starts agents on the nodes that live."""
+    """Starts agents on the living nodes."""
 
     def __init__(self, dead: Collection[str]) -> None:
         self._dead = dead
@@ -114,7 +117,7 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     dead: list[str],
     when: str,
 ) -> None:
-    """They die before the other agents have connected to it, in the midst of that, or after it."""
+    """They die before, while or after the other agents connect to the next supervisor."""
     monkeypatch.setattr(agent_launcher, "COME_BACK_S", 0.2)
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: {*hosts} & {*dead})
     leave(run, nodes=used)
@@ -163,7 +166,7 @@ def test_ranks_are_taken_over_only_together_with_their_store(
     monkeypatch: pytest.MonkeyPatch,
     store_lives: bool,
 ) -> None:
-    """The batch host may have the store and no rank. It was taken for a spare, whose processes are ended."""
+    """The batch host may have the store and no rank. Before, it was taken for a spare, whose processes are ended."""
     monkeypatch.setattr(agent_launcher, "COME_BACK_S", 10.0)
     endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
     agents = Agents(run, ALLOCATION, Starter([]), endpoint)

@@ -1,4 +1,4 @@
-"""Which nodes have ended attempts of several runs: remembered beside the runs, used last, and named."""
+"""Which nodes have ended attempts of several runs. They are remembered beside the runs, used last, and named."""
 
 from __future__ import annotations
 

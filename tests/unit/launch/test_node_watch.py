@@ -1,4 +1,4 @@
-"""What counts as a sign of life of a rank that is watched from outside, read from files as /proc has them."""
+"""The signs of life of a rank that is watched from outside. They are read from files as /proc has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IO = "rchar: {rchar}\nwchar: 9054\nsyscr: 9531\nsyscw: 181\nread_bytes: 2101248\
 
 
 class Machine:
-    """A /proc of our own, a clock, and a GPU."""
+    """A /proc made by the test, a clock, and a GPU."""
 
     def __init__(self, proc: Path) -> None:
         self.proc = proc
@@ -91,7 +91,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def looks(
     machine: Machine, watch: NodeWatch, seconds: float, each: Callable[[float], None] = lambda _: None
 ) -> list[str]:
-    """What is said in so many seconds, with a look each ten."""
+    """Return what the watch says within ``seconds``, with a look every ten."""
     said = []
     until = machine.now + seconds
     while machine.now < until:
@@ -163,7 +163,7 @@ def test_a_rank_without_a_sign_of_life_is_silent_after_the_bound_and_not_before(
 
 
 def test_threads_that_wake_up_now_and_then_are_no_sign_of_life(machine: Machine) -> None:
-    """As measured: a rank in a barrier of gloo, with two idle data workers, takes 0.002 of a core."""
+    """A rank in a barrier of gloo takes 0.002 of a core, as measured. It had two idle data workers."""
     machine.process(10, rank=0)
     said = looks(machine, machine.watch(), 320, lambda now: machine.uses(10, cpu=300 + round(now * 0.2)))
     assert said == ["rank 0 silent 310"]
@@ -243,7 +243,7 @@ def test_torchrun_is_known_by_what_it_was_started_as(command: str, answer: bool)
 
 
 def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
-    """It writes to its own store all the time, as measured 500 bytes each second."""
+    """torchrun writes to its own store all the time: 500 bytes each second, as measured."""
     machine.process(10, rank=0)
     (machine.proc / "10/cmdline").write_text("python\0-m\0torch.distributed.run\0train.py\0")
     machine.process(11, parent=10)

@@ -1,4 +1,4 @@
-"""Which nodes an attempt runs on."""
+"""The nodes on which an attempt runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool(run: RunDir, spare: int = 1, *, allow_fewer: bool = False) -> Nodes:
 
 
 def hosts(of: Nodes) -> tuple[str, ...] | None:
-    """Where the next attempt starts."""
+    """Return the hosts of the next attempt, and note them as used."""
     plan = of.plan()
     if plan is None:
         return None

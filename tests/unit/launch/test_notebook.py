@@ -1,4 +1,4 @@
-"""A run in a notebook: how it is shown, and `await run`."""
+"""A run in a notebook: its display, and `await run`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 class Cells(HTMLParser):
-    """The texts of a page, and its tags."""
+    """The texts and tags of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

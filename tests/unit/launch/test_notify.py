@@ -1,4 +1,4 @@
-"""The user's command at a run's end: what it is told, and that whatever it does harms nobody. Processes are real."""
+"""The user's command at a run's end. Its input, and that no failure of it harms the run. Processes are real."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run that tells its end to files beside the runs."""
+    """Return a run that tells its end to files beside the runs."""
     run = rundir.create("digits", tmp_path / "runs")
     told_by(run, *TELL, str(tmp_path / "note"))
     return run
@@ -49,7 +49,7 @@ def told_by(run: RunDir, *command: str) -> None:
 
 
 def said(tmp_path: Path) -> list[dict[str, Any]]:
-    """What each call has read from its standard input."""
+    """Return what each call of the command has read from its standard input."""
     path = tmp_path / "note.said"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -63,7 +63,7 @@ def test_the_command_is_told_run_state_and_reason_and_reads_the_result(
     for name, value in {**job, "PYTHONSAFEPATH": "1", "SLURM_CONF": "/etc/s.conf", "TOOLKIT_RUN_DIR": "/r"}.items():
         monkeypatch.setenv(name, value)
     for name in [name for name in os.environ if name.startswith("TOOLKIT_") and name != "TOOLKIT_RUN_DIR"]:
-        monkeypatch.delenv(name)  # of whoever runs the tests
+        monkeypatch.delenv(name)  # of the user who runs the tests
     notify.notify(run)
     assert said(tmp_path) == [{"version": 1, **result}]
     environ = dict(line.split("=", 1) for line in (tmp_path / "note.env").read_text().splitlines() if "=" in line)
@@ -180,7 +180,7 @@ def test_it_is_called_when_the_supervisor_itself_fails(
 
 
 def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that Slurm takes back has no result; the one that Slurm starts after its end has told it already."""
+    """A run that Slurm takes back has no result. A run that Slurm starts after its end has told it already."""
     monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: Verdict("preempted", "requeue", ""))  # type: ignore[arg-type]
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1), Ranks(), None).run()
     run.write_result(RunResult.from_json({"state": "completed"}))

@@ -1,4 +1,4 @@
-"""Stacks of processes that have prepared nothing, by py-spy and by the signal of which they end."""
+"""Stacks of processes that have prepared nothing, by py-spy or by a fatal signal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def start(run: RunDir, command: list[str], folder: Path, **environ: str) -> subprocess.Popen[bytes]:
-    """Start a rank whose output goes where a launcher lets it go; return when it hangs."""
+    """Start a rank with its output where a launcher puts it; return when it hangs."""
     (folder / "train.py").write_text(SCRIPT)
     log = run.rank_log(1, 0)
     with log.open("ab") as output:
@@ -165,7 +165,7 @@ def test_a_script_that_wants_no_faulthandler_has_at_least_what_the_kernel_says(
 
 
 def text(*frames: str) -> str:
-    """From ``file:function``, innermost first."""
+    """Return a stack's text from ``file:function``, innermost first."""
     lines = [f'  File "{file}", line 1 in {name}\n' for file, name in (frame.split(":") for frame in frames)]
     return "".join(["Thread 0x1 (most recent call first):\n", *lines])
 

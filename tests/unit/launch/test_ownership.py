@@ -1,4 +1,4 @@
-"""Which job a run belongs to: follow-up jobs, jobs of an earlier submission, and two that take it at one moment."""
+"""Which job owns a run: follow-up jobs, an earlier submission's jobs, two jobs at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ JOB = "def main(config): ...\n"
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """The Slurm that every command asks, which gives submitit its job ids as well."""
+    """Return the Slurm that every command asks. It also gives submitit its job ids."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
     for module in (executors, handle):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
@@ -60,7 +60,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> RunDir:
-    """A run whose job 1 waits in the queue, and behind it its follow-up job 2."""
+    """Return a run whose job 1 waits in the queue. Its follow-up job 2 waits behind it."""
     folder = tmp_path / "project"
     (folder / "ownjobs").mkdir(parents=True)
     (folder / "ownjobs/__init__.py").touch()
@@ -82,7 +82,7 @@ def token_of(run: RunDir) -> str:
 
 
 def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
-    """The job starts, its supervisor takes the run and submits the second follow-up job."""
+    """Start the job: its supervisor takes the run and submits the second follow-up job."""
     slurm.start(job)
     claim = Claim.of_job(run, allocation(job), token_of(run))
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
@@ -94,7 +94,7 @@ def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
 
 
 def preempted(run: RunDir, slurm: FakeSlurm) -> None:
-    """Job 1 has run and was taken away; its follow-up jobs 2 and 3 wait."""
+    """Let job 1 run and be taken away; its follow-up jobs 2 and 3 wait."""
     start(run, slurm, "1")
     slurm.preempt("1")
     slurm.advance(1)
@@ -180,7 +180,7 @@ def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunD
     assert again.follow_ups == ("4", "5")
     assert len(slurm.submitted) == 5
     slurm.cancel("4")
-    assert first.requeue() is JobFate.REQUEUED  # by itself: nobody follows any more
+    assert first.requeue() is JobFate.REQUEUED  # by itself: no follow-up job is left
     assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
     assert slurm.show_job(job).state == "PENDING"
 
@@ -190,7 +190,7 @@ def waits_for(slurm: FakeSlurm, job: str) -> str:
 
 
 def test_whenever_a_job_starts_another_one_waits_already(run: RunDir, slurm: FakeSlurm) -> None:
-    """Else a preemption in the first seconds of a job would end the run."""
+    """Otherwise a preemption in the first seconds of a job would end the run."""
     assert ownership.jobs_of(run) == ["1", "2"]
     start(run, slurm, "1")
     assert ownership.jobs_of(run) == ["1", "2", "3"]
@@ -231,7 +231,7 @@ def test_without_requeue_and_follow_up_job_a_job_does_not_ask_to_be_requeued(run
 
 
 def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:
-    """Slurm would put it back for its exit code, and they would wait for its end for ever."""
+    """Slurm would put it back for its exit code. The follow-up jobs would wait for its end for ever."""
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)
     job_requeue = JobRequeue(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
@@ -277,7 +277,7 @@ def test_what_an_earlier_owner_writes_too_late_is_corrected(run: RunDir) -> None
 
 
 def at_once(*calls: Callable[[], object]) -> list[object]:
-    """What each returned or raised."""
+    """Make the calls at the same time; return what each returned or raised."""
     barrier = threading.Barrier(len(calls))
 
     def call(one: Callable[[], object]) -> object:
@@ -325,14 +325,14 @@ def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
 def test_a_resume_that_fails_on_a_full_disk_once_queued_leaves_the_run_as_it_was(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of what it would have to write to put the run back nothing can be written then."""
+    """Nothing can be written then, not even to put the run back."""
     attach(run).cancel()
     names = ("owner.json", "status.json", "intent.json", "result.json")
     before = {name: (run.path / name).read_text() for name in names}
     send = executors._send_to_slurm
 
     def fills_up(*args: Any) -> str:
-        send(*args)
+        send(*args)  # sbatch has taken the job
         monkeypatch.setattr(os, "fsync", no_space)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -350,7 +350,7 @@ def test_a_resume_that_fails_on_a_full_disk_once_queued_leaves_the_run_as_it_was
 def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
     kind: str, run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it fills up: before the first file, between two, or after the job was queued."""
+    """It fills up before the first file, between two, or after the job was queued."""
 
     def again() -> Run:
         if kind == "submit":
@@ -358,7 +358,7 @@ def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
         return submit.submit_command(["true"], name="again", executor="slurm")
 
     fsync, failed, before = os.fsync, 0, {*slurm.submitted}
-    for room in itertools.count():
+    for room in itertools.count():  # the disk takes one more flush each time, until all succeed
         written = itertools.count()
         monkeypatch.setattr(os, "fsync", lambda fd, w=written, r=room: fsync(fd) if next(w) < r else no_space(fd))
         try:
@@ -396,7 +396,7 @@ def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.Captu
 
 
 def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDir, slurm: FakeSlurm) -> None:
-    """Nobody knows whether there is a job; if there is, it finds that it is not wanted, or not the run's."""
+    """There may be a job or none. If there is one, it finds that it is not wanted, or does not own the run."""
     attach(run).cancel()
     run.clear_result()
     stop_request.clear(run)
@@ -549,7 +549,7 @@ def test_a_full_disk_does_not_cost_a_job_its_turn(run: RunDir, monkeypatch: pyte
 
 
 def test_a_local_submission_keeps_nobodys_pipe_open(tmp_path: Path) -> None:
-    """`x=$(toolkit submit ...)`: what is started here would hold the pipe until the run's end."""
+    """In `x=$(toolkit submit ...)` a child would hold the pipe until the run's end."""
     log = tmp_path / "controller.log"
     read_end, write_end = os.pipe()
     saved = os.dup(1)

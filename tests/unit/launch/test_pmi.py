@@ -1,4 +1,4 @@
-"""The plugin of srun that an MPI library needs is found out from the library."""
+"""The plugin of srun that an MPI library needs is derived from the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of what nodes answer, and do not answer. The agents are played."""
+"""The report on nodes that answer, and on nodes that do not. The agents are played."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTS = ["node1", "node2", "node3", "node4"]
 
 @dataclass(frozen=True)
 class Play:
-    """What one node does; the default is that it is well."""
+    """The behaviour of one node; by default it is well."""
 
     findings: Sequence[Finding] = ()
     lead_s: float = 0.0  #: of its clock
@@ -41,7 +41,7 @@ class Play:
 
 
 class Agents:
-    """Agents that are played. They put what is said into ``events``, as those of a job do."""
+    """Agents that are played. They put their answers into ``events``, as those of a job do."""
 
     def __init__(self, plays: Mapping[str, Play], events: SimpleQueue[Any]) -> None:
         self.requests: dict[str, CheckRequest] = {}
@@ -99,7 +99,7 @@ def bad(check: str, text: str) -> Finding:
 
 
 def removed(folder: Path) -> bool:
-    """Whether the folder of the checks has gone, which happens beside the start of the ranks."""
+    """True if the checks' folder is gone. It is removed while the ranks start."""
     deadline = time.monotonic() + 20
     while list(folder.iterdir()) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
@@ -149,7 +149,7 @@ def test_a_clock_that_is_a_little_off_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_where_most_clocks_differ_from_ours_ours_is_wrong(tmp_path: Path) -> None:
-    """The batch host is node1: its own clock agrees with ours, of course."""
+    """The batch host is node1: its own clock always agrees with the supervisor's."""
     report = examined(tmp_path, dict.fromkeys(HOSTS[1:], Play(lead_s=60.0)))
     assert list(report.bad) == ["node1"]
 
@@ -228,7 +228,7 @@ def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(tmp_pat
 
 
 def test_a_node_whose_agent_was_lost_is_unknown_and_not_bad(tmp_path: Path) -> None:
-    """The network may have been away, or somebody has ended the job."""
+    """The network may have been away, or a user has ended the job."""
     report = examined(tmp_path, {"node2": Play(silent=NodeSilent("node2", "its agent has ended", is_certain=False))})
     assert (report.bad, report.common, list(report.warnings)) == ({}, (), ["node2"])
 
@@ -257,7 +257,7 @@ def test_a_signal_ends_the_wait_and_is_not_lost(tmp_path: Path) -> None:
 def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A third answers after all others, and a hundred do not at all. Before, 1,580 healthy ones were bad."""
+    """A third answers after all others, and a hundred do not answer at all. Before, 1,580 healthy ones were bad."""
     nodes = 3_000
     hosts = [f"node{number}" for number in range(nodes)]
     reads: list[Path] = []
@@ -266,6 +266,7 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
 
     class Many(Agents):
         def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+            # an order that names all nodes would be sent 3,000 times
             assert max(len(" ".join(order["command"])) for order in orders.values()) < 1000
             super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3}, heard)
             return super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3 == 0}, heard)
@@ -283,7 +284,7 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
 
 
 def test_a_node_that_answers_at_once_is_not_behind_those_that_answer_late() -> None:
-    """Of a late answer nobody knows when its clock was read. Before, the early one was 10 s "behind the others"."""
+    """A late answer does not tell when its clock was read. Before, the early one was 10 s "behind the others"."""
     nodes = [Heard(f"node{number}") for number in range(5)]
     for number, node in enumerate(nodes):
         late_s = 5.0 * number

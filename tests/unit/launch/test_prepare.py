@@ -1,4 +1,4 @@
-"""The config in a run's folder means the same wherever, and whenever, it is read."""
+"""The config in a run's folder has one meaning wherever, and whenever, it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commands the ranks' own interpreter runs in a fork, and which sources gain by it."""
+"""Which commands the ranks' own interpreter runs in a fork. Which sources gain by that."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_commands_need_a_process_of_their_own(words: list[str]) -> None:
 
 
 def test_the_interpreter_below_a_virtual_environment_is_another_one(tmp_path: Path) -> None:
-    """Its packages are others, though the program is the same file."""
+    """It has other packages, though the program is the same file."""
     (tmp_path / "python").symlink_to(Path(sys.executable).resolve())
     assert parse(["python", "train.py"], str(tmp_path)) is None
     (tmp_path / "bin").symlink_to(BIN)
@@ -101,7 +101,7 @@ def test_modules_are_found_from_the_current_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_installed_packages_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where somebody has put them on the path: torch itself names all that it reads."""
+    """Not even where a user has put them on the path. torch itself names every variable that it reads."""
     (tmp_path / "train.py").write_text(TRAINS)
     monkeypatch.syspath_prepend(str(Path(os.__file__).parent))
     (tmp_path / "target" / "torch").mkdir(parents=True)

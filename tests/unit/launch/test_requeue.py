@@ -21,7 +21,7 @@ from toolkit.slurm.fake import FakeSlurm
 
 
 class Refusing(FakeSlurm):
-    """Refuses to requeue, and does it itself a moment later, or ends the job for good."""
+    """Refuses to requeue. A moment later Slurm does it itself, or ends the job for good."""
 
     def __init__(self, *, comes_back: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
-    """Of a job that has just started."""
+    """Return the fate of a job that has just started and is requeued."""
     job = slurm.sbatch(["job.sh"])
     slurm.start(job)
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
@@ -67,8 +67,10 @@ def test_a_refused_requeue_may_mean_that_slurm_does_it_itself(run: RunDir, comes
 
 
 class CancelledMeanwhile(FakeSlurm):
-    """Somebody cancels the job just when its requeue is asked for. The first ``lost`` requests reach nobody: scancel's
-    SIGTERM kills our scontrol as well."""
+    """A Slurm where a user cancels the job just when its requeue is asked for.
+
+    The first ``lost`` requests fail: scancel's SIGTERM kills the scontrol of the request as well.
+    """
 
     def __init__(self, lost: int) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class CancelledMeanwhile(FakeSlurm):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir, lost: int) -> None:
-    """Before, the plain requeue brought it back, at once or when it was asked for again."""
+    """Before, a plain requeue brought it back, at once or at the next request."""
     slurm = CancelledMeanwhile(lost)
     assert requeued(run, slurm) is JobFate.CANCELLED
     row = slurm.show_job("1")
@@ -104,7 +106,7 @@ def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent
 
 
 def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir) -> None:
-    """Slurm leaves it alone when asked to requeue running jobs only."""
+    """Slurm leaves such a job alone when asked to requeue running jobs only."""
 
     class Preempting(FakeSlurm):
         def start(self, job_id: str, node_list: str = "node1") -> None:

@@ -1,4 +1,4 @@
-"""Which paths may be a part of a job's script, and what a shell makes of those that may."""
+"""Which paths may be part of a job's script. How a shell reads those paths."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_current_folder_and_a_python_in_two_lines_are_refused(
 def test_no_character_of_another_path_means_anything_to_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle is bash: the script's folder, Python and code are what they are called, and nothing else has run."""
+    """The oracle is bash: it must take the paths literally, and run nothing else."""
     run = RunDir(tmp_path / ODD / "x/y")
     refuse_unfit(run.path)
     python = tmp_path / ODD / "python"

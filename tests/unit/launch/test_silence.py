@@ -1,4 +1,4 @@
-"""When all ranks are silent, by what the nodes say."""
+"""When all ranks count as silent, by the lines of the nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIRMED_S = 21.0  #: two looks
 
 
 class Nodes(LineChannel):
-    """Two nodes with two ranks each, and the time."""
+    """Two nodes with two ranks each, and a clock."""
 
     def __init__(self) -> None:
         self.events: Events = Events()

@@ -1,4 +1,4 @@
-"""What was submitted is what runs."""
+"""The sources that run are those that were submitted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_git_every_file_outside_known_folders_is_copied(project: Path, t
 
 
 def test_a_file_costs_few_calls_of_the_file_system(project: Path, tmp_path: Path) -> None:
-    """On a network's disk each is a journey: 20,000 files of 16 calls took 96 s."""
+    """On a network's disk each call is a round trip. 20,000 files of 16 calls took 96 s."""
     small, large = (counted(project, tmp_path / f"run{files}/code", files) for files in (100, 300))
     assert large["files"] - small["files"] == 200
     calls = {name: (large[name] - small[name]) / 200 for name in small if name != "files"}
@@ -101,7 +101,7 @@ def test_too_much_to_copy_names_the_largest(project: Path, tmp_path: Path, monke
 
 
 def test_a_package_called_data_is_a_source_and_the_folder_data_is_not(project: Path, tmp_path: Path) -> None:
-    """Without git, as in an unpacked archive: `toolkit/data` was left out, and every rank failed on it."""
+    """Without git, as in an unpacked archive, `toolkit/data` was left out. Every rank then failed at its import."""
     for name in ("data/mnist.bin", "runs/old/code/x.py", "jobs/data/set.py", "jobs/.git/config"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("x")
@@ -112,7 +112,7 @@ def test_a_package_called_data_is_a_source_and_the_folder_data_is_not(project: P
 
 
 def test_a_folder_that_a_repository_around_it_ignores_is_copied_all_the_same(project: Path, tmp_path: Path) -> None:
-    """A home folder under git that ignores everything but dot files."""
+    """For example below a home folder under git that ignores everything but dot files."""
     git(tmp_path, "init", "-q")
     (tmp_path / ".gitignore").write_text("*\n")
     snapshot.take(project, tmp_path / "run/code")
@@ -150,7 +150,7 @@ HARMLESS = [".env.example", "ca.pem", "jobs/tokens.py", "environment.yml", "jobs
 
 
 def copied(code: Path) -> set[str]:
-    """Every file in the copy, by way of links too."""
+    """Return every file in the copy, by way of links too."""
     found = [Path(folder) / name for folder, _, names in os.walk(code, followlinks=True) for name in names]
     return {str(path.relative_to(code)) for path in found} - {"SNAPSHOT.json", "SNAPSHOT.diff"}
 
@@ -162,6 +162,7 @@ def test_no_secret_is_copied_and_each_is_named(
     for name in SECRETS + HARMLESS:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("hunter2 -----BEGIN PRIVATE KEY-----" if name in SECRETS else "nothing\n")
+    # a link with a harmless name must not lead to a secret
     (project / "settings").symlink_to(".env")
     if tracked:
         git(project, "init", "-q")
@@ -187,6 +188,7 @@ def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
         folder.mkdir(parents=True)
     (outside / "__init__.py").write_text("L = 1\n")
     (outside / "inner/deep.py").write_text("D = 1\n")
+    # a copy that followed these two would never end
     (outside / "back").symlink_to(project)
     (outside / "self").symlink_to(outside)
     (data / "0.png").write_text("x")
@@ -214,7 +216,7 @@ def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
 def test_a_link_to_a_folder_above_the_project_is_left_out_unseen(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look into it may mount the home of every user, or wait for a dead file server."""
+    """A look into it may mount every user's home. It may also wait for a dead file server."""
     (project / "above").symlink_to(project.parent)
     monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("it was looked into"))
     snapshot.take(project, tmp_path / "run/code")
@@ -224,7 +226,7 @@ def test_a_link_to_a_folder_above_the_project_is_left_out_unseen(
 def test_a_repository_in_the_project_is_copied_and_an_empty_submodule_is_named(
     project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Git lists neither as files: the job died at its import, after hours in the queue."""
+    """Git lists the files of neither. Before, the job died at its import, after hours in the queue."""
     library = tmp_path / "library"
     for folder in (library, project / "nested"):
         folder.mkdir()
@@ -237,6 +239,7 @@ def test_a_repository_in_the_project_is_copied_and_an_empty_submodule_is_named(
     git(project, "init", "-q")
     for name in ("filled", "empty"):
         git(project, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), name)
+    # as after a clone without --recurse-submodules
     git(project, "submodule", "--quiet", "deinit", "-f", "empty")
     (project / "filled/new.py").write_text("N = 1\n")
     code = tmp_path / "run/code"
@@ -264,7 +267,7 @@ def test_neither_runs_nor_slurms_outputs_are_copied(
 def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Root may read all: the refusal is played."""
+    """Root may read all files, so the refusal is played."""
     plain = io.open
 
     def refuse(path: Path, *more: Any, **options: Any) -> object:

@@ -1,4 +1,4 @@
-"""When the environment is copied to the nodes, and what a run does without a copy."""
+"""When the environment is copied to the nodes. How a run goes on without a copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTS = ("node1", "node2")
 
 
 class NoLauncher(AgentLauncher):
-    """Keeps the orders to copy instead of sending them."""
+    """Keeps the copy orders instead of sending them."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[Any, float]] = []
@@ -50,7 +50,7 @@ class NoLauncher(AgentLauncher):
 
 
 class Start:
-    """One start of a job, whose agents the test plays."""
+    """One start of a job whose agents the test plays."""
 
     def __init__(self, folder: Path, stage: str = "auto", data: tuple[str, ...] = (), launcher: Any = None) -> None:
         config = JobConfig()
@@ -88,7 +88,7 @@ class Start:
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small one, on a disk that is taken for a shared one."""
+    """Return a small environment, on a disk that counts as shared."""
     prefix = tmp_path / "venv"
     venv.create(prefix, symlinks=True, with_pip=False)
     monkeypatch.setattr(staging, "environment_source", lambda: PackageSource(str(prefix), "bin/python"))

@@ -1,4 +1,7 @@
-"""Where a start went: hand-written marks on a drawn axis, then the same through the journal and the commands."""
+"""Where the time of a start went.
+
+First hand-written marks on an axis, then the same through the journal and the commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""srun's lines, and processes that do not outlive us."""
+"""srun's lines, and processes that do not outlive their parent."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_node_that_srun_gives_by_its_number_is_found_in_slurms_order() -> None
     ],
 )
 def test_ranks_that_srun_could_not_start_are_named_with_their_node(line: str, event: LaunchFailed) -> None:
-    """As Slurm 22.05 prints them; with the first, srun's exit code is 0."""
+    """As Slurm 22.05 prints them. With the first line, srun's exit code is 0."""
     assert parse_srun_line(line + "\n", ["node10", "node10", "node9", "node11"]) == event
 
 
@@ -90,7 +90,10 @@ REFUSED = "srun: error: Unable to create step for job 3: Memory required by task
 
 
 def srun_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Path:
-    """An srun on the path whose step is refused so often, and then runs; it counts its starts in a file."""
+    """Put an srun on the path whose step is refused ``times`` times, and then runs.
+
+    Returns the file in which it counts its starts.
+    """
     starts = tmp_path / "starts"
     script = f"""#!/bin/sh
 echo x >> {starts}
@@ -106,7 +109,7 @@ exit 1
 
 
 def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
-    """An srun that is waited for in a thread; what it says, and its exit code at the end."""
+    """Start an srun and wait for it in a thread. The queue gets its events, and its exit code at the end."""
     said: SimpleQueue[Any] = SimpleQueue()
     plan = SrunStep(command=["true"], hosts=["node1"], cpus_per_task=1, output=None)
     srun = Srun(plan, dict(os.environ), tmp_path / "hosts")
@@ -117,7 +120,7 @@ def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
 def test_a_step_refused_until_the_end_of_an_earlier_one_is_known_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller was away while the checks of the nodes ended, and still counts their memory."""
+    """The controller was away while the checks of the nodes ended. It still counts their memory."""
     starts = srun_that_is_refused(tmp_path, monkeypatch, times=3)
     _, said = started(tmp_path)
     assert said.get(timeout=TIMEOUT_S) == 0
@@ -144,7 +147,7 @@ def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monk
 
 
 def test_a_line_of_srun_that_is_no_text_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that listens ended by it, and the step was waited for for ever."""
+    """Before, such a line ended the listening thread. The wait for the step then never ended."""
     (tmp_path / "srun").write_text("#!/bin/sh\nprintf 'no \\377 text\\n' >&2; exit 3\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -167,7 +170,7 @@ def await_true(condition: Any) -> None:
 
 
 def test_a_bound_process_dies_with_its_parent_however_that_dies(tmp_path: Path) -> None:
-    """The parent starts a sleeper that is bound to it, prints its pid, and is killed with SIGKILL."""
+    """The parent starts a sleeper that is bound to it, and prints its pid. Then the parent is killed with SIGKILL."""
     code = (
         "import subprocess, signal, time\n"
         "from toolkit.launch.start.children import dying_with_us\n"

@@ -158,7 +158,7 @@ def test_a_running_run_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project of its own, the current folder, with one job and one config; its runs lie beside it."""
+    """Enter a project of its own with one job and one config. Its runs lie beside it."""
     folder = tmp_path / "my project"
     (folder / "ownjobs").mkdir(parents=True)
     (folder / "ownjobs/__init__.py").touch()
@@ -213,7 +213,7 @@ def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
 
 
 def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_path: Path) -> None:
-    """Found by an editable install, say: edits of the checkout would reach the waiting job."""
+    """An editable install may provide it. Edits of the checkout would then reach the waiting job."""
     with pytest.raises(RequestError, match=r"jobs.classify is .*classify.py, and the sources that a run copies are"):
         submit.dry_run("own.yaml", ["job=jobs.classify", "data.name=digits"], executor="local")
 
@@ -267,7 +267,7 @@ def test_where_slurm_expedites_requeues_it_is_asked_to(
 def test_a_job_that_submitit_cannot_note_is_taken_back(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The disk is full, and sbatch has taken it: it would wait in the queue, and nobody would know whose it is."""
+    """The disk is full after sbatch took the job. The job would wait in the queue without a known run."""
     usual = JobPaths.move_temporary_file
 
     def full(self: JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
@@ -293,7 +293,7 @@ def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
 def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS on the login node remembers for up to a minute that there was no result."""
+    """NFS on the login node remembers a missing result for up to a minute."""
     over(monkeypatch)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     watching = run.watch()
@@ -303,7 +303,7 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
 
 
 def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, a thousand people with `--follow` were 33 questions a second to the controller."""
+    """Before, a thousand people with `--follow` asked the controller 33 times a second."""
     asked, now, status = list[float](), 1000.0, {"state": "queued", "updated": 0.0}
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
@@ -336,7 +336,7 @@ def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, m
 def test_a_supervisor_that_has_just_been_started_is_no_dead_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its command line is empty for some milliseconds, on a busy machine in 9 of 10 looks."""
+    """Its command line is empty for some milliseconds. A busy machine shows that in 9 of 10 looks."""
     run = make_run(tmp_path, state="queued").dir
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"")
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -1,4 +1,4 @@
-"""The supervisor's loop with a launcher that tells it what it likes."""
+"""The supervisor's loop with a launcher whose events the test chooses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from toolkit.rundir import RunDir
 
 
 class Store:
-    """Stands for the store: notes what is proposed."""
+    """Stands for the store: notes the proposals."""
 
     proposed: list[str]
 
@@ -72,7 +72,7 @@ class Store:
 
 
 class Ranks:
-    """A launcher whose every attempt plays the next of ``acts``, and a step that notes its signals."""
+    """A launcher whose every attempt plays the next of ``acts``. It notes the signals to its step."""
 
     tells_each_end = False
 
@@ -86,7 +86,7 @@ class Ranks:
         self.events = args[-1]
 
     def take_over(self, *args: Any) -> Any:
-        """No rank is left of a supervisor before."""
+        """Find no rank that an earlier supervisor left."""
 
     def start_store(self, *args: Any) -> Store:
         return Store()
@@ -115,7 +115,7 @@ class Ranks:
         self.events.put(AllRanksEnded(-9))
 
     def report(self, **fields: Any) -> None:
-        """As rank 0, on the first node."""
+        """Report as rank 0, on the first node."""
         step = fields.get("step")
         self.events.put(MainReport(RankReport(self.attempt, 0, "in a step", step, 0, fields)))
         self.events.put(FirstReports(self.attempt, self.hosts[0], (0,)))
@@ -128,7 +128,7 @@ class Ranks:
 
 
 class NodeAgents:
-    """The agents of the nodes: know the ranks in ``known`` by their reports, and answer when they are asked."""
+    """The agents of the nodes. They know the ranks in ``known`` by their reports, and answer requests."""
 
     silent_hosts: frozenset[str] = frozenset()
     heard_hosts: frozenset[str] = frozenset()
@@ -160,7 +160,7 @@ def ended(*ranks: int, code: int | None = None) -> RanksExited:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short patience, and the test runner's own signal handlers back at the end."""
+    """Shorten the patience, and restore the test runner's signal handlers at the end."""
     monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.01)
     monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 0.05)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
@@ -207,7 +207,7 @@ def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(ru
 def test_attempts_that_make_no_step_start_again_after_growing_pauses(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart takes a second: a folder that is away for ten would use all of them up."""
+    """A restart takes a second. A folder that is away for ten seconds would use up all restarts."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.1)
     starts: list[float] = []
 
@@ -228,7 +228,7 @@ def test_attempts_that_make_no_step_start_again_after_growing_pauses(
     pauses = [after - before for before, after in pairwise(starts)]
     assert pauses[0] >= 0.1
     assert pauses[1] >= 0.2
-    assert pauses[2] < 0.1
+    assert pauses[2] < 0.1  # the attempt before it made a step
 
 
 def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
@@ -259,7 +259,7 @@ def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunD
 
 
 def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunDir) -> None:
-    """srun ends with the dead rank's code in the end, and the dead one's own words are no failure of the run."""
+    """srun ends with the dead rank's exit code. That rank's error file is no failure of the run."""
     said = {"rank": 3, "host": "node2", "time": 1.0, "type": "OSError", "message": "no disk", "traceback": "T"}
 
     def loses_two(ranks: Ranks) -> None:
@@ -291,7 +291,7 @@ def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(r
 
     def refuses(ranks: Ranks) -> None:
         ranks.report(step=5, step_start=0, expendable=[2, 3])
-        ranks.events.put(ended(2, code=2))
+        ranks.events.put(ended(2, code=2))  # the exit code of a wrong request
 
     ranks = Ranks(loses_all, refuses, completes)
     assert supervise(run, ranks, no_progress_attempts=9) == 0
@@ -370,7 +370,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
     restarting = conclusion.record
 
     def record(*args: Any) -> None:
-        restarting(*args)
+        restarting(*args)  # the verdict is "restart"
         monkeypatch.undo()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -422,7 +422,7 @@ def saves(run: RunDir, step: int) -> None:
 
 
 def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was half a second of each restart. After an exit code the others' error files may tell the cause."""
+    """It cost half a second of each restart. After an exit code the others' error files may tell the cause."""
     monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 600.0)
     began = time.monotonic()
     assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(0)), completes)) == 0
@@ -437,7 +437,7 @@ def test_failures_count_from_the_last_attempt_that_gained_more_than_it_lost(run:
         ranks.events.put(ended(0))
 
     def gains_nothing(ranks: Ranks) -> None:
-        ranks.report(step=305, step_start=300, spent={"training": 1e6})
+        ranks.report(step=305, step_start=300, spent={"training": 1e6})  # saves no checkpoint
         ranks.events.put(ended(0))
 
     def does_not_start(ranks: Ranks) -> None:
@@ -466,7 +466,7 @@ def test_an_attempt_is_judged_although_its_checkpoints_cannot_be_listed(
 
 @pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
 def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state: str, again: bool) -> None:
-    """Cancelled without a word of the user's may have been a preemption while nobody could say so."""
+    """A state "cancelled" without a user's request may mean a preemption that went unnoticed."""
     run.write_result(RunResult.from_json({"state": state}))
     allocation = Allocation(("here",), (4,), 1, restart_count=1)
     ranks = Ranks(*[completes] * again)
@@ -494,7 +494,7 @@ def test_an_attempt_that_nobody_closed_gets_its_line(
 def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, its number was given again, and its old error file made a completed attempt a crashed one."""
+    """Before, its number was used again. Its old error file made a completed attempt a crashed one."""
     place = {"nodes": ["a"], "tasks": [2], "progress": {"step": 30, "step_start": 10}}
     run.write_status(
         RunStatus.from_json({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
@@ -528,7 +528,7 @@ def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeyp
 
 
 def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None]:
-    """A rank of a foreign script that wrote ``text`` into its error file and ended with exit code 1."""
+    """Return the act of a rank of a foreign script that fails. It writes ``text`` into its error file."""
 
     def fails(ranks: Ranks) -> None:
         path = run.error_file(1, rank)
@@ -593,7 +593,7 @@ def test_a_device_error_in_an_error_file_blames_the_node_of_its_rank(
 def test_the_address_that_a_rank_could_not_connect_to_is_read_from_its_error(
     run: RunDir, message: str, address: str | None
 ) -> None:
-    """Not that of a connection which broke: the rank at its other end may have ended for its own reasons."""
+    """A broken connection does not count. The rank at its other end may have ended for its own reasons."""
     fsio.make_dir(run.attempt_logs(1))
     fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
     assert read_error_file(run.error_file(1, 0)).unreached == address
@@ -620,13 +620,13 @@ def test_a_failure_in_torchs_format_is_told_with_the_host_of_its_rank(run: RunDi
 
 
 def hangs(ranks: Ranks) -> None:
-    """Rank 0 is in its eighth step and the others in nothing that anybody would know of."""
+    """Hang with rank 0 in its eighth step; the other ranks have reported nothing."""
     ranks.report(step=7, step_start=0)
     ranks.answers_kill = False  # by the question for the stacks
 
 
 def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, reporting: Sequence[int] = (0,)) -> int:
-    """With a process group that times out after 1 s; ranks that are ``reporting`` are in their eighth step."""
+    """Supervise with a group timeout of 1 s. Ranks that are ``reporting`` are in their eighth step."""
     config = JobConfig(job=job)
     config.dist.timeout_s = 1
     agents: Any = NodeAgents(*(Standing(rank, "in a step", 7, 0.6, False) for rank in reporting))
@@ -658,7 +658,7 @@ def test_a_hang_is_examined_killed_at_once_and_restarted_with_the_rank_behind_na
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("all_have_ended", [False, True])
 def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_ended: bool) -> None:
-    """It does not answer, so it counted as stopped, and its node was suspected."""
+    """Before, a rank that did not answer counted as stopped, and its node was suspected."""
     fsio.make_dir(run.attempt_logs(1))
 
     def ends_but_rank_0(ranks: Ranks) -> None:
@@ -707,7 +707,7 @@ def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
 
 
 class OutsideWatch(SilenceWatch):
-    """Says at once that the ranks in ``silent`` are, and what their stacks are."""
+    """Reports the ranks in ``silent`` as silent at once, with these ``stacks``."""
 
     silent: Sequence[int] = ()
     stacks: Mapping[int, str] = {}
@@ -768,7 +768,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
 
     def says_nothing(ranks: Ranks) -> None:
-        monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)
+        monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
 
     ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
@@ -783,7 +783,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
 def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
     run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the others wait for it in NCCL, which is no silence, until that gives up."""
+    """The others wait for it in NCCL. That is no silence, and NCCL gives up in the end."""
     monkeypatch.setattr(outside, "silent", [1])
 
     def gives_up(ranks: Ranks) -> None:
@@ -819,7 +819,7 @@ def test_a_run_that_needs_more_open_files_than_allowed_is_refused_before_its_ran
 
 
 def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(run: RunDir) -> None:
-    """It has saved what it had, and has more to do."""
+    """It has saved its state, and has more to do."""
 
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False

@@ -1,4 +1,4 @@
-"""The supervisor when nodes at work are drained or sick. Launcher, Slurm and agents say what the test wants."""
+"""The supervisor when nodes at work are drained or sick. The test plays the launcher, Slurm and the agents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEW_FAN = "drained: new fan by root"
 
 
 class Agents(NodeAgents):
-    """All speak, and say what the test says."""
+    """Agents that are all heard, and report the sickness that the test chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def supervise(run: RunDir, slurm: FakeSlurm, agents: Agents) -> Supervise:  # no
 
 
 def works(ranks: Ranks, *, step_s: float = 0.1) -> None:
-    """Makes ten steps, and goes on."""
+    """Make ten steps, and go on."""
     ranks.report(step=10, step_start=0, spent={"compute": 10 * step_s})
 
 
@@ -85,7 +85,7 @@ def stops_when_asked(ranks: Ranks) -> None:
 
 
 class Looks:
-    """What happens when the supervisor has looked at the nodes some times with Slurm's answer in its hands."""
+    """Calls ``then`` after the third look at the nodes that has Slurm's answer."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -217,6 +217,7 @@ def test_a_run_that_would_lose_by_it_stays(
             ranks.report(step=0, step_start=0, spent={})
         else:
             works(ranks, step_s=step_s)
+        # the ranks end only after looks that could have moved the run
         looks.then = lambda: end(ranks)
 
     assert supervise(Ranks(act), job=FOREIGN_JOB if reason == "a script" else None) == 0
@@ -238,6 +239,7 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
 
         def stop() -> None:
             if Store.proposed == ["stop"]:
+                # after ten times STOP_LIMIT_S the move still waits; a stop by a signal then does not
                 threading.Timer(0.5, ranks.events.put, [Signalled(signal.SIGINT)]).start()
 
         Store.on_propose = stop

@@ -1,4 +1,4 @@
-"""The supervisor when nodes are lost, with a launcher and a Slurm that tell it what they like."""
+"""The supervisor when nodes are lost. The test chooses the answers of launcher and Slurm."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def slurm() -> FakeSlurm:
 
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes but ``dead`` answer."""
+    """Let all nodes but ``dead`` answer."""
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
 
 
 class Preflight:
-    """Finds ``bad`` what the test says; ``meanwhile`` happens."""
+    """Checks that find the nodes of ``bad`` bad. ``meanwhile`` is called during them."""
 
     def __init__(self) -> None:
         self.bad: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Preflight:
 
 
 class PlayedAgents(NodeAgents):
-    """Of a job whose nodes are all there. When asked, they say what the test does."""
+    """The agents of a job whose nodes are all there. A question calls ``say_unanswered``."""
 
     say_unanswered: Callable[[], None] = staticmethod(lambda: None)
 
@@ -110,7 +110,7 @@ def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fe
 
 
 def loses_node2(ranks: Ranks) -> None:
-    """Nobody hears from node2; the ranks elsewhere are killed, and srun waits for ever."""
+    """Lose node2: it falls silent, the other ranks are killed, and srun waits for ever."""
     ranks.answers_kill = False
     ranks.report(step=10, step_start=0)
     ranks.events.put(NodeFailed("node2"))
@@ -145,7 +145,7 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
 
 
 class UnheardKill(Ranks):
-    """Ranks of which one is on ``dead``: it says nothing of its end."""
+    """Ranks of which one is on ``dead``. Its end is never reported."""
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         AGENTS.silent_hosts = frozenset({"dead"})
@@ -163,10 +163,9 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     first: str,
     is_killed: bool,
 ) -> None:
-    """Before, the node of rank 0 was never asked, nor any in an attempt that was being killed: it was awaited for ever.
-
-    The death itself may be why other ranks crash. Where the batch host is bad, rank 0 is on another node.
-    """
+    """Before, some nodes were never asked, and the run waited for them without end. They were the node of rank 0, and
+    all nodes of an attempt that was being killed. The death itself may be why other ranks crash. Where the batch host
+    is bad, rank 0 is on another node."""
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
     monkeypatch.setattr(AGENTS, "silent_hosts", frozenset())
     allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
@@ -191,7 +190,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
 def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits in the kernel, for a disk or a driver, on a node that answers. The run hung until its time limit."""
+    """It waits in the kernel for a disk or a driver. Its node answers. Before, the run hung until its limit."""
     monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.3)
 
     class Unkillable(Ranks):
@@ -225,7 +224,7 @@ def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
 
         def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
             self.signals.append(number)
-            if len(self.signals) == 6:
+            if len(self.signals) == 6:  # the disk is back
                 self.events.put(AllRanksEnded(137))
 
     def crashes(ranks: Ranks) -> None:
@@ -241,7 +240,7 @@ def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
 def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was dropped, and the next attempt waited for ever for agents that were served no more."""
+    """Before, the error was dropped. The next attempt waited for ever for agents without a server."""
 
     def crashes(ranks: Ranks) -> None:
         ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
@@ -295,7 +294,7 @@ def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slur
 
 
 def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
-    """The batch host was cut off, is back, and finds that the job has been put back into the queue for it."""
+    """The batch host was cut off and is back. Another node has put the job into the queue meanwhile."""
 
     def was_cut_off(ranks: Ranks) -> None:
         ranks.report(step=10, step_start=0)
@@ -322,7 +321,7 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
 def test_the_lines_of_earlier_attempts_are_read_once(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand attempts on thousands of nodes are not read again for each that ends."""
+    """A thousand attempts on thousands of nodes are not read again for each new one."""
 
     def crashes(ranks: Ranks) -> None:
         ranks.report(step=10 * len(reads) + len(ranks.hosts), step_start=0)
@@ -340,7 +339,7 @@ def test_the_lines_of_earlier_attempts_are_read_once(
 
 
 def test_an_attempt_has_a_number_of_its_own_also_while_the_shared_folder_is_gone(run: RunDir, slurm: FakeSlurm) -> None:
-    """A node may lose the mount between the start of its supervisor and that of the ranks."""
+    """A node may lose the mount between the starts of its supervisor and its ranks."""
     fsio.make_dir(run.attempt_logs(4))
     run.rank_log(4, 0).touch()
     allocation = Allocation(("node1",), (1,), 1, job_id="1")
@@ -351,7 +350,7 @@ def test_an_attempt_has_a_number_of_its_own_also_while_the_shared_folder_is_gone
 
 
 def is_refused_by_node2(ranks: Ranks) -> None:
-    """The rank on node2 cannot be started; the other one ends well, and srun with 0."""
+    """Fail to start the rank on node2. The other one ends well, and srun with 0."""
     ranks.answers_kill = False
     for rank in [rank for rank, host in enumerate(ranks.hosts) if host == "node2"]:
         ranks.events.put(LaunchFailed((rank,), "node2", "Slurmd could not connect IO"))
@@ -388,7 +387,7 @@ def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slur
 
 
 def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
-    """Ranks end with exit code 127 before they report anything and leave no error file."""
+    """Return an act whose ranks end with exit code 127. They report nothing and leave no error file."""
 
     def act(ranks: Ranks) -> None:
         for rank, host in ranks_and_hosts:
@@ -398,7 +397,7 @@ def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
 
 
 def test_a_node_on_which_ranks_end_before_their_first_report_is_used_twice_only(run: RunDir, slurm: FakeSlurm) -> None:
-    """Without a word or a step: that was the end of the run, in the very attempt that condemned the node."""
+    """No rank had made a step. Before, the attempt that condemned the node ended the run too."""
     on_node2 = dies_mute((1, "node2"))
     assert supervise(run, slurm, Ranks(on_node2, on_node2, completes), spare=1) == 0
     assert [line.suspect for line in run.attempts()] == ["node2", "node2", None]
@@ -413,7 +412,7 @@ def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: Fak
 
 
 def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir, slurm: FakeSlurm) -> None:
-    """Before, it came back, or said for ever that it was requeued."""
+    """Before, it came back, or was shown as requeued for ever."""
 
     def stops(ranks: Ranks) -> None:
         ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
@@ -425,7 +424,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
         slurm.cancel(job_id)
         requeue(job_id, if_running=if_running)
 
-    slurm.requeue = cancelled_first
+    slurm.requeue = cancelled_first  # called after the verdict
     supervise(run, slurm, Ranks(stops))
     assert run.result().state == run.status().state == "cancelled"
     assert run.attempts()[0].decision == "requeue"
@@ -461,7 +460,7 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
 
 
 class LeftRanks(Ranks):
-    """Ranks that a supervisor has left behind, who was killed."""
+    """Ranks that a killed supervisor has left behind."""
 
     def take_over(self, attempt: int, plan: Allocation, command: Any, environ: Any, events: Any) -> Any:
         self.attempt, self.events, self.hosts = attempt, events, plan.hosts
@@ -474,7 +473,7 @@ ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
 
 
 def leave(run: RunDir, **more: Any) -> int:
-    """Write what a supervisor leaves whose attempt runs; return the number by which its ranks may write."""
+    """Write the files of a supervisor that dies during an attempt. Returns the number by which its ranks may write."""
     claim = Claim.of_job(run, ALLOCATION, None)
     started = {"started": time.time() - 20, "updated": time.time(), "progress": {"step": 5, "step_start": 0}}
     start = {"since": time.time() - 30, "submitted": None, "queue_s": 2.0, "ready": time.time() - 25, "best_step": 0}
@@ -544,7 +543,7 @@ def test_ranks_that_may_not_be_ours_are_not_taken_over(run: RunDir, slurm: FakeS
 
 
 def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir, slurm: FakeSlurm) -> None:
-    """Nobody judges such attempts, and follow-up jobs would follow each other for ever."""
+    """Such attempts get no verdict, and follow-up jobs would follow each other for ever."""
     config = JobConfig()
     config.retry.max_requeues = 2
     supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
@@ -559,7 +558,7 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
 
 
 def test_a_damaged_status_keeps_of_a_left_over_attempt_what_is_known(run: RunDir, slurm: FakeSlurm) -> None:
-    """Its job is this one then, and when it was submitted counts without the rest of its account."""
+    """The attempt then counts as this job's. Its submission time is kept without the rest of its account."""
     known = {"attempt": 1, "started": 2.0, "updated": 3.0, "submitted": 1.0, "nodes": ["a"], "tasks": [2]}
     fsio.write_json(run.path / "status.json", {**known, "job_id": [[]], "restart_count": [[]], "goodput": [[]]})
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=2)
@@ -651,7 +650,7 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
 def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
     run: RunDir, slurm: FakeSlurm, is_preempted: bool, cause: str
 ) -> None:
-    """Slurm tells the ranks alone to end, at the beginning of the grace: the supervisor hears nothing of it."""
+    """Slurm signals the ranks alone at the beginning of the grace time. The supervisor gets no signal."""
 
     def saves(ranks: Ranks) -> None:
         if is_preempted:
@@ -685,7 +684,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     cause: str,
     restarts: int,
 ) -> None:
-    """Its SIGTERM came between fork and exec; Slurm does not know the step any more, and srun waits for it."""
+    """Its SIGTERM came between fork and exec. Slurm has forgotten the step, and srun waits for it."""
     monkeypatch.setattr(attempt_loop, "DYING_S", 0.0)
     monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 60.0)
 
@@ -707,7 +706,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
 def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "settings", lambda: Settings(kill_wait_s=0.0))
+    monkeypatch.setattr(slurm, "settings", lambda: Settings(kill_wait_s=0.0))  # Slurm would not wait either
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
@@ -734,7 +733,7 @@ def with_limit(
     left_s: float | None = None,
     up: bool = True,
 ) -> int:
-    """Supervise a job of one node with this time limit, of which ``left_s`` are left, and this signal_delay_s."""
+    """Supervise a job of one node with this time limit and signal_delay_s. ``left_s`` of the limit are left."""
     job = slurm.sbatch([f"--time={minutes}", "job.sh"])
     slurm.start(job)
     if left_s is not None:
@@ -746,7 +745,7 @@ def with_limit(
 
 
 def gets_slurms_signal(ranks: Ranks) -> None:
-    """And completes 2 looks later, if it is let."""
+    """Get Slurm's signal, and complete 2 looks later if nothing stops the ranks."""
     ranks.report(step=7, step_start=0)
     ranks.events.put(Signalled(signal.SIGUSR2))
     Store.on_propose = lambda: ranks.events.put(AllRanksEnded(75))
@@ -757,8 +756,8 @@ def gets_slurms_signal(ranks: Ranks) -> None:
 def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
-    """Before, it was out of time in the first second where cluster.signal_delay_s is as long as the limit, or the batch
-    host's clock is ahead: again and again, until it was given up."""
+    """Before, each attempt was out of time in its first second. In the end the run was given up. That was with a
+    signal_delay_s as long as the limit, or a batch host's clock that is ahead."""
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
     slurm.now = time.time() - ahead_s
     assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
@@ -771,7 +770,7 @@ def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
 def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
     run: RunDir, slurm: FakeSlurm, delay_s: int, minutes: int, margin_s: int
 ) -> None:
-    """Half the limit, cluster.signal_delay_s or a few seconds before it; the batch host's clock is 2 h ahead."""
+    """They stop at half the limit, signal_delay_s or a few seconds before it. The batch host's clock is 2 h ahead."""
     slurm.now = time.time() - 7200
     proposed = []
 
@@ -794,7 +793,7 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
 def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the limit was never known, no follow-up job was submitted, and the job ended in the middle of a step."""
+    """Before, the limit was never known. No follow-up job was submitted, and the job ended in the middle of a step."""
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
     monkeypatch.setattr(slurm_job, "LOOK_AGAIN_S", 0.02)
     slurm.now = time.time()
@@ -810,7 +809,7 @@ def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
             ranks.events.put(AllRanksEnded(75))
 
         Store.on_propose = stop
-        slurm.is_up = True
+        slurm.is_up = True  # the controller is back
 
     assert with_limit(run, slurm, Ranks(trains), minutes=1, delay_s=0, left_s=11, up=False) == 75
     assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
@@ -859,7 +858,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
 def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for an address that is no node's of the attempt, or for the node itself, tells nothing."""
+    """A wait for the node itself, or for an address outside the attempt, tells nothing."""
 
     def fails(ranks: Ranks) -> None:
         told = NodeAnswered("node2", {"addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"]}, 0.0, 0.0)
@@ -920,7 +919,7 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
 def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its files is refused once: owner, size, job, the line that the last start left over, the result."""
+    """Each of its files is refused once. They are owner, size, job, the line of the last start, and the result."""
     place = {"nodes": ["node1"], "tasks": [1]}
     run.write_status(
         RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
@@ -930,7 +929,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
 
     def fsync(fd: int) -> None:
         path = Path(f"/proc/self/fd/{fd}").readlink()
-        name = path.name.split(".tmp-")[0].lstrip(".")
+        name = path.name.split(".tmp-")[0].lstrip(".")  # the file that the temporary one is to replace
         if path.is_file() and name not in refused:
             refused.add(name)
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -980,7 +979,7 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
 def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, has_ended: bool, state: str
 ) -> None:
-    """Slurm puts it back for its exit code: what the run goes on with, and what it does not need any more."""
+    """Slurm puts it back for its exit code. A run that goes on needs that, and an ended one does not."""
     slurm = FakeSlurm()
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)

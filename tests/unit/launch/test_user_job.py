@@ -1,4 +1,4 @@
-"""A job is a module, a file by its path, or one of an installed package; what is wrong with it names the line."""
+"""A job is a module, a file by its path, or an installed package's module. An error in it names the line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.launch.submission.prepare import check_submittable, new_run
 
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path) -> Iterator[None]:
-    """What a test imports of its own files is forgotten."""
+    """Forget what a test imports from its own files."""
     path = sys.path[:]
     yield
     sys.path[:] = path
@@ -88,6 +88,7 @@ def test_a_job_of_a_src_layout_or_an_installed_package_is_found_without_importin
     assert load("pack.work", project).here
     assert job_source("installed.work", project) == site / "installed/work.py"
     assert job_source("installed.sub.deep", project) == site / "installed/sub/deep.py"
+    # an import would fail here: the package's __init__ needs a module that is not installed
     check_submittable(JobConfig(job="installed.work"), "local", project)
     with pytest.raises(ConfigError, match=r"job: .*installed/__init__\.py, line 1: ModuleNotFoundError: No module"):
         load("installed.work", project)

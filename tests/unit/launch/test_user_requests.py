@@ -1,4 +1,4 @@
-"""Requests of users: each is handed on until it has an answer or is withdrawn, whoever dies meanwhile."""
+"""Requests of users. Each is passed on until it is answered or withdrawn, whichever process dies meanwhile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STACK = (
 
 
 class Desk:
-    """An attempt's requests, with a store that notes what is proposed and ranks whose stacks are known."""
+    """An attempt's requests, with a store that notes proposals. The stacks of its ranks are known."""
 
     def __init__(self, run: RunDir, *, is_foreign: bool = False) -> None:
         self.proposed: list[str] = []
@@ -167,7 +167,7 @@ def test_without_an_answer_the_request_is_withdrawn(run: RunDir, monkeypatch: py
 
 
 def test_stacks_from_outside_end_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without py-spy there is only what the kernel says."""
+    """Without py-spy there is only the kernel's view of the process."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with subprocess.Popen([os.path.realpath("/proc/self/exe"), "-c", "input()"], stdin=subprocess.PIPE) as process:

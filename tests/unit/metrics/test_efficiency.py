@@ -1,4 +1,4 @@
-"""The table at a run's end and the next request, by figures that can be checked by hand and by seff's formulas."""
+"""The table at a run's end, and the next request. The figures can be checked by hand and by seff's formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorBoard is told of a run's attempts, from files as the supervisor writes them."""
+"""TensorBoard's view of a run's attempts, from files as the supervisor writes them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def history(run: RunDir, attempt: int, first_step: int, *, rank: int = 0, **spen
 
 
 def test_the_shares_are_of_the_time_since_the_submission_over_all_attempts(run: RunDir) -> None:
-    """120 s in the first attempt and before it, 20 s from its end to the second one's first step, 60 s in that."""
+    """The whole is 200 s: 120 s up to the end of the first attempt.
+
+    Then 20 s pass to the second one's first step, and 60 s after it.
+    """
     before = ledger(queue=10.0, training=90.0, data_wait=6.0, idle=14.0)
     run.add_attempt(line(1, 0, 100, submitted="2026-11-20T15:00:00.000+00:00", goodput=before))
     at = datetime.fromisoformat("2026-11-20T15:02:20.000+00:00").timestamp()
@@ -86,7 +89,7 @@ def test_each_restart_is_a_row_that_says_what_it_cost(run: RunDir) -> None:
 
 
 def told_of(run: RunDir) -> str:
-    """As if the second attempt had got as far as its first step."""
+    """Return the table at the first step of the second attempt."""
     (run.path / "attempts.jsonl").unlink()
     run.add_attempt(line(1, 0, 170))
     run.write_status(RunStatus.from_json({"attempt": 2, "nodes": ["node1", "node2"]}))

@@ -8,7 +8,7 @@ from toolkit.metrics.meters import Throughput
 
 
 class Clock:
-    """Time stands still until it is told otherwise."""
+    """A clock that stands still until the test moves it."""
 
     now = 1000.0
 

@@ -26,7 +26,7 @@ NOW = 1_700_000_000.0
 
 
 class Clock:
-    """A wall clock that stands wrong by `ahead_s`."""
+    """A wall clock that is wrong by `ahead_s`."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:
         self.now = NOW + ahead_s
@@ -41,7 +41,10 @@ def seen_by_tensorboard(folder: Path) -> EventAccumulator:
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Step and value of each point, in which TensorBoard's API for scripts and its server's own reader agree."""
+    """Return the step and value of each point, as TensorBoard reads them.
+
+    Its API for scripts and its server's own reader must agree.
+    """
     found = [(event.step, event.value) for event in seen_by_tensorboard(folder).Scalars(tag)]
     server = ServerAccumulator(str(folder), size_guidance={"tensors": 0}, tensor_size_guidance={"scalars": 0}).Reload()
     assert [(event.step, float(make_ndarray(event.tensor_proto))) for event in server.Tensors(tag)] == found
@@ -143,7 +146,7 @@ def test_jsonl_has_one_line_per_step_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_a_resume_reads_the_end_of_a_long_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a million lines it took 50 s and 4.5 GB to read them all and write them anew."""
+    """To read a million lines and write them again took 50 s and 4.5 GB."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 10_001)) + '{"step": 10001, "tr')
     parsed = list[bytes]()
@@ -177,6 +180,7 @@ def test_an_evaluation_at_a_logged_step_joins_its_line_also_across_a_resume(tmp_
     sink.flush()
     sink.scalars(2, {"eval/loss": 1.0})
     sink.close()
+    # the line of the resumed step itself is still open for more values
     sink = JsonlSink(path, 2, Clock())
     sink.scalars(2, {"eval/accuracy": 0.5})
     sink.scalars(3, {"train/loss": float("nan")})
@@ -217,7 +221,7 @@ def test_other_ranks_write_nothing_and_do_not_pay_for_tensorboard(tmp_path: Path
 def test_metrics_logged_while_the_disk_was_full_are_there_when_it_no_longer_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """The disk takes ``room`` bytes of step 3 and what follows; a record of either file is longer than some of that."""
+    """From step 3 on the disk takes ``room`` bytes. Some of these values are smaller than one record of either file."""
     disk = SmallDisk()
     monkeypatch.setattr(os, "pwrite", disk)
     sink = build_sinks(tmp_path, True, None)

@@ -28,7 +28,10 @@ def test_the_cpu_is_measured_by_the_hosts_clock() -> None:
 
 
 class Event:
-    """Stands for a CUDA event on a device that is always busy for 2 ms between two records, and 8 in the first lap."""
+    """Stands for a CUDA event on a device that is always busy.
+
+    The device's clock moves by 2 ms between two records, and by 8 ms in the first lap.
+    """
 
     made: ClassVar[list[Event]] = []
     clock_ms = 0.0

@@ -1,4 +1,4 @@
-"""Who is slow for long, by a clock that the test moves by hand."""
+"""Ranks that are slow for long, by a clock that the test moves by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVEN = (1.0, 1.05, 0.95, 1.0)
 
 
 class World:
-    """Two ranks on a node, a window every 15 s."""
+    """Two ranks on each node, and a window every 15 s."""
 
     def __init__(self, ranks_per_node: int = 2) -> None:
         self.now = 1000.0
@@ -125,7 +125,7 @@ def test_a_burst_in_each_block_does_not_make_a_slow_rank() -> None:
 
 
 def test_a_rank_that_is_a_tenth_slower_is_found_in_made_up_noise_and_no_other_one() -> None:
-    """A part of what `python -m tests.scale "slow ranks"` measures."""
+    """A part of the measurement `python -m tests.scale "slow ranks"`."""
     assert [planted(8, seed) is not None for seed in range(5)] == [True] * 5
     times = own_times(np.random.default_rng(7), 16, DAY)
     assert named(times) == {}

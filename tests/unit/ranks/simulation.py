@@ -1,7 +1,8 @@
-"""Whole runs in miniature: ranks as threads around an in-memory store, in lock step as collectives keep them.
+"""Whole runs in miniature: ranks are threads around an in-memory store.
 
-A case follows from its seed: how many steps, how far the host runs ahead of the device, who is slow, where evaluations
-fall, and what is asked for where. Only the interleaving of the threads does not.
+They run in lock step, as collectives keep ranks. A case follows from its seed: how many steps, how far the host runs
+ahead of the device, which ranks are slow, where evaluations fall, and what is requested where. Only the interleaving of
+the threads does not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Delivery:
-    """``kind`` asked for on ``rank``, ``times`` over: before the first step, in a step, evaluating, after the last."""
+    """A request ``kind`` on ``rank``, made ``times`` over.
+
+    It comes before the first step, in a step, in an evaluation, or after the last step.
+    """
 
     kind: str
     rank: int
@@ -39,7 +43,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Case:
-    """What one run meets."""
+    """The events of one run."""
 
     seed: int
     ranks: int
@@ -57,7 +61,7 @@ class Case:
 
 @dataclass
 class Story:
-    """What one rank did: each kind with the step it came at, and the steps it started."""
+    """The record of one rank: the steps it started. ``handed_out`` has each kind with the step at which it came."""
 
     handed_out: list[tuple[str, int]] = field(default_factory=list)
     last_started: int | None = None
@@ -79,7 +83,7 @@ def case_of(seed: int, ranks: int) -> Case:
 
 
 def _deliveries(rng: random.Random, kind: str, ranks: int, first: int, steps: int, endless: bool) -> Iterator[Delivery]:
-    """One kind on one rank, on a few, or on all; at one place or at several; once or more often."""
+    """Yield requests of one kind, on one rank, a few or all. They come at one place or several, once or more often."""
     places: list[Where] = ["before", "step", "step", "evaluation", "outside"]
     places += [] if endless else ["end"]
     where, step = rng.choice(places), first + rng.choice([0, rng.randrange(steps), steps - 1])
@@ -90,7 +94,10 @@ def _deliveries(rng: random.Random, kind: str, ranks: int, first: int, steps: in
 
 
 class Lockstep:
-    """The collectives: a rank gets ``ahead`` steps further than the slowest, and evaluations wait for everybody."""
+    """The collectives of the ranks.
+
+    A rank gets ``ahead`` steps further than the slowest, and evaluations wait for all ranks.
+    """
 
     def __init__(self, ranks: int, wait_s: float) -> None:
         self._ranks, self._patience_s = ranks, wait_s
@@ -113,7 +120,7 @@ class Lockstep:
 
 
 class Slow:
-    """A client of the store whose calls take their time."""
+    """A client of the store whose calls take up to ``delay_s``."""
 
     def __init__(self, store: MemoryStore, delay_s: float, rng: random.Random) -> None:
         self._store, self._delay_s, self._rng = store, delay_s, rng
@@ -127,7 +134,7 @@ class Slow:
 
 
 class Rank:
-    """One rank's loop, as the trainer's: boundary, step, sometimes an evaluation; at the end the gate is closed."""
+    """One rank's loop, as the trainer's: boundary, step, sometimes an evaluation. At the end the gate is closed."""
 
     def __init__(self, case: Case, rank: int, store: MemoryStore, mesh: Lockstep, gate: type[Gate]) -> None:
         self.story = Story()
@@ -216,7 +223,10 @@ def _frequent_switches() -> Iterator[None]:
 
 
 def play(case: Case, gate: type[Gate] = Gate, wait_s: float = 30.0) -> list[Story]:
-    """Run the case; the ranks' stories. A rank that does not end within twice ``wait_s`` has that as its error."""
+    """Run the case; return the ranks' stories.
+
+    A rank that does not end within twice ``wait_s`` has that as its error.
+    """
     store, mesh = MemoryStore(), Lockstep(case.ranks, wait_s)
     ranks = [Rank(case, rank, store, mesh, gate) for rank in range(case.ranks)]
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
@@ -232,7 +242,7 @@ def play(case: Case, gate: type[Gate] = Gate, wait_s: float = 30.0) -> list[Stor
 
 
 def faults(case: Case, stories: list[Story]) -> list[str]:
-    """What is wrong with the stories; empty when all ranks tell the same one."""
+    """Return the faults in the stories. Empty when all ranks tell the same one."""
     found = [f"rank {rank}: {story.error}" for rank, story in enumerate(stories) if story.error]
     if len({(tuple(story.handed_out), story.last_started) for story in stories}) > 1:
         found.append(f"the ranks disagree: {[(story.handed_out, story.last_started) for story in stories]}")

@@ -1,4 +1,4 @@
-"""What is decided before MPI is opened, and whether it is closed; the group itself is in test_backend_contract.py."""
+"""The decisions before MPI is opened, and whether it is closed. The group itself is in test_backend_contract.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("mpi4py")
 
 @pytest.fixture
 def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of Finalize, of an MPI that is open."""
+    """Return the calls of Finalize, for an MPI that is open."""
     from toolkit.ranks.mpi import opening
 
     calls: list[str] = []
@@ -45,7 +45,7 @@ def test_ranks_in_another_order_are_refused() -> None:
 
 
 def test_mpi_is_closed_after_a_success_and_a_stop_but_not_after_a_failure(finalized: list[str]) -> None:
-    """Finalize waits for all ranks: after a failure, for ever."""
+    """Finalize waits for all ranks: after a failure that is for ever."""
     from toolkit.ranks import mpi
 
     mpi.finalize(ValueError, ValueError("mine"), None)

@@ -1,4 +1,4 @@
-"""A store that we host is reached on the address of its ranks and on no other."""
+"""A store that rank 0 hosts is reached on the address of its ranks only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_rank_that_is_alone_listens_on_the_loopback_only(tmp_path: Path, monke
 def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over torch's own store, and its own clients."""
+    """Both ends use torch's own store and clients."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
@@ -56,6 +56,7 @@ def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
         store.set("word", "of rank 0")
         assert joined.result(TIMEOUT.total_seconds()) == b"of rank 0"
     assert told["host"] == "127.0.0.1"
+    # a listener on all addresses would accept this one
     assert refuses("127.0.0.2", told["port"])
 
 
@@ -63,7 +64,10 @@ def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
 def test_no_rank_follows_into_a_folder_that_a_stranger_may_have_named(
     strangers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a supervisor the other ranks learn the run's folder from the store, which anybody may write."""
+    """Without a supervisor the other ranks learn the run's folder from the store.
+
+    Any process that reaches it may write there.
+    """
     monkeypatch.delenv(rundir.RUN_DIR_VARIABLE, raising=False)
     kv, place = HashStore(), tmp_path / "run"
     kv.set("toolkit/run_dir", str(place))

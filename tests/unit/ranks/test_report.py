@@ -1,4 +1,4 @@
-"""A rank's reports: what arrives, what a lost agent means, and what the store's host does."""
+"""A rank's reports, the loss of its agent, and the requests to the store's host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Agent(Outbox):
 
 @pytest.fixture(autouse=True)
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The codes with which a reporter has ended this process, which lives on."""
+    """Return the codes with which a reporter ends this process. The process lives on."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(report, "HEARTBEAT_S", 0.01)
@@ -86,7 +86,7 @@ def test_the_newest_of_every_field_arrives_and_the_training_waits_for_nobody() -
 
 
 def test_a_report_says_what_the_rank_does_and_one_that_stands_still_keeps_reporting() -> None:
-    """By that the agent knows that somebody is there. What users see of the run is rank 0's to say."""
+    """The agent learns from it that the rank lives. Only rank 0 reports what users see of the run."""
     agent, activity = Agent(), Activity()
     reporter = reporter_to(agent, 1, activity)
     reporter.progress(loss=1.0)
@@ -116,7 +116,7 @@ def test_a_report_under_way_when_the_reporter_closes_waits_for_nobody(monkeypatc
     plain = reporter._report
 
     def late() -> RankReport:
-        """The thread gets no CPU until the reporter is closed."""
+        """Wait until the reporter is closed, as a thread that gets no CPU."""
         is_under_way.set()
         assert reporter._closed.wait(PATIENCE * TIMEOUT_S)
         return plain()
@@ -221,7 +221,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
     run.write_result(RunResult.from_json({"state": "failed"}))
     reporter = FileReporter(run, RunStatus(supervised=False, pid=7))
-    assert run.result() is None  # the last start's: whoever waits would take it for this one's
+    assert run.result() is None  # it was the last start's: a waiting process would take it for this one's
     reporter.progress(step=5, loss=float("nan"))
     status = wait_for(lambda: run.status() if run.step() else None, TIMEOUT_S, "a status")
     assert (status.state, status.pid, status.progress.step) == ("running", 7, 5)
@@ -278,7 +278,7 @@ LINES = [json.dumps({"propose": "stop", "by": f"user {i}"}) + "\n" for i in rang
 
 
 def test_every_request_is_obeyed_but_one_that_is_cut_off() -> None:
-    """A supervisor that dies in the middle of a word has asked for nothing. A stranger's messages change nothing."""
+    """A supervisor that dies in the middle of a line has requested nothing. A stranger's messages change nothing."""
     store: Any = HashStore()
     store.set("toolkit/agree/0/proposal", "not JSON")
     store_host.serve(store, 2, io.StringIO(LINES[0] + LINES[1][:7]))
@@ -286,7 +286,7 @@ def test_every_request_is_obeyed_but_one_that_is_cut_off() -> None:
 
 
 class CountingStore:
-    """A store in memory; notes how long each message of several keys would be."""
+    """A store in memory. It notes the length of each message of several keys."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""The gate: one stop step for all ranks, whatever is asked for, wherever and whenever."""
+"""The gate: one stop step for all ranks, wherever and whenever a request comes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 10.0
 
 
 class Watched(Gate):
-    """Lets a test wait until the watcher has come somewhere, instead of sleeping."""
+    """A gate whose test can wait until the watcher has come somewhere, instead of sleeping."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.acknowledged = threading.Event()
@@ -46,7 +46,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def gates(store: MemoryStore) -> Iterator[Callable[..., list[Watched]]]:
-    """Makes the gates of a few ranks and closes them at the end, which must take no time."""
+    """Yield a function that makes the gates of a few ranks. At the end they must close at once."""
     made: list[Watched] = []
 
     def make(count: int, **kwargs: Any) -> list[Watched]:
@@ -68,7 +68,7 @@ def acknowledged(gates: list[Watched]) -> None:
 
 
 def decided(gates: list[Watched]) -> None:
-    """A boundary that finds no decision would wait for ever."""
+    """Wait for the decision of all gates. A boundary without a decision would wait for ever."""
     assert all(gate._decided.wait(LIMIT_S) for gate in gates)
 
 
@@ -91,14 +91,14 @@ def test_random_deliveries_neither_hang_nor_stop_ranks_on_different_steps() -> N
 
 
 class Promiseless(Gate):
-    """Acknowledges and goes on starting steps."""
+    """A gate that acknowledges and goes on starting steps."""
 
     def _await_decision(self, n: int) -> str | None:
         return super()._await_decision(n) if self._decided.is_set() else None
 
 
 class ReadsFirst(Gate):
-    """Reads the step and then closes the gate, instead of the other way round."""
+    """A gate that reads the step and then closes, instead of the other way round."""
 
     def _shut(self, *args: Any) -> None:
         self._read = self._started
@@ -232,7 +232,7 @@ def test_a_stop_from_outside_the_ranks_is_served_by_the_first_open_round(
 def test_a_strangers_word_on_the_gates_keys_ends_no_rank_and_stops_none(
     text: str, gates: Callable[..., list[Watched]], store: MemoryStore
 ) -> None:
-    """The store takes any key from anybody who reaches its port."""
+    """The store takes any key from any process that reaches its port."""
     store.set({f"{PREFIX}/0/proposal": text or "-", f"{PREFIX}/0/call/1": text or "-"})
     both = gates(2)
     wait_for(lambda: not store.exists(f"{PREFIX}/0/call/1"), LIMIT_S, "the removal of what nobody of ours has said")
@@ -284,14 +284,14 @@ def test_a_decision_beyond_the_last_step_lets_all_complete(gates: Callable[..., 
     for gate in two:
         gate.boundary(9)  # the last of ten steps
     two[0].request(STOP)
-    agreed(two)  # and now nobody asks again; the fixture closes
+    agreed(two)  # no rank asks again; the fixture closes
 
 
 # --------------------------------------------------------------------------------------------------- trouble
 
 
 class Hangs:
-    """Collects what ``on_hang`` is told."""
+    """Collects the calls of ``on_hang``."""
 
     def __init__(self) -> None:
         self.seen: list[Hang] = []
@@ -382,7 +382,7 @@ def test_what_was_handed_out_in_time_is_no_hang(store: MemoryStore) -> None:
 
 
 class Breaks(MemoryStore):
-    """Is lost as soon as somebody proposes."""
+    """A store that is lost as soon as a rank proposes."""
 
     def __init__(self) -> None:
         super().__init__()

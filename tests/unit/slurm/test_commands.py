@@ -1,4 +1,4 @@
-"""The real `Slurm` with stub programs on its PATH: what it says to them, and what it makes of their answers."""
+"""The real `Slurm` with stubs on its PATH: its calls, and how it reads answers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ NodeName=node5 Arch=x86_64 CoresPerSocket=1
 
 
 class Stubs:
-    """Programs that record how they were called and answer what the test says."""
+    """Programs that record how they were called, and give the test's answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -248,7 +248,7 @@ def test_without_accounting_a_forgotten_job_is_unknown_and_not_dead(stubs: Stubs
 
 
 def test_of_several_jobs_squeue_is_asked_for_those_of_the_user(stubs: Stubs) -> None:
-    """For several ids it would load the jobs of the whole cluster, and in old versions fail for one unknown id."""
+    """For several ids it would load the cluster's jobs. Old versions would also fail for one unknown id."""
     stubs.add("squeue", "1|RUNNING|node1||None\n7_3|PENDING|||Priority\n7_4|PENDING||1800000000|Priority\n")
     stubs.add("sacct")
     found = stubs.slurm().show_jobs(["1", "7_4", "8"])

@@ -1,4 +1,4 @@
-"""What ``cluster.container`` turns commands into, word by word."""
+"""The commands that ``cluster.container`` makes, word by word."""
 
 from __future__ import annotations
 

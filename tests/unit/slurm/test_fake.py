@@ -1,4 +1,4 @@
-"""FakeSlurm: what its jobs go through. tests/slurm/test_cluster_commands.py holds a real Slurm to the same."""
+"""FakeSlurm: the states that its jobs pass. tests/slurm/test_cluster_commands.py checks them with a real Slurm."""
 
 from __future__ import annotations
 

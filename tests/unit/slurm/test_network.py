@@ -1,4 +1,4 @@
-"""Interfaces: the oracle is the kernel's own ``/proc``; InfiniBand: trees as the mlx5 driver shows them."""
+"""Interfaces by the kernel's own ``/proc``. InfiniBand by trees as the mlx5 driver shows them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def port(device: str, state: str, rate: str, layer: str, number: int = 1) -> dic
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """mlx5_0 is up, mlx5_1 is down, mlx5_10 is RoCE."""
+    """Write a tree in which mlx5_0 is up, mlx5_1 is down, and mlx5_10 is RoCE."""
     write(
         tmp_path,
         {
@@ -73,7 +73,7 @@ def test_a_peer_on_the_loopback_is_reached_through_lo(peer: str) -> None:
 
 
 def outside_address() -> tuple[str, str]:
-    """An address of this machine off the loopback and its interface, from /proc: the routes and their owners."""
+    """Return an address of this machine off the loopback, and its interface. From the routes in /proc."""
     for line in Path("/proc/net/route").read_text().splitlines()[1:]:
         name, destination = line.split()[:2]
         if destination == "00000000":

@@ -1,4 +1,4 @@
-"""Recorded environments in, placements out. The recordings are what the launchers set, less what nobody reads."""
+"""Recorded environments in, placements out. Of the launchers' variables only those that are read are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH = {
 
 
 def step(rank: int, node: int, local: int, counts: str = "2(x3),1", tasks: int = 7, **more: str) -> dict[str, str]:
-    """A task of `srun` inside BATCH."""
+    """Return the environment of a task of `srun` inside BATCH."""
     return {
         **BATCH,
         "SLURM_STEP_ID": "0",
@@ -65,7 +65,10 @@ def torchrun(rank: int, world: int, local: int, local_world: int, group: int, gr
 
 
 def openmpi(rank: int, size: int, local: int, local_size: int) -> dict[str, str]:
-    """`mpirun env` of Open MPI 5.0.11. OMPI_COMM_WORLD_NODE_RANK is the rank *on* the node, not the node's."""
+    """Return the environment of `mpirun env` of Open MPI 5.0.11.
+
+    OMPI_COMM_WORLD_NODE_RANK is the rank *on* the node, not the node's.
+    """
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -180,7 +183,7 @@ def test_the_innermost_launcher_tells_the_rank(
 
 
 def torch_minimum(rank: int, world: int, master: str, **more: str) -> dict[str, str]:
-    """What ``init_process_group("env://")`` needs, and nothing else."""
+    """Return what ``init_process_group("env://")`` needs, and nothing else."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": master, "MASTER_PORT": "29500", **more}
 
 

@@ -1,4 +1,4 @@
-"""Asking a port, on loopback."""
+"""Connecting to a port of many nodes, on the loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOFT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Listens on this node, and on no other."""
+    """Listen on this node, and on no other."""
     with socket.create_server((HERE, 0)) as listener:
         yield listener
 
@@ -57,7 +57,7 @@ def full() -> Iterator[int]:
 
 
 def test_thousands_of_silent_nodes_are_asked_at_once(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real kernel. Before, 32 at a time: 939 s for a network that was away."""
+    """By the real kernel. Before, 32 were asked at a time: 939 s for a network that was away."""
     nodes, waves, ask = silent_nodes(3000), list[int](), reachable._ask
     monkeypatch.setattr(reachable, "_ask", lambda wave, timeout_s: waves.append(len(wave)) or ask(wave, timeout_s))
     assert unreachable(nodes, full, here=HERE, timeout_s=0.5) == set(nodes)
@@ -68,7 +68,7 @@ def test_thousands_of_silent_nodes_are_asked_at_once(full: int, monkeypatch: pyt
 
 
 def test_of_ten_thousand_nodes_none_is_dead_that_could_not_be_asked(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine runs out of descriptors, and its name server does not know of some at the moment."""
+    """This machine runs out of descriptors. Then its name server cannot answer for some names."""
     nodes = silent_nodes(10_000)
     asked = set(nodes[:50])
 

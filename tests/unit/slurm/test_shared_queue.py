@@ -1,4 +1,4 @@
-"""One answer of Slurm for all processes of a user: how often it is asked, and what an answer that fails means."""
+"""One answer of Slurm for all processes of a user. How often Slurm is asked, and what a failed answer means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.user_cache import cache_dir
 
 
 class Site:
-    """A fake Slurm, its clock, and as many processes as a test wants."""
+    """A fake Slurm, its clock, and any number of processes."""
 
     def __init__(self, path: Path | None, accounting: bool = True) -> None:
         self.slurm = FakeSlurm(accounting=accounting)
@@ -56,7 +56,7 @@ def test_twenty_watchers_of_fifty_jobs_ask_120_times_an_hour_at_most(site: Site)
 
 
 def test_questions_to_accounting_count_as_well(site: Site) -> None:
-    """Jobs that nobody knows any more come up at each question."""
+    """Jobs that Slurm has forgotten come up at each question."""
     queue, begun, number = site.process(), site.slurm.now, 0
     while site.slurm.now < begun + 3600:
         number += 1

@@ -1,4 +1,4 @@
-"""The states of squeue(1), as Debian's manual pages of Slurm 22.05 list them, and the newer ones."""
+"""The states of squeue(1). As Debian's manual pages of Slurm 22.05 list them, and the newer ones."""
 
 from __future__ import annotations
 

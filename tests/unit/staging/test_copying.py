@@ -1,4 +1,4 @@
-"""The copies of a node: whole or not there, shared by jobs, removed when they are unused."""
+"""The copies of a node: whole or absent, shared by jobs, removed when unused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def packed(source: Path, cache: Path) -> Package:
 
 
 def content(folder: Path) -> dict[str, object]:
-    """Everything below ``folder``, as the standard library sees it."""
+    """Return everything below ``folder``, as the standard library sees it."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()  # noqa: PTH115
         for path in folder.rglob("*")
@@ -65,7 +65,7 @@ def copied(made: Package, node: Path) -> Path:
 
 
 def killed_at(number: int, call: Callable[[], object]) -> bool:
-    """Call ``call`` in a fork that SIGKILL ends at its ``number``-th operation on files; False if it came through."""
+    """Call ``call`` in a fork killed at its ``number``-th file operation. False if it ran to its end."""
     numbers = itertools.count(1)
 
     def seen(operation: str, path: str) -> None:
@@ -79,7 +79,7 @@ def killed_at(number: int, call: Callable[[], object]) -> bool:
                 call()
             os._exit(0)
         finally:
-            os._exit(1)
+            os._exit(1)  # `call` has raised: the assertion below fails
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status) or status == 0
     return os.WIFSIGNALED(status)
@@ -259,7 +259,7 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
         answers = [json.loads(job.stdout.readline()) for job in jobs if job.stdout is not None]
         assert answers[0]["copies"] == answers[1]["copies"] == {str(source): str(answers[0]["copies"][str(source)])}
         assert sum(answer["took_s"] > 0 for answer in answers) == 1
-        # each holds the copy: it stays although nobody has used it for long
+        # each holds the copy: it stays although it was not used for long
         own = node / f"toolkit-stage-{os.geteuid()}"
         os.utime(own / f"{made.key}.json", (0, 0))
         copied(packed(source / "a.txt", tmp_path / "cache"), node)
@@ -328,7 +328,7 @@ def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
     request = PackRequest(
         str(tmp_path / "cache"),
         (PackageSource(str(tmp_path / "none")), PackageSource("/dev/null"), PackageSource(str(source))),
-        most_bytes=9,
+        most_bytes=9,  # less than the third one has
     )
     done = subprocess.run(
         [sys.executable, "-m", "toolkit.staging.package"],

@@ -1,4 +1,4 @@
-"""How much copies may take of a disk in memory."""
+"""How much of a disk in memory copies may take."""
 
 from __future__ import annotations
 

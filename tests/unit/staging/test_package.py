@@ -1,4 +1,4 @@
-"""Packages: what is in them, whose files are trusted, and two jobs that make the same one."""
+"""Packages: their content, whose files are trusted, and two jobs that make one at once."""
 
 from __future__ import annotations
 

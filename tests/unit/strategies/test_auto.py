@@ -1,4 +1,4 @@
-"""What auto measures and picks, with memory figures given."""
+"""What auto measures and picks, with given memory figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = Size(weights=10 * GIB, gradients=10 * GIB, slots=20 * GIB, block=GIB, re
 
 
 def fits(size_gib: float) -> int:
-    """A memory that this much fills as far as it may be."""
+    """Return the memory, in bytes, that ``size_gib`` fill as far as is allowed."""
     return int(size_gib * GIB / (1 - ROOM)) + 1
 
 

@@ -12,7 +12,7 @@ STEPS, SAVED = 40, 17
 
 
 def averages(model: nn.Module, average: Average, made: Tensor | None, first: int, last: int) -> list[Tensor]:
-    """Make the steps from ``first`` to ``last``, each with weights of its own."""
+    """Make the steps from ``first`` to ``last``, each with other weights; return the averages."""
     for step in range(first, last):
         torch.manual_seed(step)
         with torch.no_grad():

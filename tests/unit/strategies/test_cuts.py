@@ -1,4 +1,7 @@
-"""Parameters are cut into runs of whole rows, as equal in bytes as rows allow; nothing is lost or kept twice."""
+"""Parameters are cut into runs of whole rows.
+
+The runs are as equal in bytes as rows allow; nothing is lost or kept twice.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def test_two_names_of_one_weight_stay_one_weight() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"], ids=["in host memory", "over another device"])
 def test_a_message_gives_back_tensors_of_any_type_and_shape(device: str) -> None:
-    """torch takes cpu:0 for another device than cpu: it stands in for a GPU, where tensors are packed first."""
+    """cpu:0 stands in for a GPU, where tensors are packed first. torch takes it for another device than cpu."""
     tensors = [
         torch.arange(3, dtype=torch.uint8),
         torch.randn(5, 2, dtype=torch.float64),

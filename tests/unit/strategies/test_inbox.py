@@ -1,4 +1,4 @@
-"""What a rank of a parameter server does with messages, and with the deaths among them."""
+"""How a rank of a parameter server handles messages, and deaths among the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVERS, WORKERS = range(2), range(2, 5)
 
 
 class Letters:
-    """A mail that has received all it will ever receive."""
+    """A mail that has received all its messages already."""
 
     def __init__(self, *messages: tuple[Kind, int]) -> None:
         self.receive = iter([PeerMessage(*message) for message in messages]).__next__

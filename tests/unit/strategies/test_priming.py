@@ -21,7 +21,7 @@ OUTPUTS, TARGETS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Keeps(nn.Module):
-    """Changes all that a pass can change."""
+    """A module that changes everything that a pass can change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class Keeps(nn.Module):
 
 def test_an_undone_pass_restores_buffers_attributes_extra_state_and_random_numbers() -> None:
     module = Keeps()
+    # the objects themselves must stay, since the user's code may hold them too
     lists = module.seen, module.by_name, module.queue, module.table
     before = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     drawn = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].copy(), torch.get_rng_state()
@@ -86,7 +87,7 @@ def refusal_of(objective: Objective, samples: int) -> str | None:
         lambda o, t: (losses(o, t).sum(), None),
         lambda o, t: ((losses(o, t) * t).sum(), t.sum().float()),
         lambda o, t: (losses(o, t).sum() * 0, None),
-        lambda o, t: (losses(o + torch.rand_like(o), t).sum(), None),  # which draws, so that nobody can tell
+        lambda o, t: (losses(o + torch.rand_like(o), t).sum(), None),  # draws random numbers: no check is possible
         lambda o, t: (losses(o.bfloat16(), t).sum(), None),
     ],
     ids=["sum", "weights", "nothing", "drawn", "bf16"],
@@ -129,7 +130,10 @@ def test_parameters_without_a_gradient_are_named() -> None:
 
 @pytest.mark.parametrize(("parts", "ranks", "shards"), [(3, 2, 1), (3, 2, 2), (2, 4, 3), (1, 2, 1)])
 def test_the_pieces_of_all_ranks_and_shards_make_up_the_tensor_once(parts: int, ranks: int, shards: int) -> None:
-    """By the definition: of each part of the rows a rank has its chunk, and of these, put in a row, a shard its own."""
+    """By the definition, a rank has its chunk of each part of the rows.
+
+    A shard has its own chunk of these, put in a row.
+    """
     whole = torch.arange(48 * 2).view(48, 2)
     seen = torch.zeros_like(whole)
     for rank in range(ranks):

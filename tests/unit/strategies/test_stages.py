@@ -81,7 +81,7 @@ def test_watching_leaves_mode_hooks_and_statistics_of_the_model_as_they_were() -
 
 
 class Frozen(nn.Module):
-    """A layer that no pass calls and nobody trains."""
+    """A model with a layer that no pass calls and that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_frozen_layer_that_is_not_used_stays_with_the_first_stage() -> None:
 
 
 def chained(pass_on: Callable[[Any, Tensor], Tensor], **more: nn.Module) -> nn.Module:
-    """Two linear layers, ``one`` and ``two``, that ``pass_on(model, inputs)`` calls."""
+    """Return a model of two linear layers that ``pass_on(model, inputs)`` calls. They are ``one`` and ``two``."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
 
 
 class Turn(nn.Linear):
-    """Hands on features by samples."""
+    """A layer that passes on features by samples."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs).T

@@ -124,7 +124,7 @@ def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:
 
 
 class NoReading(TorchDispatchMode):
-    """The host may not look at a value: on a GPU it would have to wait for it."""
+    """Fails where the host reads a value. On a GPU the host would have to wait for it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
@@ -172,7 +172,10 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
 
 
 def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[Update, list[float]]:
-    """One weight that goes from 0 to 1 in the first step, and its average after each step."""
+    """Return an update, and the average of its one weight after each step.
+
+    The weight goes from 0 to 1 in the first step.
+    """
     model = nn.Linear(1, 1, bias=False).to(dtype)
     nn.init.zeros_(model.weight)
     fused = {"fused": True} if options else {}
@@ -187,7 +190,7 @@ def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tu
 
 @pytest.mark.parametrize("options", [{}, {"skip_bad_steps": True}])
 def test_the_first_steps_of_an_average_count_more_than_later_ones(options: dict[str, Any]) -> None:
-    """Or a run of 100 steps with a decay of 0.9999 would be judged by 1 % of what it has learnt."""
+    """Otherwise 1 % of its training would judge a run of 100 steps. That is the share with a decay of 0.9999."""
     left, expected = 1.0, []
     for step in range(100):
         left *= min(0.9999, (1 + step) / (10 + step))
@@ -199,7 +202,7 @@ def test_the_first_steps_of_an_average_count_more_than_later_ones(options: dict[
 
 
 def test_the_average_of_bf16_weights_is_kept_in_fp32_and_shown_rounded() -> None:
-    """In bf16 a thousandth of the way from 0.5 to 1 is rounded away: the average would stand still."""
+    """In bf16 a thousandth of the way from 0.5 to 1 is rounded away. The average would stand still."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     nn.init.constant_(model.weight, 0.5)
@@ -245,7 +248,7 @@ def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps its count of steps beside the settings, as Prodigy and schedule-free optimizers do."""
+    """Keeps its count of steps in its groups of parameters. Prodigy and schedule-free optimizers do that."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

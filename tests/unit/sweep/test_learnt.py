@@ -1,4 +1,4 @@
-"""Points that Optuna chooses: they get better by the results, and a killed submitter loses and doubles none."""
+"""Points that Optuna chooses. They get better by the results, and a killed submitter loses and doubles none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def points_of(sweep: SweepDir) -> list[Point]:
 
 
 def distance(point: Point) -> float:
-    """Return how far a point is from the best one, by a measure that its run would have."""
+    """Return a point's distance from the best one, as a metric of its run."""
     return abs(math.log10(float(point.values["optim.lr"])) + 3) + (point.values["params.width"] == 1)
 
 

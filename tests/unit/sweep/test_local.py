@@ -1,4 +1,4 @@
-"""Points on this machine are started whatever happens at that moment, each once."""
+"""Points on this machine are started once each, whatever else happens at that moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["project"]  # the fixture: each test is in a project of its own
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> SweepDir:
-    """Of two points, which nobody runs yet."""
+    """Return a sweep of two points that no process runs yet."""
     monkeypatch.setattr(local, "start", lambda sweep: None)
     submission.submit(request.read("mine.yaml", ["train.seed=0,1"], Options()), Path.cwd(), "local")
     return sweep_folder.of_name("mine")

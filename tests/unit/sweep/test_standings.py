@@ -1,4 +1,4 @@
-"""How the points of a sweep stand, and what retry and stop do about them."""
+"""The states of a sweep's points, and how retry and stop treat them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def look(sweep: SweepDir, slurm: FakeSlurm, damage: list[str] | None = None) -> 
 
 
 def start(sweep: SweepDir, slurm: FakeSlurm, index: int) -> None:
-    """What an element does when Slurm starts it, up to its first status."""
+    """Start an element as Slurm does, up to its first status."""
     (array,) = sweep.arrays()
     record = array.record()
     assert record is not None
@@ -231,7 +231,7 @@ def retry_all(sweep: SweepDir, slurm: FakeSlurm) -> list[str]:
 
 
 def lost_run(slurm: FakeSlurm) -> SweepDir:
-    """Return a sweep of one point whose node died a while ago, so that its run has no result."""
+    """Return a sweep of one point whose node died a while ago. Its run has no result."""
     sent = submit(slurm, "train.seed=0..0")
     start(sent.sweep, slurm, 0)
     run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
@@ -253,6 +253,7 @@ def test_a_lost_point_is_retried_once_and_its_new_job_counts(monkeypatch: pytest
     assert retry_all(sweep, slurm) == []
     assert again.stop(sweep, [found], slurm) == (1, 0)
     assert [row.state for row in slurm.user_jobs()] == ["NODE_FAIL", "CANCELLED"]
+    # a retry that was cancelled while it waited may be made again
     (job,) = retry_all(sweep, slurm)
     slurm.start(f"{job}_0")
     found = look(sweep, slurm)[0]

@@ -1,4 +1,4 @@
-"""Submitting a sweep: every point exactly once, whatever kills the submitter, and few calls of sbatch."""
+"""Submitting a sweep: every point exactly once, with few calls of sbatch. The submitter may be killed anywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def submit(slurm: FakeSlurm, *overrides: str, **options: object) -> Submitted:
 
 
 class SlurmOnDisk(FakeSlurm):
-    """Keeps its jobs in a file, for submitters that are killed. It may kill one when it has taken its job."""
+    """A Slurm with its jobs in a file, for submitters that are killed. It may kill one that has just sent a job."""
 
     def __init__(self, path: Path, kill_after: int = -1) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class SlurmOnDisk(FakeSlurm):
 
 
 def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> bool:
-    """Submit in another process, which is killed at its file operation ``at``; False if it came to its end."""
+    """Submit in another process, killed at its file operation ``at``. False if it ran to its end."""
     child = os.fork()
     if child == 0:
         count = itertools.count()

@@ -1,4 +1,4 @@
-"""What every tracker must do, and a run to send: for the fake here, and for the real ones in tests/soak."""
+"""The contract of every tracker, and a run to send. For the fake here, and for the real ones in tests/soak."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeTracker:
 
     def __init__(self, server: dict[str, dict[tuple[int, str], float]], only_appends: bool = False) -> None:
         self.server, self.only_appends = server, only_appends
-        self.ends_after: float = math.inf  #: so many values are taken before it fails
+        self.ends_after: float = math.inf  #: the number of values taken before it fails
         self.states: list[RunState | None] = []
         self._id = ""
 
@@ -77,7 +77,10 @@ class FakeTracker:
 
 
 class Story:
-    """A run whose steps, checkpoints, kills and end are written as its ranks and its supervisor write them."""
+    """A run whose files are written as its ranks and its supervisor write them.
+
+    It has steps, checkpoints, kills and an end.
+    """
 
     def __init__(self, name: str = "digits") -> None:
         self.run = rundir.create(name)
@@ -97,7 +100,7 @@ class Story:
         self.sink = JsonlSink(self.path, resumed_step, self._clock)
 
     def steps(self, first: int, last: int, salt: float = 0.0) -> None:
-        """Log steps; other values with another ``salt``."""
+        """Log these steps. Another ``salt`` gives other values."""
         for step in range(first, last + 1):
             value = math.nan if step % 11 == 0 else math.sin(step + salt)
             self.sink.scalars(step, {"train/loss": value, "train/a b%": 1e-17 * step + salt})
@@ -112,7 +115,7 @@ class Story:
         self.run.write_result(RunResult.from_json({"state": state}))
 
     def points(self, name: Callable[[str], str]) -> Points:
-        """Return what the file holds, by an oracle of its own."""
+        """Return the points in the file, read without the toolkit."""
         found: dict[tuple[int, str], float] = {}
         for text in self.path.read_text().splitlines():
             line = json.loads(text)
@@ -123,14 +126,16 @@ class Story:
 
 
 def same(one: Points, two: Points) -> bool:
-    """True if both have the same points with the same values, bit for bit; NaN is NaN."""
+    """True if both have the same points and values, bit for bit. NaN equals NaN."""
     return {key: repr(value) for key, value in one.items()} == {key: repr(value) for key, value in two.items()}
 
 
 def check_contract(build: Callable[[RunIdentity], Tracker], read: Callable[[str], Points]) -> None:
-    """A copy equals the file after kills, resumes, a lost record, an older checkpoint, and the end.
+    """Check that a copy equals the file, after all that can happen to a run.
 
-    ``read`` returns the values of the copy with this id, by a way of its own.
+    That is kills, resumes, a lost record, an older checkpoint, and the end.
+
+    ``read`` returns the values of the copy with this id, without the tracker.
     """
     story = Story()
     run, place = story.run, identity(story.run, "project-of-the-contract")

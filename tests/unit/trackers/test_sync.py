@@ -1,4 +1,4 @@
-"""`toolkit sync`: each point once, whatever is killed when."""
+"""`toolkit sync` sends each point once, whatever is killed when."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The server behind the command's tracker."""
+    """Return the server behind the command's tracker."""
     copies: Server = {}
     monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(copies))
     monkeypatch.setattr(commands, "EVERY_S", 0.01)
@@ -63,7 +63,7 @@ def test_the_copy_equals_the_file_after_kills_and_resumes(only_appends: bool) ->
 def test_a_send_that_is_cut_short_anywhere_neither_loses_nor_doubles(
     story: Story, kill_after: int, only_appends: bool
 ) -> None:
-    """The fake refuses a point that it has; the one that only appends refuses steps that are not new."""
+    """The fake refuses a point that it has. The one that only appends refuses steps that are not new."""
     story.end()
     server: Server = {}
     tracker = FakeTracker(server, only_appends)
@@ -149,6 +149,7 @@ def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
 
     def away(name: str, run: Any) -> FakeTracker:
         with protocol.answering("mlflow at http://here"):
+            # as of a library that puts the password of the address into its error
             raise ConnectionRefusedError(111, "no one at http://user:hidden@here")
         raise AssertionError
 
@@ -195,7 +196,7 @@ def test_the_record_is_private_and_holds_no_password(story: Story) -> None:
 
 
 class WandbInMemory:
-    """The part of the library wandb that is used, with a server that takes the id of a deleted run no more."""
+    """The part of the library wandb that is used. Its server refuses the id of a deleted run."""
 
     class errors:
         class CommError(Exception): ...
@@ -284,6 +285,7 @@ def test_a_deleted_copy_whose_record_is_lost_is_named_and_then_made_again(
     library.delete(story.run.id)
     for path in story.run.trackers.glob("*.json"):
         path.unlink()
+    # without a record the first send tries the run's own id, which wandb refuses
     with pytest.raises(TrackerError, match="previously created and deleted"):
         send()
     assert send() == count

@@ -1,4 +1,4 @@
-"""How the shares follow the ranks' speeds, by the clock of a fake machine."""
+"""The shares follow the ranks' speeds, by the clock of a fake machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_shares_tile_the_batch_within_the_bounds_and_the_faster_never_has_less(s
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(8, 12), min_size=2, max_size=9), st.integers(20, 400))
 def test_within_the_bounds_shares_are_those_of_the_largest_remainder(speeds: list[int], size: int) -> None:
-    """Speeds that differ by little meet no bound; the oracle is Hamilton's method in whole numbers."""
+    """Speeds that differ by little meet no bound. The oracle is Hamilton's method in whole numbers."""
     total = sum(speeds)
     quotas = [divmod(speed * size, total) for speed in speeds]
     expected = [whole for whole, _ in quotas]
@@ -63,7 +63,7 @@ class Recording(Loader):
 
 
 def simulate(balance: Balance, loader: Recording, per_sample_s: list[float], steps: int, every: int = 10) -> list[int]:
-    """Ranks that take so long for a sample, and a little for a step; the shares at the end."""
+    """Return the shares after these steps. Each rank takes ``per_sample_s`` for a sample, and a little for a step."""
     ranks = len(per_sample_s)
     counts = [stop - start for start, stop in (Share(r, ranks).bounds(loader.global_batch_size) for r in range(ranks))]
     for step in range(every, steps + 1, every):
@@ -145,7 +145,7 @@ def positions(loaders: list[Loader], step: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("dataset", "workers"), [(Numbers(50), 0), (Noisy(50), 0), (Noisy(50), 2)])
 def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: int) -> None:
-    """Cut anew after steps 3, 6 and 7, from as early on as may be."""
+    """The cuts change after steps 3, 6 and 7, from the earliest possible step on."""
     even = Loader(dataset, global_batch_size=12, seed=3, share=Share(0, 1))
     loaders = [
         Loader(dataset, global_batch_size=12, seed=3, share=Share(rank, 3), workers=workers) for rank in range(3)
@@ -157,6 +157,7 @@ def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: i
             if step in news:
                 for loader in loaders:
                     loader.cut(step + loader.ahead, news[step])
+                # batches that workers have begun keep the cut before
                 expected[step + loaders[0].ahead] = news[step]
             batches = [batch for loader in loaders if (batch := loader.at(step)) is not None]
             counts = expected[max(first for first in expected if first <= step)]

@@ -1,4 +1,7 @@
-"""The image classifier beside torch's own losses, and its recipe beside the one that torchvision has published."""
+"""The image classifier beside torch's own losses.
+
+Its recipe is compared with the one that torchvision has published.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def test_the_recipes_eval_images_are_those_of_the_published_weights(recipe: JobC
 
 
 def test_the_recipes_average_forgets_as_the_published_one(recipe: JobConfig, published: dict[str, str]) -> None:
-    """references/classification/train.py: the decay of so many steps, adjusted to the batch and the epochs."""
+    """As in references/classification/train.py. The decay over these steps is adjusted to the batch and the epochs."""
     steps, batch = int(published["model-ema-steps"]), int(published["batch-size"]) * int(published["nproc-per-node"])
     alpha = (1 - float(published["model-ema-decay"])) * batch * steps / int(published["epochs"])
     assert recipe.train.ema_decay is not None

@@ -12,7 +12,7 @@ from toolkit.train.describe import describe_run, swept_hparams
 
 
 class HparamsKept(Sink):
-    """Keeps the hyper-parameters."""
+    """A sink that keeps the hyper-parameters."""
 
     values: Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""The batches of a loop of one's own, and the random numbers beside them, are the same after a resume."""
+"""After a resume a user's own loop has equal batches and random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPOCHS, BATCHES = 3, 4
 
 
 class Noise(Dataset[torch.Tensor]):
-    """Draws each sample in the worker that fetches it, as augmentation does."""
+    """A data set that draws a sample in its worker, as augmentation does."""
 
     def __len__(self) -> int:
         return 2 * BATCHES

@@ -39,7 +39,7 @@ TEXTS = ["one two ", "three", "fourteen and "]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run of the language model on bytes with a checkpoint of its first weights."""
+    """Return a run of the language model on bytes. It has a checkpoint of its first weights."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -97,7 +97,7 @@ def test_a_text_beside_others_and_from_a_pipe_has_the_same_continuation(
 
 
 def of_numbers(run: RunDir, texts: Sequence[str], most: int | None, sampling: Sampling) -> list[dict[str, Any]]:
-    """Of a model that is sure that the next byte follows from the last."""
+    """Return the texts of a model that is sure of the next byte. It is the last byte plus one."""
 
     def following(tokens: Tensor) -> Tensor:
         return 1e4 * one_hot((tokens + 1) % 128, 300)

@@ -1,4 +1,4 @@
-"""The switches of torch that the config sets for GPUs; the allocator's call is noted, as there is no GPU."""
+"""The switches of torch that the config sets for GPUs. The allocator's call is noted, as there is no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.train.gpu_settings import ALLOCATOR_VARIABLES, apply_gpu_settings
 
 @pytest.fixture
 def allocator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What torch's allocator is told. The other switches are put back afterwards."""
+    """Yield the calls of torch's allocator, and restore the other switches afterwards."""
     calls: list[str] = []
     matmul = torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -61,7 +61,7 @@ def test_an_allocator_that_the_user_has_configured_is_left_alone(
 
 
 def test_torch_takes_the_allocators_option() -> None:
-    """The installed torch's own parser, which refuses what it does not know."""
+    """The installed torch's own parser refuses an option that it does not know."""
     with pytest.raises(ValueError, match="expandable_segment"):
         torch._C._accelerator_setAllocatorSettings("expandable_segment:True")
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

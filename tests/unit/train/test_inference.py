@@ -1,4 +1,4 @@
-"""`toolkit evaluate` and `toolkit export` of runs whose weights are known, beside torch, PIL and numpy."""
+"""`toolkit evaluate` and `toolkit export` of runs with known weights, beside torch, PIL and numpy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def entries(state: dict[str, Tensor]) -> dict[str, Replicated]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Three checkpoints; the one of step 30 holds averages of all weights as well: those of step 31."""
+    """Return a run with three checkpoints. The one of step 30 also holds averages: the weights of step 31."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -77,7 +77,7 @@ def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def expected(state: dict[str, Tensor]) -> tuple[float, float]:
-    """Loss and accuracy over the eval set, in one go."""
+    """Return the loss and accuracy over the eval set, in one batch."""
     data = build_datasets(DataConfig()).eval
     inputs, targets = data.batch(np.arange(len(data)))  # type: ignore[union-attr]
     model = lenet(10, (1, 8, 8)).eval()
@@ -125,7 +125,7 @@ def test_weights_that_several_ranks_cut_up_are_whole_again(run: RunDir, capsys: 
 
 
 def by_hand(path: Path, state: dict[str, Tensor]) -> tuple[str, float]:
-    """Class and probability of an 8x8 grey image: PIL and numpy prepare it, the digits' mean and deviation by hand."""
+    """Return the class and probability of an 8x8 grey image. PIL and numpy prepare it, without the toolkit."""
     pixels = np.asarray(Image.open(path).convert("L").resize((8, 8), Image.Resampling.BILINEAR), np.float32) / 255
     model = lenet(10, (1, 8, 8)).eval()
     model.load_state_dict(state)
@@ -149,7 +149,7 @@ def test_images_of_a_folder_are_classified_as_by_hand_and_a_torn_one_is_named(
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [row["file"] for row in rows] == ["b.png", "more/a.PNG"]
     for row in rows:
-        name, probability = by_hand(folder / row["file"], weights(31))
+        name, probability = by_hand(folder / row["file"], weights(31))  # the averages
         assert row["class"] == name
         assert float(row["probability"]) == pytest.approx(probability, rel=1e-4)
     (folder / "c.png").write_bytes(b"\x89PNG torn")
@@ -233,7 +233,7 @@ def test_an_exported_program_gives_the_models_outputs(
 
 
 class Regularised(nn.Module):
-    """Other outputs in training than in evaluation."""
+    """A model with other outputs in training than in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_a_job_by_path_is_imported_with_its_neighbours_and_params_from_the_sourc
 
 @pytest.fixture
 def strange(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
-    """A run of somebody else's, whose job leaves a mark where it is imported."""
+    """Yield a run of another user, whose job leaves a mark where it is imported."""
     run.code.mkdir()
     mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()"
     (run.code / "strange_job.py").write_text(

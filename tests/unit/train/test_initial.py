@@ -1,4 +1,4 @@
-"""A new run starts from the weights it was given, a resumed one from its own, and the log says what did not fit."""
+"""A new run starts from the given weights, and a resumed one from its own. The log tells which did not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.train.initial import fill, freeze, initialised, pair
 
 
 class Net(nn.Module):
-    """A backbone with buffers, and a head for so many classes."""
+    """A backbone with buffers, and a head for ``classes`` classes."""
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def trained(classes: int = 3) -> dict[str, Tensor]:
-    """A state in which no tensor is as a fresh model has it."""
+    """Return a state in which no tensor equals that of a fresh model."""
     return {name: torch.full_like(value, 7) for name, value in Net(classes).state_dict().items()}
 
 
@@ -71,6 +71,7 @@ def test_what_fits_is_copied_in_place_and_the_rest_is_told() -> None:
     given["ema.decay"] = torch.ones(())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     place = model.conv.weight.data_ptr()
+    # a prefix and another dtype, as files of wrapped models have them
     match = fill(model, {f"module.{name}": value.double() for name, value in given.items()})
     assert match.missing == ["conv.bias"]
     assert match.extra == ["module.ema.decay"]
@@ -170,7 +171,10 @@ def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, m
 
 
 def test_no_rank_reads_weights_from_a_place_that_the_config_does_not_name(tmp_path: Path) -> None:
-    """The store over which rank 0 tells it takes messages from anybody who reaches its port."""
+    """The other ranks hear of the place over the store.
+
+    The store takes messages from any process that reaches its port.
+    """
     for name in ("named", "strangers"):
         (tmp_path / name).mkdir()
     elsewhere, kv = source_run(tmp_path / "strangers").path(10), HashStore()
@@ -193,7 +197,7 @@ def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
 
 
 def test_frozen_parts_train_as_in_a_loop_by_hand(tmp_path: Path) -> None:
-    """Neither their weights nor their statistics move, and the others move as with torch alone."""
+    """Neither their weights nor their statistics move. The others move as with torch alone."""
 
     def backbone_and_head() -> nn.Sequential:
         torch.manual_seed(0)
@@ -202,6 +206,7 @@ def test_frozen_parts_train_as_in_a_loop_by_hand(tmp_path: Path) -> None:
 
     ours = initialised(backbone_and_head, ModelConfig(freeze=["0.*"]), session_of(tmp_path))
     theirs = backbone_and_head().train()
+    # in training mode a frozen batch norm would still change its statistics
     theirs[0].requires_grad_(False).eval()
     for model in (in_training(ours), theirs):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

@@ -25,7 +25,7 @@ def llama(sizes: LlamaSizes = SIZES) -> Llama:
 
 
 def packed(*documents: Tensor) -> Tensor:
-    """Documents in one row, each token with its place."""
+    """Return documents in one row, each token with its place."""
     places = torch.cat([torch.arange(len(document)) for document in documents])
     return torch.stack([torch.cat(documents), places], -1)[None]
 

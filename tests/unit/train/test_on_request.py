@@ -1,4 +1,7 @@
-"""Values that are set while a run trains: a function of the step, whatever dies between the request and its answer."""
+"""Values that are set while a run trains are a function of the step.
+
+That holds whatever dies between the request and its answer.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class Rank:
-    """The only rank of an attempt, with the values that it has at the moment."""
+    """The only rank of an attempt, with its present values."""
 
     def __init__(self, run: RunDir, step: int = 0) -> None:
         gate = cast(Gate, None)
@@ -63,7 +66,7 @@ class Rank:
         return self.ask(step, request(**values))
 
     def rates(self, first: int, last: int) -> list[float]:
-        """Make the steps, and return the rate that each had."""
+        """Make the steps, and return the rate of each."""
         made = []
         for step in range(first, last):
             if step >= self.on_request.next_step:
@@ -109,7 +112,7 @@ def test_a_full_disk_changes_nothing_and_the_answer_says_so(run: RunDir, monkeyp
 
 
 def test_a_request_is_carried_out_once(run: RunDir) -> None:
-    """By two supervisors it is proposed twice, and a rank may die between the history and the answer."""
+    """Two supervisors may propose it twice. A rank may die between the history and the answer."""
     rank, asked = Rank(run), user_request.put(run, request(lr=0.2))
     rank.carry_out(5, asked)
     rank.carry_out(6, asked)

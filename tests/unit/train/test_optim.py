@@ -96,7 +96,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 
 
 class Language(nn.Module):
-    """Everything that Muon and weight decay tell apart; the head is tied to the embedding, or not."""
+    """A model with all that Muon and weight decay tell apart. The head is tied to the embedding, or not."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -239,6 +239,7 @@ def test_muon_leaves_out_a_step_on_the_device_as_torchs_fused_adamw_does() -> No
             if n not in steps:
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, torch.nan)
+            # torch's GradScaler sets it, and a fused optimizer reads it without waiting for the GPU
             optimizers[-1].found_inf = torch.tensor(float(n not in steps))
             optimizers[-1].step()
 
@@ -265,7 +266,7 @@ def test_a_group_that_is_added_later_is_adamws() -> None:
 
 
 class Signs(SGD):
-    """Of a user: SGD along the signs of the gradient."""
+    """A user's own optimizer: SGD along the signs of the gradient."""
 
     def __init__(self, params: Any, lr: float, strength: float = 1.0) -> None:
         super().__init__(params, lr)
@@ -325,7 +326,10 @@ def test_the_keys_of_torchs_optimizers_reach_them() -> None:
 
 
 def test_rates_fall_with_the_depth_of_a_vision_transformer_as_in_beit() -> None:
-    """get_num_layer_for_vit() of BEiT's optim_factory.py: what comes before the blocks has 0, the head the most."""
+    """As get_num_layer_for_vit() of BEiT's optim_factory.py.
+
+    Parameters before the blocks have depth 0, and the head the most.
+    """
     from torchvision.models import VisionTransformer
 
     model = VisionTransformer(image_size=8, patch_size=4, num_layers=3, num_heads=1, hidden_dim=4, mlp_dim=4)

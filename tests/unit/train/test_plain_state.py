@@ -1,4 +1,4 @@
-"""State of any object goes into JSON and tensors and comes back equal, of the same types, without pickle."""
+"""State of any object becomes JSON and tensors, without pickle. It comes back equal, of the same types."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_seed_step_and_share_each_change_every_generator() -> None:
 
 
 def test_each_gpu_of_a_process_draws_its_own_numbers_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On generators of the CPU that stand for those of three GPUs, the second of them the current one."""
+    """Generators of the CPU stand for those of three GPUs. The second GPU is the current one."""
     gpus = [torch.Generator() for _ in range(3)]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -1,4 +1,4 @@
-"""Saving as the loop does it: a full disk ends no training, and the save that must be is fought for."""
+"""Saving as the loop does it: a full disk ends no training. A save that must succeed is tried again and again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from toolkit.train.saver import PATIENCE_S
 
 
 class Clock:
-    """Stands for ``time``: only sleeping lets it pass."""
+    """Stands for ``time``, which passes only in ``sleep``."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,7 +53,7 @@ class Clock:
 
 
 class Votes:
-    """Stands for the strategy's sum over the ranks: our own vote and those of the others."""
+    """Stands for the strategy's sum over the ranks. It adds ``of_others`` to the rank's own vote."""
 
     def __init__(self) -> None:
         self.of_others = 0.0
@@ -83,7 +83,7 @@ def activity() -> Activity:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, activity: Activity, votes: Votes) -> Checkpoints:
-    """Of a run with one rank, whose weights are all 7."""
+    """Return the checkpoints of a run with one rank, whose weights are all 7."""
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
     alone = {"owns_run": lambda: True, "lost": set(), "from_main": lambda key, make: make()}
     session: Any = SimpleNamespace(**place, **alone, run_dir=tmp_path, activity=activity)
@@ -119,7 +119,7 @@ def loader_of(data: str | None) -> Any:
 
 @pytest.mark.parametrize("data", ["110 samples, 0a1b2c3d", "100 samples, 99999999"])
 def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path: Path, data: str) -> None:
-    """With another number of samples each position is another sample: some would come twice, some never."""
+    """With another number of samples each position is another sample. Some would come twice, some never."""
     checkpoints.include(loader_of("100 samples, 0a1b2c3d"))
     checkpoints.saver.save(10, REACHED)
     checkpoints.include(loader_of(data))
@@ -257,7 +257,7 @@ def test_what_is_no_checkpoint_error_is_nobodys_to_hide(checkpoints: Checkpoints
 
 
 class SlowDisk:
-    """Keeps what a background thread writes waiting until it is let go, and may then be full."""
+    """Holds a background thread's writes until ``go`` is set. The disk may then be full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -281,7 +281,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 @pytest.fixture
 def live(checkpoints: Checkpoints) -> torch.Tensor:
-    """The weights of a run that saves in the background and has saved once."""
+    """Return the weights of a run that saves in the background and has saved once."""
     tensors = weights(7.0)
     checkpoints._state.source = SimpleNamespace(state=lambda: tensors)
     checkpoints.saver._background = True
@@ -292,7 +292,7 @@ def live(checkpoints: Checkpoints) -> torch.Tensor:
 
 
 def saved(folder: Path) -> dict[int, float]:
-    """The value of the weights in each checkpoint, every byte verified."""
+    """Return the value of the weights in each checkpoint, every byte verified."""
     checkpoints, found = CheckpointFolder(folder / "checkpoints"), {}
     for path in checkpoints.list():
         manifest = checkpoints.verify(path)
@@ -352,7 +352,7 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
 def test_a_disk_that_is_away_fails_a_save_and_ends_no_training(
     checkpoints: Checkpoints, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The question whether the step is saved already went past all that catches errors of a save."""
+    """Before, an error while looking for an earlier save of the step ended the training."""
     disk.go.set()
     is_file = Path.is_file
 
@@ -371,7 +371,7 @@ def test_a_disk_that_is_away_fails_a_save_and_ends_no_training(
 
 
 def test_a_save_by_time_at_a_step_that_is_saved_starts_the_clock_anew() -> None:
-    """No save by time followed a request that was agreed on before the first step."""
+    """Before, a request agreed on before the first step ended all saves by time."""
     asked, started = [SAVE], list[str]()
     lifecycle: Any = Lifecycle.__new__(Lifecycle)
     lifecycle.step = lifecycle._saved = 40
@@ -442,7 +442,7 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
 
 
 def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(checkpoints: Checkpoints) -> None:
-    """The gate hands out one request after the other: a stop would wait for this save, and so for the evaluation."""
+    """The gate passes on one request at a time. A stop would wait for this save, and so for the evaluation."""
     asked: queue.Queue[str] = queue.Queue()
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
     checkpoints.saver._config = checkpoints.saver.timer._config = CheckpointConfig(every_min=0.1 / 60, background=False)

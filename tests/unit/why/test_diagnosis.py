@@ -1,4 +1,4 @@
-"""One log's end: which line counts, from which rank it is, and how little of the log is read."""
+"""The end of one log. Which line counts, from which rank it is, and how little is read."""
 
 from __future__ import annotations
 

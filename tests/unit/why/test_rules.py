@@ -1,4 +1,4 @@
-"""The rules by which `toolkit why` reads a log, against a gold set of public log tails."""
+"""The rules by which `toolkit why` reads a log, against public log tails. The tails are a gold set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a run failed: its attempts' records, its ranks' error files and logs, whatever state they are in."""
+"""Why a run failed: its attempts' records, its ranks' error files and logs. They may be in any state."""
 
 from __future__ import annotations
 
