@@ -1,7 +1,8 @@
-"""Saving while the training goes on: the loop waits only for a copy into kept buffers; a thread writes and commits.
+"""Saving while the training goes on.
 
-The buffers belong to this module and are reused: new memory costs a page fault every 4 KB, ten times the copy itself.
-Host memory for CUDA tensors is page-locked, so that the copies are only enqueued; the thread waits for them.
+The loop waits only for a copy into kept buffers. A thread writes and commits. The buffers belong to this module and are
+reused: new memory costs a page fault every 4 KB, ten times the copy itself. Host memory for CUDA tensors is
+page-locked, so that the copies are only enqueued; the thread waits for them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from toolkit.ranks.state import Entry, State, is_written_by
 
 
 class Staging:
-    """The staging buffers of one rank: one block for what is on its GPU, and one buffer for each other tensor."""
+    """The staging buffers of one rank.
+
+    All tensors on its GPU have one block in common. Each other tensor has a buffer of its own.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -126,7 +130,7 @@ class BackgroundSave:
         return threading.current_thread() is self._thread
 
     def refuse_if_cancelled(self) -> None:
-        """Raise CheckpointError, which all ranks hear of, if cancelled. Call it between two pieces of a file."""
+        """Raise CheckpointError, which all ranks learn of, if cancelled. Call it between two pieces of a file."""
         if self.is_cancelled:
             raise CheckpointError("given up for a stop, which saves a later step")
 

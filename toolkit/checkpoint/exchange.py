@@ -1,7 +1,7 @@
-"""A conversation between rank 0 and the others over a key-value store: rank 0 tells, the others report.
+"""A conversation between rank 0 and the other ranks over a key-value store.
 
-A save or a load is one conversation. It uses no collective: a collective beside the training's own hangs as soon as two
-ranks order them differently, and a save that lost a rank could not say which.
+Rank 0 tells, and the others report. A save or a load is one conversation. It uses no collective: a collective beside
+the training's own hangs as soon as two ranks order them differently, and a save that lost a rank could not say which.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeyValue(Protocol):
         """Return the value of a key that is there."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Return True if all keys are there, without waiting."""
+        """True if all keys are there. It does not wait."""
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key. Return True if it was there."""
@@ -130,9 +130,10 @@ class Exchange:
         return reports
 
     def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
-        """Return the message under `key`; None if it is not there by `deadline`, or if `sender` has died.
+        """Return the message under `key`; None if it is not there by `deadline`.
 
-        The store is asked at least once. Raises CheckpointError for a value that is not a message.
+        It is None, too, if `sender` has died. The store is asked at least once. Raises CheckpointError for a value that
+        is not a message.
         """
         assert self._kv
         pause_s = self._first_pause_s

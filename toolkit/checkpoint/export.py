@@ -1,4 +1,4 @@
-"""A checkpoint as a file that other programs read: safetensors, torch.save's, or a folder of torch's DCP.
+"""A checkpoint as a file for other programs: safetensors, torch.save's, or torch's DCP folder.
 
 The digest of every byte read is verified, and tensors that were sharded over ranks are whole again. A safetensors file
 is written one tensor at a time. The other two writers need all tensors in memory.

@@ -61,7 +61,7 @@ def step_of(path: Path) -> int:
 
 
 def is_name_of_committed(path: Path) -> bool:
-    """True if this is the name of a committed checkpoint, which it gets once its manifest is on disk."""
+    """True if this is the name of a committed checkpoint. It gets that name once its manifest is on disk."""
     return _COMMITTED.fullmatch(path.name) is not None
 
 
@@ -74,7 +74,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest committed checkpoint in `folder`, for commands that only report it."""
+    """Return the step of the newest committed checkpoint in `folder`. It is for commands that only report it."""
     return next(map(step_of, committed(folder)), None)
 
 
@@ -173,7 +173,7 @@ class CheckpointFolder:
             fsio.write_stream(path, chunks, self.on_progress)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Make what was written in `temporary` the checkpoint of its step: all of it, or nothing on an error."""
+        """Make what was written in `temporary` the checkpoint of its step. On an error commit nothing."""
         final = self.path(manifest.step)
         # The manifest must not vouch for files that are not complete.
         manifests.check_sizes(temporary, manifest)
@@ -187,7 +187,7 @@ class CheckpointFolder:
         return final
 
     def describe(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Replace the ``meta`` of the committed checkpoint of ``step``: its state was evaluated after the save."""
+        """Replace the ``meta`` of the committed checkpoint of ``step``. Its state was evaluated after the save."""
         path = self.path(step)
         with file_errors("describing", path):
             self._refuse_if_overtaken()
@@ -276,7 +276,7 @@ class CheckpointFolder:
         return old
 
     def valid(self, path: Path) -> Manifest | None:
-        """Return the manifest at `path` if it is intact and all files have their sizes, else None."""
+        """Return the manifest at `path`. None if it is not intact, or a file has another size."""
         try:
             return self.manifest(path)
         except CheckpointError:

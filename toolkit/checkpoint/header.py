@@ -1,4 +1,4 @@
-"""The header of a safetensors file: the name, dtype, shape and place of each tensor in it.
+"""The header of a safetensors file: each tensor's name, dtype, shape and place.
 
 A file is the header's length in 8 bytes, the header as JSON, and the tensors end to end. The format is described at
 https://huggingface.co/docs/safetensors. The package's own writer needs all tensors in memory; a header needs none.
@@ -23,10 +23,11 @@ TYPES = {
 
 
 def encode(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str] = {}) -> bytes:
-    """Return the safetensors header of a file that holds ``tensors`` in this order, each of a dtype and a shape.
+    """Return the safetensors header of a file that holds ``tensors`` in this order.
 
-    If wide dtypes come first, every tensor is aligned to its width. ``about`` is what the file says about itself. A
-    tensor of a dtype that safetensors lacks is stored as bytes, with one more dimension for the bytes of an element.
+    Each is given by a dtype and a shape. If wide dtypes come first, every tensor is aligned to its width. ``about`` is
+    what the file says about itself. A tensor of a dtype that safetensors lacks is stored as bytes, with one more
+    dimension for the bytes of an element.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, format version 2: what is in the folder, and the digests that prove it.
+"""The manifest of a checkpoint, format version 2: the folder's content and its digests.
 
 A checkpoint folder holds one `rank-00000.safetensors` per rank that wrote (a header, and tensors one after the other:
 see `header`), perhaps a folder of files that a library wrote, and `manifest.json`:
@@ -58,7 +58,7 @@ IN_MEMORY = Path("/proc/self/fd")
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A rectangle of a tensor, and the bytes `[start, start + size_bytes)` of `file` that hold it in C order."""
+    """A rectangle of a tensor, in C order in `file`. Its bytes are `[start, start + size_bytes)`."""
 
     file: str
     start: int
@@ -70,7 +70,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor: `kind`, torch's dtype name without `torch.`, its global shape and the parts that cover it."""
+    """One tensor: kind, dtype, global shape and the parts that cover it. `dtype` is torch's name without `torch.`."""
 
     kind: str
     dtype: str
@@ -248,7 +248,7 @@ def is_of_rank(part: TensorPart, rank: int) -> bool:
 
 
 def library_files(folder: Path) -> dict[str, TensorRecord]:
-    """Return the records of the files that a library wrote into folders of `folder`, and flush them to disk."""
+    """Return the records of the files that a library wrote into folders of `folder`. Flush them to disk."""
     records: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # Folders only: the files beside them are the ranks'.
@@ -266,7 +266,7 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
 
 
 def _file_name(name: Any) -> str:
-    """Return `name` if `writer` could have given it or it is a path below the folder. Others could point outside."""
+    """Return `name` if it is a rank's file or a path below the folder. Raise ValueError if it may point outside."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} is not of the form {file_name(0)}")
     return name
@@ -371,7 +371,7 @@ def open_part(folder: Path, part: TensorPart) -> Iterator[FileIO]:
 
 @contextmanager
 def unreadable_is_corrupt(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CorruptCheckpointError: for a reader a missing file is as bad as a damaged one."""
+    """Turn an OSError into a CorruptCheckpointError. For a reader a missing file is as bad as a damaged one."""
     try:
         yield
     except OSError as error:

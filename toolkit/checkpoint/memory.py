@@ -1,4 +1,4 @@
-"""Copies of the training state in the memory of the ranks' nodes, for a restart inside the job.
+"""Copies of the training state in the nodes' memory, for a restart inside the job.
 
 A state has two kinds of parts: what all ranks have in common, and what each rank alone has. The first rank of each node
 copies the common part into files that its node's agent holds (toolkit.agent.state_memory), and each rank its own part.
@@ -40,7 +40,7 @@ log = logs.get(__name__)
 
 
 class Memory:
-    """One rank's copies of the state: its own part, its partner's, and for a node's first rank the common part."""
+    """One rank's copies of the state: its own part and its partner's. A node's first rank also has the common part."""
 
     def __init__(self, seat: Seat, attempt: int, address: str | None = None) -> None:
         """Open the rank's files. Raises OSError.
@@ -101,7 +101,7 @@ class Memory:
         )
 
     def write(self, step: int, state: State, meta: Mapping[str, Json]) -> float:
-        """Copy ``state`` as it is after ``step`` steps. Return the seconds that allocating memory took besides.
+        """Copy ``state`` as it is after ``step`` steps. Return the seconds that went into allocating memory.
 
         Call it when all ranks have returned from :meth:`wait`. A thread computes the digests and makes the partner's
         copy while the training goes on.
@@ -174,11 +174,11 @@ class Memory:
     def load(
         self, places: State | Callable[[Manifest], State], kv: KeyValue | None, newer_than: int | None
     ) -> Loaded | None:
-        """Fill ``places`` with the newest state that the ranks' nodes hold, if its step is above ``newer_than``.
+        """Fill ``places`` with the newest state that the ranks' nodes hold.
 
-        Every rank calls it once, before it writes, and all return a state, or all None. Only rank 0's ``newer_than``
-        counts. Raises CorruptCheckpointError on all ranks where one found its copy damaged: what was filled by then
-        must be filled again from a checkpoint. That step is not offered again.
+        Its step must be above rank 0's ``newer_than``. Every rank calls it once, before it writes, and all return a
+        state, or all None. Raises CorruptCheckpointError on all ranks where one found its copy damaged: what was filled
+        by then must be filled again from a checkpoint. That step is not offered again.
         """
         loading = MemoryLoad(self._seat, self._files, self._attempt, kv)
         # Publish where others can send to, before anyone is asked to send.

@@ -35,7 +35,7 @@ Moment = tuple[int, int]
 
 @dataclass(frozen=True)
 class Label:
-    """What a complete file holds: the part of rank ``of``, or with None what all ranks have in common."""
+    """What a complete file holds: the part of rank ``of``. ``of`` is None for what all ranks have in common."""
 
     moment: Moment
     world_size: int
@@ -60,10 +60,10 @@ class MemoryFile:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def open(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
-        """Declare the content invalid, and allocate memory for tensors up to ``end``; ``pinned``: page-locked.
+        """Declare the content invalid, and allocate memory for tensors up to ``end``.
 
-        ``at_once``: map all pages now. Otherwise writes would map them one by one, which costs ten times the copy.
-        Raises OSError where there is no memory.
+        ``pinned``: page-lock it. ``at_once``: map all pages now. Otherwise writes would map them one by one, which
+        costs ten times the copy. Raises OSError where there is no memory.
         """
         self.invalidate()
         if self._map is None or len(self._map) < end:
@@ -97,7 +97,7 @@ class MemoryFile:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def extent(self) -> tuple[int, int] | None:
-        """Return where the description begins and its size; None if the file is empty or not complete."""
+        """Return the description's start and size; None if the file is empty or not complete."""
         head = os.pread(self._fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None
@@ -130,7 +130,7 @@ class MemoryFile:
 
 
 class Pair:
-    """Two files, written in turn: while one is incomplete the other holds what was written before."""
+    """Two files, written in turn. While one is incomplete the other holds what was written before."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = [MemoryFile(path) for path in paths]
@@ -146,7 +146,7 @@ class Pair:
         self._files.reverse()
 
     def keep(self, label: Label) -> None:
-        """Have the file that holds ``label`` overwritten last, if one does: the training resumes from it."""
+        """Have the file that holds ``label``, if any, overwritten last. The training resumes from it."""
         self._files.sort(key=lambda file: (file.label() == label, _moment(file)))
 
 

@@ -1,4 +1,4 @@
-"""How the ranks agree at a start on a state in the nodes' memory, pass its parts on and load it.
+"""How the ranks agree at a start on a state in memory and load it.
 
 The ranks report to rank 0 what their nodes hold. It picks the newest step of which all parts exist, and has parts sent
 to the nodes that lack them: a spare holds nothing, and ranks may be on other nodes than before.

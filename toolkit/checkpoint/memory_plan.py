@@ -1,4 +1,7 @@
-"""What the ranks agree on at a start: the newest state with all parts in memory, and who sends which part."""
+"""What the ranks agree on at a start.
+
+That is the newest state with all parts in memory, and who sends which part.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from toolkit.checkpoint.memory_file import Moment
 
 @dataclass(frozen=True)
 class Transfer:
-    """The part of rank ``of`` (None: the common one) goes from rank ``source``, whose node holds it, to ``target``."""
+    """A part that rank ``source``, whose node holds it, sends to rank ``target``.
+
+    It is that of rank ``of``, or with None the common part.
+    """
 
     source: int
     target: int
@@ -49,7 +55,10 @@ class MemoryReport:
 
 
 def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> RestorePlan:
-    """Pick the newest moment, above step ``newer_than``, with all parts held, and who sends which part."""
+    """Pick the newest moment with all parts held, and who sends which part.
+
+    Its step is above ``newer_than``.
+    """
     without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
     if without:
         return RestorePlan(without=without)

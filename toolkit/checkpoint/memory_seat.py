@@ -1,4 +1,4 @@
-"""The place of a rank among the nodes, and the files in memory that belong to it."""
+"""The place of a rank among the nodes, and its files in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of a rank, and the files that its node's agent holds for all ranks there."""
+    """The place of a rank, and the files that its node's agent holds. They are those of all ranks on the node."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class Seat:
 
 
 class RankFiles:
-    """One rank's files: its own part, its partner's, and for a node's first rank what all ranks have in common."""
+    """One rank's files: its own part and its partner's. A node's first rank also has those of the common part."""
 
     def __init__(self, seat: Seat) -> None:
         """Open the files. Raises OSError."""

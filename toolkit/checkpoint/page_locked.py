@@ -1,7 +1,8 @@
-"""Page-locked host memory for copies from a GPU, which are then only enqueued: the host does not wait for them.
+"""Page-locked host memory for copies from a GPU.
 
-torch's own allocator of such memory rounds each tensor up to a power of two. A state of many tensors would take up to
-twice its size. Here memory that the process has mapped is registered with CUDA as it is.
+Copies into it are only enqueued: the host does not wait for them. torch's own allocator of such memory rounds each
+tensor up to a power of two. A state of many tensors would take up to twice its size. Here the process maps memory of
+the right size, and registers it with CUDA.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def enqueued() -> Callable[[], None]:
 
 
 def layout(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, int], int]:
-    """Return where each tensor begins from ``start`` on, and where the last one ends, in bytes."""
+    """Return where each tensor begins, the first at ``start``, and where the last ends. Both are in bytes."""
     starts: dict[str, int] = {}
     for name, tensor in tensors.items():
         starts[name] = start

@@ -43,9 +43,10 @@ def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> i
 
 
 class CopyClock:
-    """The steps at which the state is copied into memory: every N steps, or with ``auto`` as often as is cheap.
+    """The steps at which the state is copied into memory.
 
-    The seconds of all ranks are added up at each copy, and from the sums each rank computes the same next step.
+    They are every N steps, or with ``auto`` as often as is cheap. The seconds of all ranks are added up at each copy,
+    and from the sums each rank computes the same next step.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -60,9 +61,10 @@ class CopyClock:
         return step >= self._next if self.is_auto else step % self._every == 0
 
     def figures(self, step: int, began_s: float, background_s: float) -> dict[str, float]:
-        """Return what the ranks add up before the copy of ``step``, which began at ``began_s`` of any one clock.
+        """Return the figures that the ranks add up before the copy of ``step``.
 
-        ``background_s``: how long the previous copy took to be complete.
+        The copy began at ``began_s`` of any one clock. ``background_s``: how long the previous copy took to be
+        complete.
         """
         steps = 0 if self._last_step is None else step - self._last_step
         step_s = (began_s - self._last_s) / steps if steps else 0.0
@@ -87,7 +89,7 @@ _FIGURES = ("copy_s", "background_s", "step_s")
 
 
 def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:
-    """Return the mean seconds between failures: the run's own attempts, and one presumed failure a day before them."""
+    """Return the mean seconds between failures of the attempts. One failure, after a day, is presumed before them."""
     seconds = sum(attempt.ended - attempt.started for attempt in attempts)
     return (PRESUMED_S + seconds) / (1 + sum(attempt.cause in FAILURES for attempt in attempts))
 

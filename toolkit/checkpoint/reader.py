@@ -124,9 +124,10 @@ def fill_state(
     world_size: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Fill one rank's `places` from the files in `path` that `manifest` describes, and verify what is read.
+    """Fill one rank's `places` from the files in `path`, and verify what is read.
 
-    Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest is wrong.
+    `manifest` describes the files. Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest
+    is wrong.
     """
     state = places(manifest) if callable(places) else places
     # Compare everything first: a checkpoint that does not fit is refused before any tensor is filled.
@@ -217,7 +218,7 @@ def _propose(reader: _RankReader, talk: Exchange, name: str) -> tuple[Loaded | N
 
 
 def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
-    """Run every other rank's side: read what is proposed and report, until rank 0 says that it is done."""
+    """Run every other rank's side. Read what is proposed and report, until rank 0 says that it is done."""
     loaded: Loaded | None = None
     while "try" in (word := talk.listen()):
         try:
@@ -234,9 +235,10 @@ def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
 
 
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Return the checkpoint's names of what belongs into `entry`: its own, or those of all ranks to be averaged.
+    """Return the names in the checkpoint whose values belong into `entry`.
 
-    All ranks' are averaged where the world size differs and the state asks for it.
+    It is `name` itself. Where the world size differs and the state asks for an average, it is the name of each rank
+    that stored a value.
     """
     if manifest.world_size == world_size or not _averages(entry):
         return [name]
@@ -244,7 +246,7 @@ def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size:
 
 
 def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Fill `live` from the stored part with its place and shape, else from all parts that overlap it."""
+    """Fill `live` from the stored part with its place and shape. Without one, use all parts that overlap it."""
     if len(records) > 1:
         # Several records: fill with their mean. The sum is in float64 and in the order of the ranks, so that all ranks
         # that read it get the same bits.
@@ -298,6 +300,7 @@ def _averages(entry: Entry | None) -> bool:
 def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:
     """Return what is different about one value, or None."""
     kind = KINDS[type(entry)]
+    # A sharded and a replicated tensor may fill each other; a rank's own value may fill neither.
     if record.kind != kind and "per_rank" in (record.kind, kind):
         return f"{name} is {record.kind} in the checkpoint and {kind} here"
     if not isinstance(entry.value, torch.Tensor):

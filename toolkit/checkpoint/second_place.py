@@ -1,8 +1,9 @@
-"""A second place for a run's checkpoints: another disk, in case the first one loses them.
+"""A second place for a run's checkpoints, on another disk.
 
-A thread of rank 0 copies what is committed. Every byte is checked against its digest before the copy is committed there
-under the same protocol. No step and no save waits for it. A second disk that is full or away does not end the training:
-the start and the end of a training wait for one that gives no answer, but not for ever.
+It serves if the first disk loses them. A thread of rank 0 copies what is committed. Every byte is checked against its
+digest before the copy is committed there under the same protocol. No step and no save waits for it. A second disk that
+is full or away does not end the training: the start and the end of a training wait for one that gives no answer, but
+not for ever.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class SecondPlace:
                 self._thread = _start(self._copy_all)
 
     def fetch(self, home: CheckpointFolder, damaged: Collection[str] = ()) -> Path | None:
-        """Copy the newest good checkpoint back if it is newer than all good ones at ``home``, and return its path.
+        """Copy back the newest good checkpoint if ``home`` has no good one as new.
 
-        ``damaged`` names those at ``home`` whose bytes were found to be wrong; others count as good if their files have
-        the right sizes. Call it before an attempt loads. A failure is logged, not raised.
+        Return its path at ``home``, or None. ``damaged`` names those at ``home`` whose bytes were found to be wrong;
+        others count as good if their files have the right sizes. Call it before an attempt loads. A failure is logged,
+        not raised.
         """
         back: list[Path] = []
         is_given_up = threading.Event()
@@ -131,7 +133,10 @@ class SecondPlace:
                     log.error("%s has no copy in %s: %s", path, self.checkpoints.folder, error)
 
     def _refuse_of_others(self) -> None:
-        """Raise CheckpointError where another user may place a checkpoint, with right digests, for this run to load."""
+        """Raise CheckpointError where another user may write.
+
+        Such a user could place a checkpoint there, with right digests, for this run to load.
+        """
         try:
             with file_errors("looking at", self.checkpoints.folder):
                 trust.refuse_of_others(self.checkpoints.folder, "checkpoint.copy_to")

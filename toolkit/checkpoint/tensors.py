@@ -1,4 +1,4 @@
-"""Tensors to raw little-endian bytes and back, bit for bit, for every dense dtype that torch has."""
+"""Tensors to raw little-endian bytes and back, bit for bit, for every dense dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def to_bytes(name: str, tensor: torch.Tensor) -> memoryview:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError for a tensor without elements in C order on this rank, or another byte order."""
+    """Raise CheckpointError unless the tensor is plain, dense and local. The machine must be little-endian."""
     if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.detach()) is not torch.Tensor:
         raise CheckpointError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; declare dense local tensors "
@@ -73,14 +73,14 @@ def assemble(
 
 
 def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """View a contiguous tensor of `shape` as bytes, with one more dimension for the bytes of an element."""
+    """View a contiguous tensor of `shape` as bytes. One more dimension has the bytes of an element."""
     return tensor.view(-1).view(torch.uint8).view(*shape, -1)
 
 
 def _meeting(
     start: tuple[int, ...], shape: tuple[int, ...], other_start: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the overlap of two rectangles of a tensor, as slices of each; None if there is none."""
+    """Return the overlap of two rectangles of a tensor, as slices of each. None if there is none."""
     here, there = list[slice](), list[slice]()
     for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)

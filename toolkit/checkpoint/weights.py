@@ -27,7 +27,10 @@ from toolkit.origin import Origin
 
 
 class Weights(NamedTuple):
-    """A model's tensors by name, their path, and which they are: ``whole.AVERAGE``, ``RAW``, or None if unknown."""
+    """A model's tensors by name, their path, and which weights they are.
+
+    ``which`` is ``whole.AVERAGE``, ``RAW``, or None if unknown.
+    """
 
     path: Path
     tensors: dict[str, Tensor]
@@ -76,7 +79,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_folder(path: Path) -> dict[str, Tensor]:
-    """Read the safetensors files of a folder: those that its index names, or its only one."""
+    """Read the safetensors files of a folder: those in its index, or its only one."""
     index = path / origin.INDEX_FILE
     if not index.is_file():
         return _read_safetensors(path / origin.WHOLE_FILE)
@@ -126,7 +129,7 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler for the classes in the ``.metadata`` of a DCP folder, which refuses all others."""
+    """An unpickler for the classes in the ``.metadata`` of a DCP folder. It refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)

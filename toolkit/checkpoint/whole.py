@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint from any number of ranks, for readers without a strategy and a process group."""
+"""Whole tensors of a checkpoint from any number of ranks. Readers need no strategy and no process group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def judged(manifest: Manifest) -> str:
 
 
 def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[str, dict[str, T]]:
-    """Return which weights of the model were chosen, and their entries by the model's own names.
+    """Return which weights were chosen, and their entries by the model's own names.
 
     ``found`` maps all names of a checkpoint to records or tensors. ``weights`` is AVERAGE, RAW or None: the average
     where there is one. Raises RequestError for an average that is not there. Only names that the model's tensors have

@@ -209,7 +209,7 @@ def _write_own(checkpoints: CheckpointFolder, folder: Path, rank: int, state: St
 
 
 def _head(held: Mapping[str, Entry]) -> bytes:
-    """Return the file's header: all shapes and dtypes are known before any tensor is copied to the host."""
+    """Return the file's header. All shapes and dtypes are known before any tensor is copied to the host."""
     inside: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, entry in held.items():
         pieces = pieces_of(entry)
@@ -225,7 +225,7 @@ def _head(held: Mapping[str, Entry]) -> bytes:
 def _stream(
     held: Mapping[str, Entry], file: str, head: bytes, records: dict[str, TensorRecord]
 ) -> Iterator[memoryview]:
-    """Yield the header and the bytes of one tensor after the other; record each in `records` as it is yielded."""
+    """Yield the header and the bytes of one tensor after the other. Record each in `records` as it is yielded."""
     yield memoryview(head)
     start = len(head)
     for name, entry in held.items():
@@ -238,7 +238,7 @@ def _stream(
 
 
 def parts_of(name: str, entry: Entry, file: str, start: int) -> Iterator[tuple[memoryview, TensorPart]]:
-    """Yield the bytes of each piece of a tensor, and the part that they are in `file`, from byte `start` on."""
+    """Yield the bytes of each piece of a tensor, with its part in `file`. The first part begins at byte `start`."""
     for value, offsets in pieces_of(entry):
         data = tensors.to_bytes(name, value)
         yield data, TensorPart(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data))
@@ -261,7 +261,10 @@ def _value_digest(value: Json) -> int:
 
 
 def _replica_digests(state: State) -> dict[str, Any]:
-    """Return what rank 0 compares: a crc32 for each value and for each copy of a shard, and one for all names."""
+    """Return the digests that rank 0 compares.
+
+    There is a crc32 for each value and for each copy of a shard, and one for all names.
+    """
     entries = _replicated(state)
     digests = [
         zlib.crc32(tensors.to_bytes(name, entry.value))
@@ -301,7 +304,7 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
 
 
 def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError with the parts that `rank` holds differently from the rank that has written them."""
+    """Raise CheckpointError with the parts that `rank` holds differently from their writer."""
     different = []
     for name, pieces in (found["copies"] if found else {}).items():
         parts = manifest.tensors[name].parts if name in manifest.tensors else ()
@@ -338,6 +341,7 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
                     one, other = f"{first.dtype} {first.shape}", f"{record.dtype} {record.shape}"
                     raise CheckpointError(f"{name} is {one} on one rank and {other} on another")
             pieces.setdefault(name, []).extend(record.parts)
+    # A rank that has died, or a wrong shard, leaves a gap: then nothing may be committed.
     merged: dict[str, TensorRecord] = {}
     for name, record in firsts.items():
         merged[name] = dataclasses.replace(record, parts=tuple(pieces[name]))

@@ -1,8 +1,8 @@
-"""The bad samples of a run: how many there are, and ``bad_samples.jsonl``, which lists each of them once.
+"""The bad samples of a run: their number, and ``bad_samples.jsonl``, which lists each once.
 
 A worker sends them with the batch, the rank reports them to rank 0 through the store, and only rank 0 writes. It
 collects where the ranks have just met (at a logging step, before a save). So no checkpoint comes after a sample that is
-not listed yet. What a crash keeps from being listed, the resumed run finds again.
+not listed yet. A sample that a crash keeps from being listed is found again by the resumed run.
 """
 
 from __future__ import annotations

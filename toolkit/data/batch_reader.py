@@ -15,7 +15,10 @@ from toolkit.ranks.batch import Batch
 
 
 class BatchReader(SampleReader):
-    """A reader of whole parts from a data set that gives batches. Where that fails, it ``skips`` sample by sample."""
+    """A reader of whole parts from a data set that gives batches.
+
+    If a part cannot be loaded and ``skips`` is set, it loads the part sample by sample.
+    """
 
     def load(self, part: BatchPart) -> Batch:
         indices = part.indices if part.indices.size else np.zeros(1, np.int64)  # a batch's shape, without samples

@@ -56,7 +56,10 @@ _SHIFT_PIXELS = {"digits": 1, "mnist": 2, "fashion_mnist": 2, "synthetic": 2}
 
 @dataclass(frozen=True)
 class Datasets:
-    """A training set and an eval set whose inputs are float tensors of ``sample_shape`` (channels, height, width)."""
+    """A training set and an eval set.
+
+    Their inputs are float tensors of ``sample_shape`` (channels, height, width).
+    """
 
     train: Dataset
     eval: Dataset
@@ -82,9 +85,10 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def _digits(config: DataConfig) -> Datasets:
-    """Return UCI's handwritten digits: 1,437 to train on, 360 to evaluate, split by a fixed permutation.
+    """Return UCI's handwritten digits: 1,437 to train on and 360 to evaluate.
 
-    The file does not name the writers, so both sets have the same ones. Accuracy is higher than on unknown writers.
+    A fixed permutation splits them. The file does not name the writers, so both sets have the same ones. Accuracy is
+    higher than on unknown writers.
     """
     packed = resources.files("toolkit.data").joinpath("files/digits.csv.gz").read_bytes()
     table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",", dtype=np.float32)
@@ -207,10 +211,12 @@ def fetch(name: str, root: str | None = None) -> str:
             f"{target} is there but incomplete; remove it, then run {catalog.fetch_command(name, place)}"
         )
     fsio.make_dir(place)
+    # Beside the final place, so on one file system with it: the rename below makes the whole folder appear at once.
     with tempfile.TemporaryDirectory(prefix=f".fetch-{name}-", dir=place) as scratch:
         import torchvision
 
         kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
+        # A data set has several mirrors or one URL. The error of a failed download names them.
         addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
         with _downloading(name, addresses, [target / file for file in catalog.entry_of(name).files]):
             kind(Path(scratch), download=True)

@@ -1,4 +1,4 @@
-"""A short identification of a data set, by which a resume and each rank can tell that it has the same one."""
+"""A short identification of a data set. A resume and each rank compare it to see that they have the same one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ SAMPLES, NAMES = 64, 10_000
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the number of samples and, where ``dataset`` offers that cheaply, a digest of some of its content.
+    """Return the number of samples and, where ``dataset`` offers it cheaply, a content digest.
 
-    The content is, in this order: what the data set's own method ``fingerprint() -> str`` returns; the names and
-    classes of files that it lists as torchvision's folders do; for a data set that gives batches, the classes and those
-    inputs that are integers. (Floating-point results may differ in the last bit from one processor to the next.)
+    The content is the first of these that the data set has: the text that its own method ``fingerprint() -> str``
+    returns; the names and classes of files that it lists as torchvision's folders do; for a data set that gives
+    batches, the classes and those inputs that are integers. (Floating-point results may differ in the last bit from one
+    processor to the next.)
     """
     content = digest(dataset)
     return f"{len(dataset)} samples{f', {content}' if content else ''}"

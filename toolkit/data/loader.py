@@ -1,4 +1,4 @@
-"""Batches by step number: the same ones after any restart and on any number of ranks."""
+"""Batches by step number, equal after any restart and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ __all__ = ["BatchedSamples", "Batches", "Loader", "Samples", "build_loader", "ev
 
 @runtime_checkable
 class BatchedSamples(Protocol):
-    """A data set that gives many samples at once, cheaply and without randomness: it needs no worker."""
+    """A data set that gives many samples at once, cheaply and without randomness. It needs no worker."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Indices) -> Any:
-        """Return the samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
+        """Return the samples ``indices`` (n,) as the data of a batch.
+
+        An example is a pair of inputs (n, ...) and targets (n, ...).
+        """
 
 
 @runtime_checkable
 class InBlocks(Protocol):
-    """A data set whose samples lie in blocks that are read at once, such as files of many samples."""
+    """A data set whose samples lie in blocks that are read at once. Files of many samples are an example."""
 
     def block_order(self, seed: int, batch_size: int) -> Order:
-        """Return the order of a training, in which the samples of a block are close to each other."""
+        """Return the order of a training run, with the samples of a block close together."""
 
     def read_ahead(self, order: Order | None, part: BatchPart) -> None:
-        """Begin to read what ``part`` and the parts after it in ``order`` need. No order: that of the data set."""
+        """Begin to read what ``part`` and the parts after it in ``order`` need. None: the data set's own order."""
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader: of :class:`Loader`, of :class:`~.stream.StreamLoader`."""
+    """The interface that the loop needs of a loader: of :class:`Loader` or :class:`~.stream.StreamLoader`."""
 
     dataset_size: int  #: samples in an epoch
     global_batch_size: int
@@ -62,20 +65,20 @@ class Batches(Protocol):
     ahead: int  #: steps beyond the last one returned that workers may hold already; equal on all ranks
 
     def at(self, step: int) -> Batch | None:
-        """Return this rank's samples of global batch ``step``, counted from 0; None on a rank without a share."""
+        """Return this rank's samples of global batch ``step``, counted from 0. A rank without a share gets None."""
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
-        """Give each share i ``counts[i]`` samples of the global batch from ``step`` on; called where it ``balances``.
+        """Give each share i ``counts[i]`` samples of the global batch from ``step`` on.
 
-        Every rank makes the same call. ``step`` must be at least ``ahead`` after the next step to be asked for: workers
-        may hold earlier ones already.
+        It is called where the loader ``balances``. Every rank makes the same call. ``step`` must be at least ``ahead``
+        after the next step to be asked for: workers may hold earlier ones already.
         """
 
     def part(self, step: int, share: Share) -> Batch:
-        """Return ``at(step)`` of the rank that holds ``share``, for a rank that does a dead rank's work."""
+        """Return ``at(step)`` of the rank that holds ``share``. A rank that does a dead rank's work calls it."""
 
     def fingerprint(self) -> str | None:
-        """Return a text that identifies the data set, equal for the same one. None: it is not known."""
+        """Return a text that identifies the data set, equal for equal data sets. None: it is not known."""
 
     def global_samples(self, step: int) -> list[int]:
         """Return the samples that all ranks together get in ``step``."""
@@ -88,7 +91,7 @@ class Batches(Protocol):
 
 
 class Source(Protocol):
-    """Where a loader gets the batch of a step from, on the CPU or on the device."""
+    """The source of a loader's batches, on the CPU or on the device."""
 
     def fetch(self, step: int) -> Batch: ...
 
@@ -122,12 +125,13 @@ class Loader:
     ) -> None:
         """Set the loader up; no sample is loaded yet.
 
-        ``split`` is global, or one that split.py has. ``repeats``: so many times a global batch has each sample, see
-        :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew.
-        ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
-        returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
+        ``split`` is global, or one that split.py has. ``repeats`` is how often a global batch has each sample, see
+        :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew. ``collate`` makes
+        a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)`` returns the samples
+        of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
+        # The job's order and that of shards go with neither a split nor repeats.
         if order is not None and split != "global":
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
         if order is not None and repeats > 1:
@@ -174,7 +178,7 @@ class Loader:
         return batch
 
     def part(self, step: int, share: Share) -> Batch:
-        """See :class:`Batches`. It is loaded in this process, whatever the number of workers."""
+        """See :class:`Batches`. The batch is loaded in this process, whatever the number of workers."""
         if share not in self._others:
             self._others[share] = self._sources(self._samplers(share=share), workers=0)
         return self._others[share].fetch(step)
@@ -203,7 +207,7 @@ class Loader:
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
-        """Return the samples of all shares in ``step``: indices of the data set, in the run's order."""
+        """Return the samples of all shares in ``step``. They are indices of the data set, in the run's order."""
         if self._parts is not None:
             shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
             return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]
@@ -273,7 +277,7 @@ def eval_batches(
 
 
 class _DeviceSource:
-    """A source of another one's batches, on ``device``, and ``finish``-ed there."""
+    """A source that moves another source's batches to ``device``, and finishes them there."""
 
     def __init__(self, source: Source, device: torch.device, finish: Callable[[Any], Any] | None) -> None:
         self._source = source
@@ -287,7 +291,7 @@ class _DeviceSource:
 
 
 def _uses_workers(dataset: Any) -> bool:
-    """True for samples that are read one by one, or from files; batches of tensors in memory need no worker."""
+    """True for samples that are read one by one, or from files. Batches of tensors in memory need no worker."""
     return isinstance(dataset, InBlocks) or not isinstance(dataset, BatchedSamples)
 
 

@@ -1,4 +1,4 @@
-"""Data sets whose samples are in memory, or are computed from a few tensors that are."""
+"""Data sets whose samples are in memory, or computed from a few tensors in memory."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ class InMemory:
 
 
 class Synthetic:
-    """Ten classes of random images that a model can learn to tell apart, made from a seed alone.
+    """Ten classes of random images that a model can learn to tell apart.
 
-    Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise patterns. This gives large images in
-    large numbers without files, each about as cheap as reading three images from memory.
+    They are made from a seed alone. Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise
+    patterns. This gives large images in large numbers without files, each about as cheap as reading three images from
+    memory.
     """
 
     CLASSES = 10
@@ -82,7 +83,10 @@ class Synthetic:
         return self._size
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs (n, c, h, w) float32, about standard normal, and classes (n,) of samples ``indices`` (n,)."""
+        """Return inputs (n, c, h, w) float32 and classes (n,) of the samples ``indices`` (n,).
+
+        The inputs are about standard normal.
+        """
         words = mix_array((indices + (self._first + 1)).astype(np.uint64))
         picks = [words % self.CLASSES, (words >> 8) % self._NOISES, (words >> 16) % self._NOISES]
         classes, one, other = (torch.from_numpy(pick.astype(np.int64)) for pick in picks)
@@ -97,7 +101,10 @@ class Synthetic:
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Return uniform float32 numbers of mean 0 and variance 1, from our own hash: equal on every version of torch."""
+    """Return uniform float32 numbers of mean 0 and variance 1.
+
+    They come from our own hash, so they are equal on every version of torch.
+    """
     numbers = np.arange(int(np.prod(shape)), dtype=np.uint64)
     words = mix_array(numbers + np.uint64(key))
     uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # a float32 holds 24 bits
@@ -124,7 +131,7 @@ class Augmented:
 
 
 class RandomShift:
-    """A shift of an image (c, h, w) by up to ``pixels`` in each direction; ``background`` (c, 1, 1) fills the edge."""
+    """A shift of an image (c, h, w) by up to ``pixels`` in each direction. ``background`` (c, 1, 1) fills the edge."""
 
     def __init__(self, pixels: int, background: Tensor) -> None:
         self.pixels = pixels

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: each image gets a part of another one, and so do its classes."""
+"""Mixup and CutMix: each image gets a part of another one and of its classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIX = 0x4D495845
 
 
 class PairMixing:
-    """Mixing of neighbours in the order of the run, on the device where the batch is.
+    """Mixing of neighbours in the order of the run, on the batch's device.
 
     Samples 0 and 1 of a global batch give each other a part, samples 2 and 3, and so on. A pair is mixed as a whole
     (mixup, https://arxiv.org/abs/1710.09412) or in a rectangle (CutMix, https://arxiv.org/abs/1905.04899). If both are
@@ -39,7 +39,10 @@ class PairMixing:
         self._classes, self._seed = classes, seed
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return images (n, c, h, w) and how much each has of each class (n, classes), of images and classes (n,)."""
+        """Return mixed images (n, c, h, w) and their shares of each class (n, classes).
+
+        The batch holds images and classes (n,).
+        """
         images, targets = batch.inputs, one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
         if not len(batch):
             return images, targets
@@ -49,7 +52,7 @@ class PairMixing:
         return mixed, torch.lerp(targets[partner], targets, weights.mean((1, 2))[:, None])
 
     def _drawn(self, batch: Batch, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return the row (n,) of each one's partner, and how much of each pixel (n, h, w) is its own."""
+        """Return each image's partner row (n,) and its own share of pixels (n, h, w)."""
         size = batch.global_count
         start = int(batch.positions[0]) // size * size
         places = batch.positions - start

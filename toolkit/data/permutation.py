@@ -105,7 +105,7 @@ def _sorted_epoch(n: int, seed: int, epoch: int) -> Indices:
 
 
 def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
-    """Run one pass of the network on ``bits``-bit words: the two halves take turns in changing each other."""
+    """Run one pass of the network on ``bits``-bit words. The two halves change each other in turn."""
     half = bits // 2
     low_bits = np.uint64(half)
     low_mask = np.uint64((1 << half) - 1)
@@ -118,9 +118,9 @@ def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
 
 
 class ShuffledOrder:
-    """The endless order of a training run: epoch after epoch, each with its own permutation of ``range(n)``.
+    """The endless order of a training run: each epoch has its own permutation of ``range(n)``.
 
-    With ``repeats`` each sample comes so many times in a row, and an epoch has only the first ``n / repeats`` of its
+    With ``repeats`` each sample comes that many times in a row, and an epoch has only the first ``n / repeats`` of its
     permutation. Each batch of ``batch`` positions is then dealt out: its first copies come first, so that ranks get
     different copies of a sample (as in torchvision's RASampler; Hoffer et al. 2020).
     """
@@ -150,7 +150,7 @@ class ShuffledOrder:
 
 
 class GivenOrder:
-    """The endless order that a job gives epoch by epoch, as indices of its data set. All epochs have one length."""
+    """The endless order that a job gives epoch by epoch, as data set indices. All epochs have one length."""
 
     def __init__(self, of_epoch: Callable[[int], Sequence[int]], dataset_size: int) -> None:
         """Ask for the first epoch, whose length all must have. Raises ConfigError.

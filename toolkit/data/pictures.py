@@ -24,9 +24,10 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 
 class Standardise:
-    """Make contiguous float32 of images (..., c, h, w), minus ``mean`` and divided by ``std`` for each channel.
+    """Convert images (..., c, h, w) to contiguous float32, standardised for each channel.
 
-    uint8 pixels count as 0 to 1. It works on the device where the images are.
+    uint8 pixels count as 0 to 1. ``mean`` is subtracted, and the result divided by ``std``. It works on the device
+    where the images are.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -45,11 +46,11 @@ class Standardise:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The way from an image file to an input of ``shape`` (channels, height, width); channels: 1 (gray) or 3 (RGB).
+    """The way from an image file to an input of ``shape`` (channels, height, width).
 
-    The image is resized to that height and width. With ``shorter_side`` its shorter side gets that many
-    pixels instead, and the center is cut out. Pixels are scaled to 0 to 1. Then ``mean`` is subtracted and the result
-    divided by ``std``, for each channel.
+    There is 1 channel (gray) or 3 (RGB). The image is resized to that height and width. With ``shorter_side`` its
+    shorter side gets that many pixels instead, and the center is cut out. Pixels are scaled to 0 to 1. Then ``mean`` is
+    subtracted and the result divided by ``std``, for each channel.
     """
 
     shape: tuple[int, int, int]
@@ -85,7 +86,7 @@ class Pictures:
 
 
 class Photographs:
-    """The images of ``root/CLASS/IMAGE``: pixels of one byte until a batch of them is on its device.
+    """The images of ``root/CLASS/IMAGE``, kept as uint8 until a batch is on its device.
 
     ``read`` returns the pixels (h, w, c) uint8 of a file, and ``change`` those of an input. With probability ``erase``
     a rectangle of an image is erased, as by torchvision's RandomErasing. What is read is kept in ``cache_bytes`` of
@@ -125,7 +126,10 @@ class Photographs:
         return images[0], target
 
     def unfinished(self, index: int) -> tuple[Any, ...]:
-        """Return pixels (h, w, c) uint8, the edges (4,) of what is erased, if anything may be, and the class."""
+        """Return pixels (h, w, c) uint8, the edges (4,) of the erasure, and the class.
+
+        There are no edges where the data set erases nothing.
+        """
         pixels = self._change(self._opened(index))
         target = int(self._targets[index])
         return (pixels, target) if self._eraser is None else (pixels, self._box(pixels), target)
@@ -156,7 +160,7 @@ class Photographs:
         return pixels
 
     def _box(self, pixels: Tensor) -> Tensor:
-        """Return top, left, bottom and right (4,) of what is erased, which are 0 for nothing. Draws as torchvision."""
+        """Return top, left, bottom and right (4,) of the erased rectangle, or zeros for none. Draws as torchvision."""
         assert self._eraser is not None
         if torch.rand(1) >= self._eraser.p:
             return torch.zeros(4, dtype=torch.int64)
@@ -169,9 +173,10 @@ class Photographs:
 
 
 def training_transform(config: ImageConfig, size: int) -> Any:
-    """Return the transform of pixels (h, w, 3) uint8 to those of a training image (``size``, ``size``, 3).
+    """Return the transform of pixels (h, w, 3) uint8 to a training image.
 
-    It is that of torchvision's reference up to the standardising: a crop at random, mirroring, ``config.policy``
+    The image is (``size``, ``size``, 3). The transform is that of torchvision's reference up to the standardising: a
+    crop at random, mirroring, ``config.policy``
     (https://github.com/pytorch/vision/blob/main/references/classification/presets.py).
     """
     from PIL import Image

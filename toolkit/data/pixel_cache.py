@@ -27,10 +27,10 @@ _CHANNELS = 3
 
 
 class PixelCache:
-    """Pixels (h, w, 3) uint8 of images by number, of ``most_bytes`` at most; what does not fit is not kept.
+    """Pixels (h, w, 3) uint8 of images by number, in at most ``most_bytes``.
 
-    ``key`` identifies the data set. Make it before the workers are forked. Raises ConfigError for more memory than
-    there is.
+    An image that does not fit is not kept. ``key`` identifies the data set. Make it before the workers are forked.
+    Raises ConfigError for more memory than there is.
     """
 
     def __init__(self, count: int, most_bytes: int, key: str) -> None:
@@ -41,6 +41,7 @@ class PixelCache:
             )
         words = np.frombuffer(hashlib.sha256(f"{key} {count} {most_bytes}".encode()).digest()[:16], np.int64)
         first = 8 * (_HEAD + 3 * count)
+        # The file of the node's agent is tried first, then a file of this rank.
         for path in (os.environ.get(state_memory.PIXELS), None):
             self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("pixels")
             with self._locked():
@@ -55,7 +56,7 @@ class PixelCache:
         self._head, self._rows = numbers[:_HEAD], numbers[_HEAD:].reshape(count, 3)
 
     def get(self, index: int) -> Tensor | None:
-        """Return the pixels of image ``index``, which must not be changed, or None if they are not here."""
+        """Return the pixels of image ``index``, or None if they are not here. They must not be changed."""
         start, height, width = self._rows[index].tolist()
         if not start:
             return None

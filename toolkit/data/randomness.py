@@ -1,4 +1,4 @@
-"""Random augmentation that depends on the run's seed and the sample's position, and on nothing else.
+"""Random augmentation that depends only on the run's seed and the sample's position.
 
 torchvision's transforms draw from the process-wide generators and accept no other generator. So those are seeded before
 each *sample*. Then neither the rank, the number of ranks or workers, nor how far workers run ahead changes a pixel, and
@@ -33,7 +33,7 @@ def seed_sample(seed: int, position: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the three generators at the end: loading in the training process must not disturb dropout."""
+    """Restore the three generators at the end. Loading in the training process must not disturb dropout."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which samples a share works on in each step, as a function of the step number alone.
+"""Which samples a share works on in each step, by the step number alone.
 
 The order of a run is one endless sequence of positions. Step ``s`` with a global batch of ``B`` takes positions ``s *
 B`` to ``(s + 1) * B``, also across the end of an epoch. Position ``p`` belongs to epoch ``p // N``. So the step number
@@ -29,7 +29,7 @@ KEPT_CUTS = 4
 
 @dataclass(frozen=True)
 class BatchPart:
-    """What one share loads in one step: sample ``indices`` (n,), at ``positions`` start, start + 1, ..."""
+    """The samples of one share in one step. Sample ``indices`` (n,) are at positions start, start + 1, ..."""
 
     indices: Indices
     start: int
@@ -131,10 +131,10 @@ class TrainSampler:
 
 
 class EvalSampler:
-    """A contiguous range of the eval set for each share, in batches: nothing is padded, nothing counted twice.
+    """A contiguous range of the eval set for each share, in batches.
 
-    Every share has ``calls`` parts, and shorter ranges end with empty ones. Evaluation may contain collectives, and a
-    rank that made fewer calls than the others would leave them waiting.
+    Nothing is padded, and nothing is counted twice. Every share has ``calls`` parts, and shorter ranges end with empty
+    ones. Evaluation may contain collectives, and a rank that made fewer calls than the others would leave them waiting.
     """
 
     def __init__(self, size: int, *, batch_size: int, share: Share) -> None:
@@ -145,7 +145,7 @@ class EvalSampler:
         self.calls = eval_calls(size, share.count, batch_size)
 
     def at(self, step: int) -> BatchPart:
-        """Return the samples of call ``step``; ``global_count`` is the number of samples of all shares in this call."""
+        """Return the samples of call ``step``. ``global_count`` is the number of samples of all shares in this call."""
         if not 0 <= step < self.calls:
             raise IndexError(f"evaluation batch {step} of {self.calls}")
         start = self.start + min(step * self.batch_size, self.stop - self.start)
@@ -161,6 +161,9 @@ class EvalSampler:
 
 
 def eval_calls(size: int, shares: int, batch_size: int) -> int:
-    """Return the number of batches in the longest of ``shares`` ranges of ``size`` samples: every rank's calls."""
+    """Return the number of calls that every rank makes: the batches of the longest range.
+
+    ``size`` samples are divided into ``shares`` ranges.
+    """
     longest = -(-size // shares) if shares else 0
     return -(-longest // batch_size)

@@ -1,4 +1,4 @@
-"""Data that stay where they are: each share reads the same part of the data set for the whole run.
+"""Data that stay where they are: each share keeps its part for the whole run.
 
 For data on the nodes' own disks, of which a node holds a part, and for parts that must stay separate. ``blocks``: share
 i has the samples ``Share(i, count).bounds(size)``, end to end. ``hash``: a sample's part follows from its index alone
@@ -33,9 +33,9 @@ def part_of(indices: Indices, count: int) -> Indices:
 
 
 def samples_of(size: int, share: Share, split: str) -> range | Indices:
-    """Return the samples of ``share`` in a data set of ``size``, ascending; with ``hash`` 8 bytes of memory for each.
+    """Return the samples of ``share`` in a data set of ``size``, ascending.
 
-    Raises ConfigError where there are none.
+    With ``hash`` each of them takes 8 bytes of memory. Raises ConfigError where there are none.
     """
     found: range | Indices
     match split:
@@ -66,7 +66,10 @@ class PartOrder:
         self._order = ShuffledOrder(len(self._samples), hash64(_PART, seed, share.index))
 
     def at(self, places: Indices) -> Indices:
-        """Return the samples at ``places``, of any shape, counted from the first that this share takes in the run."""
+        """Return the samples at ``places``, of any shape.
+
+        Places are counted from the first sample that this share takes in the run.
+        """
         found = self._order.at(places)
         if isinstance(self._samples, range):
             return found + self._samples.start

@@ -1,4 +1,6 @@
-"""Data without an index: each rank reads its own stream, and a checkpoint holds the stream's position.
+"""Data without an index: each rank reads its own stream.
+
+A checkpoint holds the stream's position.
 
 Guaranteed: a resume on as many ranks gives exactly the samples that would have followed. They are seeded by the seed
 and their positions, as those of a data set with an index are, with or without a worker that reads ahead. Samples read
@@ -37,14 +39,14 @@ _END = object()
 
 
 class Stream(Protocol):
-    """Samples one after the other, and a state that holds the position. torchdata's stateful data sets are such.
+    """Samples one after the other, and a state that holds the position. torchdata's stateful data sets are streams.
 
     Draw what must last longer than a sample (an epoch's order) from a generator of your own: the process's are seeded
     anew before each sample, from the position in the run.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Continue from the state, with the next epoch where the state is the end of one.
+        """Continue from the state. Where it is the end of an epoch, begin the next one.
 
         Called at the beginning, after :meth:`load_state_dict` and at each end.
         """
@@ -62,7 +64,7 @@ MakeStream: TypeAlias = Callable[[Share, int], Stream]
 
 @dataclass(frozen=True)
 class Streams:
-    """A training set of streams: ``make(share, seed)`` gives a rank's own; ``epoch_size`` samples count as an epoch::
+    """A training set of streams. ``make(share, seed)`` gives a rank's own, and ``epoch_size`` samples are an epoch::
     >>> class Numbers:  # torchdata's stateful data sets have the same three methods
     ...     def __init__(self, share, seed):
     ...         self.share, self.at = share, share.index
@@ -137,7 +139,7 @@ class StreamLoader:
         self._state: str | None = None
 
     def at(self, step: int) -> Batch | None:
-        """Return this rank's samples of global batch ``step``; None on a rank whose share count is 0.
+        """Return this rank's samples of global batch ``step``; None if its share count is 0.
 
         Step 0 may be asked for again until another step is. Raises ValueError for any other step that is not the next.
         """
@@ -172,7 +174,7 @@ class StreamLoader:
         raise AssertionError("streams keep their shares")
 
     def fingerprint(self) -> str | None:
-        """Return None: a stream does not tell what it holds, and each rank has another one."""
+        """Return None. A stream does not tell what it holds, and each rank has another one."""
         return None
 
     def global_samples(self, step: int) -> list[int]:
@@ -240,7 +242,7 @@ class _StreamBatchPart(BatchPart):
 
 
 class _StreamSampler:
-    """The part of each global batch that a share takes: its bounds follow from the step number."""
+    """The part of each global batch that a share takes. Its bounds follow from the step number."""
 
     def __init__(self, global_batch_size: int, share: Share) -> None:
         self.global_batch_size = global_batch_size
@@ -252,7 +254,7 @@ class _StreamSampler:
         self._begins, self._state = step, state
 
     def bounds_of(self, step: int) -> tuple[int, int]:
-        """Return the positions of the samples of ``step``: the first, and the one after the last."""
+        """Return the position of the first sample of ``step``, and the one after the last."""
         first, (start, stop) = step * self.global_batch_size, self.bounds
         return first + start, first + stop
 
@@ -263,7 +265,7 @@ class _StreamSampler:
 
 
 class _StreamReader(PartReader):
-    """A reader that takes the samples of a part from a stream, in this process or in the one worker."""
+    """A reader that takes the samples of a part from a stream. It runs in this process or in the one worker."""
 
     def __init__(self, stream: Stream, seed: int, share: Share, collate: Collate | None) -> None:
         super().__init__(seed, collate)

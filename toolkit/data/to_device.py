@@ -1,4 +1,7 @@
-"""Copies of batches to a rank's device: on a GPU over a stream of their own, while it computes the step before."""
+"""Copies of batches to a rank's device.
+
+On a GPU they run on a stream of their own, while the GPU computes the step before.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +42,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for copies: the allocator keeps memory for each stream, and does not share it."""
+    """Return the one stream for copies. The allocator keeps memory for each stream, and does not share it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

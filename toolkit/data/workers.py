@@ -1,4 +1,4 @@
-"""Loading sample by sample: in this process, or in worker processes that run ahead of the training."""
+"""Loading of single samples, in this process or in workers ahead of the training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Samples(Protocol):
 
 @runtime_checkable
 class UnfinishedSamples(Samples, Protocol):
-    """A data set whose samples are finished batch by batch, unless the job collates; ``dataset[i]`` is finished."""
+    """A data set whose samples are finished batch by batch, unless the job collates. ``dataset[i]`` is finished."""
 
     def unfinished(self, index: int) -> Any:
         """Return sample ``index`` as workers load it, with all random changes of it."""
@@ -133,7 +133,7 @@ class PartReader(ABC):
 
 
 class SampleReader(PartReader):
-    """A reader of a part sample by sample, which first seeds the random generators from each sample's position.
+    """A reader of a part sample by sample. It first seeds the random generators from each sample's position.
 
     A sample whose loading raises ends the run. With ``skips`` another sample takes its place. The choice follows from
     the seed, the position and the number tried there.
@@ -193,7 +193,7 @@ class Failure:
 
 
 class InlineSource:
-    """A source that loads in the calling process; with ``draws`` it restores its random generators afterwards."""
+    """A source that loads in the calling process. With ``draws`` it restores its random generators afterwards."""
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, draws: bool = True) -> None:
         self.draws = draws
@@ -210,10 +210,11 @@ class InlineSource:
 
 
 class WorkerSource:
-    """A source that loads in ``workers`` forked processes, each up to two batches ahead, kept for the whole run.
+    """A source that loads in ``workers`` forked processes, kept for the whole run.
 
-    Call it from the main thread. The kernel kills the workers when the thread that forked them ends. Otherwise a killed
-    rank would leave processes behind that hold its sockets open and make its peers wait for it.
+    Each is up to two batches ahead. Call it from the main thread. The kernel kills the workers when the thread that
+    forked them ends. Otherwise a killed rank would leave processes behind that hold its sockets open and make its peers
+    wait for it.
     """
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, workers: int, pin: bool) -> None:
@@ -287,7 +288,7 @@ class WorkerSource:
         return [pid for pid in self._pids if pid in children]
 
     def _death(self, step: int, detail: str) -> JobFailedError:
-        """Return the error for a dead worker: what it was loading, from the memory that it shared with this process."""
+        """Return the error for a dead worker. It names the sample, which memory shared with this process holds."""
         dead = sorted(set(self._pids) - set(self._alive()))
         work = "; ".join(self._last_words(number) for number, pid in enumerate(self._pids) if pid in dead)
         start = self._sampler.at(step).start
@@ -306,7 +307,7 @@ class WorkerSource:
 
 
 def _close(source: weakref.ref[WorkerSource]) -> None:
-    """Close the source at exit, before multiprocessing waits for its children: some ignore SIGTERM and never end."""
+    """Close the source at exit, before multiprocessing waits for its children. Some ignore SIGTERM and never end."""
     alive = source()
     if alive is not None:
         alive.close()
@@ -366,7 +367,7 @@ class _Slots:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold group signals back while workers are forked, and undo torch's own handler for a child's death.
+    """Hold group signals back while workers are forked. Undo torch's own handler for a child's death.
 
     That handler raises wherever the main thread is at that moment, such as in the middle of a checkpoint. Here a death
     is noticed when a batch is awaited.

@@ -49,7 +49,7 @@ class AccelerateRun(LibraryRun):
         self.finish()
 
     def _is_there(self, loader: Any) -> bool:
-        """With ``use_stateful_dataloader`` accelerate has put the loader to its place."""
+        """True if accelerate has restored the loader's position, as it does with ``use_stateful_dataloader``."""
         return self.checkpoint is not None and getattr(loader, "use_stateful_dataloader", False)
 
     def _end_step(self, *, may_save: bool = True) -> None:

@@ -47,6 +47,7 @@ class LibraryRun(TrainingRun):
                 )
             super().__init__(config, session)
             self._stack.callback(stack.pop_all().close)
+        # The script has no ``with`` block around the training that could close the run.
         atexit.register(self.close)
         self._library = library
         self._trace = None
@@ -77,7 +78,7 @@ class LibraryRun(TrainingRun):
             )
 
     def begin(self, total: int | None) -> None:
-        """Stop here if that is agreed. Call it before the first step; ``total`` steps of the run, if that is known."""
+        """Stop here if that is agreed. Call it before the first step. ``total`` is the run's steps, None if unknown."""
         self._total = total
         self._boundary()
 
@@ -158,7 +159,7 @@ class LibraryRun(TrainingRun):
 
 @contextmanager
 def set_for_now(owner: object, **values: Any) -> Iterator[None]:
-    """Give attributes of a library's object other values, and put the script's own back at the end."""
+    """Set attributes of a library's object. Put the script's own values back at the end."""
     own = {name: getattr(owner, name) for name in values}
     try:
         vars(owner).update(values)

@@ -13,13 +13,13 @@ from toolkit.integrations.library_run import LibraryRun, set_for_now
 
 
 class TransformersCallback(TrainerCallback):
-    """Stops all ranks after the same step, saves the trainer's own checkpoint, and reports to the toolkit.
+    """Stops all ranks together, saves the trainer's own checkpoint, and reports to the toolkit.
 
         trainer = Trainer(model=model, args=args, train_dataset=dataset)
         resume = TransformersCallback(trainer)
         trainer.train(resume_from_checkpoint=resume.checkpoint)
 
-    It adds itself to the trainer. A step is one of the optimizer.
+    It adds itself to the trainer. All ranks stop after the same step, and a step is one of the optimizer.
     """
 
     def __init__(self, trainer: Trainer) -> None:

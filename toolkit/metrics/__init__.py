@@ -1,1 +1,1 @@
-"""What a run reports: `meters` measure the loop, `sinks` write scalars to TensorBoard and JSON lines."""
+"""What a run reports: `meters` measure the loop, `sinks` write to TensorBoard and JSON lines."""

@@ -1,4 +1,4 @@
-"""What a run has used of what it had, in a table, and how to ask for the next one.
+"""What a run has used of its allocation, in a table, and the next request.
 
 The rule for the next request: nodes and tasks stay, because the batches depend on them. Every other size is what the
 run needed at most on any node, with a margin, and never more than was asked, except memory:
@@ -61,7 +61,7 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> Efficiency | None:
 
 
 def together(jobs: Sequence[JobUsage]) -> JobUsage:
-    """Return the use of all jobs of a run; what was asked is that of the last one."""
+    """Return the use of all jobs of a run. The sizes asked for are those of the last job."""
     last = jobs[-1]
     biggest = max(jobs, key=lambda job: job.most_bytes)
     sums = {name: round(sum(getattr(job, name) for job in jobs), 2) for name in _SUMS}
@@ -90,7 +90,7 @@ def sbatch_line(used: JobUsage, longest_s: float | None) -> str:
 
 
 def lines(efficiency: Efficiency | None) -> list[str]:
-    """Return the table as lines: asked, used, held idle; what it cost; and the next request."""
+    """Return the table (asked, used, held idle), the cost and the next request, as lines."""
     if efficiency is None:
         return []
     used = efficiency.usage
@@ -102,6 +102,7 @@ def lines(efficiency: Efficiency | None) -> list[str]:
         f"disk: read {size_text(used.read_bytes)}, wrote {size_text(used.written_bytes)}; network of the nodes: "
         f"in {size_text(used.received_bytes)}, out {size_text(used.sent_bytes)}"
     )
+    # Energy and cost are each left out where they are not known.
     bill = []
     if used.energy_j:
         bill.append(f"energy of the GPUs: {used.energy_j / 3.6e6:.3g} kWh")

@@ -1,4 +1,4 @@
-"""Where a run's time went: seconds by name, from its submission on and over all its attempts.
+"""Where a run's time went: seconds by name, since its submission, over all attempts.
 
 The supervisor's clock tells when things happened, rank 0's how long each took. The two are never compared, for they may
 differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
@@ -80,7 +80,7 @@ def _fitted(ledger: Ledger, wall_s: float) -> Ledger:
 
 
 def ratio(ledger: Mapping[str, float]) -> float:
-    """Return the share of the time that was spent on steps that count; 0 of no time."""
+    """Return the share of the time that was spent on steps that count. It is 0 of no time."""
     wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
     return ledger.get("training", 0.0) / wall_s if wall_s else 0.0
 

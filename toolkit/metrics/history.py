@@ -1,4 +1,7 @@
-"""What TensorBoard shows of a run's attempts: which made each step, where the time went, the cost of restarts."""
+"""What TensorBoard shows of a run's attempts.
+
+It shows which attempt made each step, where the time went, and the cost of restarts.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class History:
         return {"run/attempt": float(self._attempt), **shares, **self._usage()}
 
     def _usage(self) -> dict[str, float]:
-        """Return what the job uses, by the supervisor's status; empty where there is no sample since the last call."""
+        """Return what the job uses, by the supervisor's status. Empty where there is no sample since the last call."""
         if time.monotonic() < self._read_usage_at:
             return {}
         self._read_usage_at = time.monotonic() + USAGE_EVERY_S

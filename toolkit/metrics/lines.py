@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl`` line by line: it may have a million lines, and a running job may be writing it."""
+"""Reads ``metrics.jsonl`` line by line. It may have a million lines, and a running job may be writing it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path_of(run: RunDir) -> Path:
 
 
 def read(path: Path, damage: list[str], start: int = 0) -> Iterator[MetricsLine]:
-    """Yield the lines of ``path`` from byte ``start`` on; none of a missing file.
+    """Yield the lines of ``path`` from byte ``start`` on. A missing file has none.
 
     Damaged lines are left out and named in ``damage``. A last line that is still being written is left out silently.
     """
@@ -51,6 +51,7 @@ def read(path: Path, damage: list[str], start: int = 0) -> Iterator[MetricsLine]
             line = _parse(raw, end)
             if line is not None:
                 yield line
+            # A last line without a line break is still being written.
             elif raw.endswith(b"\n") and raw.strip():
                 damaged += 1
                 if damaged <= MOST_NAMED:

@@ -1,4 +1,4 @@
-"""Meters of the training loop: speed, share of time spent waiting for data, time left, running means."""
+"""Meters of the training loop: speed, share of time spent waiting for data, time left."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Throughput:
 
     @property
     def data_wait_fraction(self) -> float:
-        """Return the share of the time, from 0 to 1, in which steps waited for their samples."""
+        """Return the share of the time, 0 to 1, in which steps waited for samples."""
         return self._per_second(sum(lap.data_wait_s for lap in self._laps))
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Return the seconds until `steps_left` more steps are done at this speed; None before the first step."""
+        """Return the seconds until `steps_left` more steps are done at this speed. None before the first step."""
         return steps_left / self.steps_per_s if self.steps_per_s else None
 
     def _per_second(self, amount: float) -> float:

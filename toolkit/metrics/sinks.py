@@ -44,7 +44,7 @@ class Sink:
         """Log a text, shown unchanged (a config, a command line), or rendered as Markdown."""
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
-        """Log a grid of images, shape (N, C, H, W) with C of 1 or 3.
+        """Log a grid of images (N, C, H, W), with C of 1 or 3.
 
         They are uint8, or floats, whose own range is stretched to that of uint8.
         """
@@ -183,7 +183,7 @@ def _written_anew(path: Path, step: int) -> int:
 
 
 def _step_in(line: bytes) -> int | None:
-    """Return the step of a line; None for a damaged line, or one without a line break."""
+    """Return the step of a line. None for a damaged line, or one without a line break."""
     try:
         found = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -210,7 +210,7 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, folder: Path, purge_step: int = 0, clock: Callable[[], float] = time.time) -> None:
-        """Open a new file that drops the steps from `purge_step` on in older files; 0 drops all.
+        """Open a new file that drops older files' steps from `purge_step` on; 0 drops all.
 
         What is logged again for a step before the resumed one (the config at step 0) is dropped: it is there already.
         """

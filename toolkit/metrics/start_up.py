@@ -1,8 +1,9 @@
-"""Where the start of an attempt went: seconds by part, from the submission to the end of the first step.
+"""Where the start of an attempt went: seconds by part.
 
-The batch host's clock tells when the supervisor, the agents and their imports were ready. Rank 0 tells how long each of
-its own parts took. The two clocks are never compared. What is between them, the start of the ranks' processes, is
-``ranks``. So the parts always sum to the whole.
+The start is the time from the submission to the end of the first step. The batch host's clock tells when the
+supervisor, the agents and their imports were ready. Rank 0 tells how long each of its own parts took. The two clocks
+are never compared. What is between them, the start of the ranks' processes, is ``ranks``. So the parts always sum to
+the whole.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def of_attempt(
     """Return the seconds of each of PARTS; empty before the first step.
 
     ``began`` is when the supervisor began the attempt, after the checks of the nodes. ``first_step`` is when the first
-    step began. Both in seconds since the epoch, on the clock of the times in ``start``; its ``marks`` say when the
+    step began. Both are seconds since the epoch, on the clock of the times in ``start``. Its ``marks`` say when the
     agents were ordered (``prepared``), and when that of rank 0 was ``connected`` and had ``imported``: rank 0 waits for
-    slower nodes in its process group. What happened beside something slower took no time of its own: a part counts from
-    the moment when all parts before it had ended.
+    slower nodes in its process group. A part counts from the moment when all parts before it had ended, so a part that
+    ran beside a slower one takes no time of its own.
     """
     if first_step is None:
         return {}
@@ -72,7 +73,10 @@ def as_json(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def sentence(parts: Mapping[str, float]) -> str:
-    """Return the parts of 50 ms and more, in their order: ``4.6 s to the end of the first step: 1.2 s ...``."""
+    """Return the parts of 50 ms and more as a text, in their order.
+
+    Such as ``4.6 s to the end of the first step: 1.2 s ...``.
+    """
     whole_s = sum(parts.get(part, 0.0) for part in PARTS)
     if not whole_s:
         return ""

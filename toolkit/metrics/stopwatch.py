@@ -1,4 +1,4 @@
-"""A stopwatch for work on a device: by the host's clock for the CPU, by events on the stream for CUDA."""
+"""A stopwatch for work on a device. It goes by the host's clock for the CPU, by events on the stream for CUDA."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _Streak:
 
 
 class Stragglers:
-    """Names the nodes whose ranks are slow for long, and remembers those that have recovered since.
+    """Names the nodes whose ranks are slow for long. It remembers those that have recovered since.
 
     The unit is the rank: on a node with one throttled GPU only that rank is slow, and all others wait for it.
     ``host_of`` is called for slow ranks only.
@@ -107,7 +107,7 @@ class Stragglers:
                 self._slight.pop(rank).until = now
 
     def named(self) -> list[Straggler]:
-        """Return the nodes that were slow for long so far, each with its last such time. Ordered by rank."""
+        """Return the nodes that were slow for long so far, ordered by rank. Each has its last such time."""
         by_host = defaultdict(list)
         for rank in sorted(self._named):
             by_host[self._host_of(rank)].append(rank)

@@ -1,4 +1,4 @@
-"""How long each kind of work takes in the loop of one attempt, from its first step on."""
+"""How long each kind of work takes in an attempt's loop, from its first step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from toolkit.metrics.goodput import MEASURED
 
 
 class Timesheet:
-    """Seconds by kind of work, counted when it ends: a step, or what comes between two steps.
+    """Seconds by kind of work: a step, or what comes between two steps.
 
-    Each takes one reading of the clock. Work that has not ended is not counted, so a step in which the ranks die counts
-    nothing.
+    Work is counted when it ends, with one reading of the clock. Work that has not ended is not counted, so a step in
+    which the ranks die counts nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,4 +1,4 @@
-"""Copies of runs' metrics in trackers of experiments, made on a login node from the runs' files."""
+"""Copies of runs' metrics in trackers of experiments. A login node makes them from the runs' files."""
 
 from __future__ import annotations
 

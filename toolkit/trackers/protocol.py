@@ -36,14 +36,14 @@ class Tracker(Protocol):
     def open(self, remote: str | None) -> tuple[str, bool]:
         """Find the copy, or make one. Return its id there, and whether it was found.
 
-        ``remote`` is the id that an earlier call has returned; None if that is not known: then the copy is looked for.
+        ``remote`` is the id that an earlier call has returned. None if that is not known: then the copy is looked for.
         """
 
     def tag(self, tag: str) -> str:
         """Return the name of a metric there."""
 
     def received(self, since: int) -> Points | int:
-        """Return the values from step ``since`` on that the copy has, by step and its own tags.
+        """Return the copy's values from step ``since`` on, by step and its own tags.
 
         A tracker that takes whole lines in the order of their steps returns the last step that it has; -1 if none.
         """

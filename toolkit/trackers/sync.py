@@ -67,9 +67,10 @@ class RunSync:
         self._metrics = lines.path_of(run)
 
     def send(self, everything: bool = False) -> SyncOutcome:
-        """Send what is final and was not sent; with ``everything`` also what a resume would write again.
+        """Send what is final and was not sent.
 
-        Raises TrackerError if the tracker is away, RequestError if another process sends this run.
+        With ``everything`` also send what a resume would write again. Raises TrackerError if the tracker is away,
+        RequestError if another process sends this run.
         """
         fsio.make_dir(self._run.trackers, parents=0)
         with self._alone():
@@ -111,7 +112,7 @@ class RunSync:
         return record
 
     def _tail(self, end: int) -> str:
-        """Return a digest of the last bytes before ``end``; of a shorter file it is another one."""
+        """Return a digest of the last bytes before ``end``. A shorter file has another digest."""
         if end == 0:
             return ""
         try:
@@ -160,7 +161,7 @@ class RunSync:
     # --------------------------------------------------------------------------------------------------------- mending
 
     def _mended(self, record: SyncRecord) -> SyncRecord:
-        """Make the copy and the record agree with the file, where a kill or a resume has parted them."""
+        """Make the copy and the record agree with the file again. A kill or a resume may have parted them."""
         # If the file still begins with what was sent, only the batch in flight is in doubt.
         is_begin_there = record.sending > 0 and record.tail == self._tail(record.end)
         begun = record if is_begin_there else self._fresh(record.remote)
@@ -219,7 +220,7 @@ def final_step(run: RunDir) -> float:
 
 
 def csv_rows(runs: Sequence[RunDir], damage: list[str]) -> Iterator[list[str]]:
-    """Yield the rows of a table of all points, with a column for each tag; the first row is the head."""
+    """Yield the rows of a table of all points, with a column for each tag. The first row is the head."""
     known: set[str] = set()
     for run in runs:
         for line in lines.read(lines.path_of(run), damage):

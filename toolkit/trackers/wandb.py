@@ -20,10 +20,10 @@ _TIMEOUT_S = 30
 
 
 class Wandb:
-    """A run of wandb: rows in the order of their steps, which can be neither changed nor taken back.
+    """A run of wandb: rows in the order of their steps.
 
-    wandb sends from a process of its own, and does not say whether all has arrived. So the server is asked each time
-    for the last step that it has.
+    Rows can be neither changed nor taken back. wandb sends from a process of its own, and does not say whether all has
+    arrived. So the server is asked each time for the last step that it has.
     """
 
     lines_at_once = 20_000  # each call opens and closes the run, which takes seconds
@@ -55,7 +55,7 @@ class Wandb:
         return self._id, is_found
 
     def _new_id(self) -> str:
-        """Return an id that this run has not had: wandb takes the id of a deleted run no more."""
+        """Return an id that this run has not had. wandb does not take the id of a deleted run again."""
         return f"{self._run.id}-{secrets.token_hex(2)}"
 
     def _found(self) -> Any:
@@ -64,14 +64,14 @@ class Wandb:
         return self._looked_up(lambda: self._api.run(f"{self._run.project}/{self._id}"))
 
     def _newest_copy(self) -> str | None:
-        """Return the id of the copy that has taken a deleted one's place, if the record that named it is lost."""
+        """Return the id of the copy that has replaced a deleted one. It is for a run whose record is lost."""
         filters = {"display_name": self._run.id}
         copies = self._looked_up(lambda: [*self._api.runs(self._run.project, filters=filters, order="-created_at")])
         ids = [str(copy.id) for copy in copies or []]
         return next((each for each in ids if each.startswith(f"{self._run.id}-")), None)
 
     def _looked_up(self, look: Callable[[], Any]) -> Any:
-        """Return what ``look`` does; None for what the server does not have."""
+        """Return the result of ``look``; None if the server does not have it."""
         try:
             return look()
         except (ValueError, self._wandb.errors.CommError) as error:
@@ -89,6 +89,7 @@ class Wandb:
             return -1 if found is None or found.lastHistoryStep is None else int(found.lastHistoryStep)
 
     def send(self, lines: Sequence[MetricsLine]) -> None:
+        # Few retries with short waits: the next call sends what did not arrive.
         with answering(self.place), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             run = self._wandb.init(
                 project=self._run.project,

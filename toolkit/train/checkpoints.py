@@ -107,6 +107,6 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Give up what is still being written. After a training that has reached its end this is nothing."""
+        """Give up what is still being written. At the end of a complete training nothing is."""
         self.copies.close()
         self.saver.close()

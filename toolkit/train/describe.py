@@ -1,4 +1,4 @@
-"""What a run logs once, at its fresh start: the config, the hyper-parameters and some images."""
+"""What a run logs once, at its fresh start: config, hyper-parameters and some images."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
 
 
 def swept_hparams(run_dir: Path) -> dict[str, bool | int | float | str]:
-    """Return the values of the keys that the run's sweep varies, as hyper-parameters; none without a sweep."""
+    """Return the values of the keys that the run's sweep varies, as hyper-parameters. Empty without a sweep."""
     point = RunDir(run_dir).point([])
     return {} if point is None else _shown(point.values.items())
 

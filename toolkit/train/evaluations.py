@@ -1,4 +1,4 @@
-"""The evaluations of a training: made on all ranks, repeated where a rank dies, remembered over a resume."""
+"""The evaluations of a training, on all ranks. They are repeated if a rank dies, and remembered over a resume."""
 
 from __future__ import annotations
 

@@ -91,6 +91,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
         draw = torch.Generator().manual_seed(sampling.seed + number)
         room = min(MOST, context - len(prompt)) if most is None else most
         rows.append(_Text(text, prompt, room, tokens.index.end, draw))
+    # One pass takes as many texts as its logits may take memory.
     at_once = max(1, LOGITS // (context * tokens.index.vocabulary))
     for start in range(0, len(rows), at_once):
         _extend(trained, rows[start : start + at_once], tokens.index.vocabulary, sampling)

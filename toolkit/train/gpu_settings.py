@@ -1,4 +1,4 @@
-"""How torch uses the GPU of a rank: switches that it has for a whole process. Without a GPU they have no effect."""
+"""How torch uses the GPU of a rank: switches for a whole process. Without a GPU they have no effect."""
 
 from __future__ import annotations
 

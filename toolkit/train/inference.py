@@ -1,8 +1,7 @@
-"""A trained run's model on one device, without ranks, for `toolkit evaluate`, `generate` and
-`toolkit export`.
+"""A trained run's model on one device, without ranks.
 
-The job (:class:`toolkit.Job`) says how to make the model and how to judge it. It is imported from the run's own copy of
-the sources, as on the ranks.
+`toolkit evaluate`, `toolkit generate` and `toolkit export` use it. The job (:class:`toolkit.Job`) says how to make the
+model and how to judge it. It is imported from the run's own copy of the sources, as on the ranks.
 """
 
 from __future__ import annotations
@@ -183,9 +182,10 @@ def figures(trained: Trained) -> dict[str, float]:
 
 
 def by_class(trained: Trained) -> list[dict[str, Any]]:
-    """Return for each class its samples in the eval set, recall, precision, F1, and what it is most often taken for.
+    """Return the figures of each class over the eval set, one dictionary a class.
 
-    A figure whose divisor is 0 is None. Raises RequestError where the job is no classifier of pairs (input, class).
+    They are its samples, recall, precision, F1, and the class that it is most often taken for. A figure whose divisor
+    is 0 is None. Raises RequestError where the job is no classifier of pairs (input, class).
     """
     job, classes = trained.job, trained.job.classes
     eval_set = job.eval_set()

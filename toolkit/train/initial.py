@@ -1,4 +1,7 @@
-"""The weights that a new run starts from, if `model.init_from` names any: fine-tuning, transfer, a longer run."""
+"""The weights that a new run starts from, if `model.init_from` names any.
+
+It is for fine-tuning, transfer, or a longer run.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     if not patterns:
         return
+    # A tied parameter is found under each of its names.
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):

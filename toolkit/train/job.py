@@ -165,5 +165,5 @@ class Job(Hooks):
     # ---------------------------------------------------------------------------------------------- after the training
 
     def export_files(self) -> Mapping[str, str]:
-        """Return texts by the names of files that `toolkit export` is to write beside the weights."""
+        """Return the files that `toolkit export` adds beside the weights: texts by name."""
         return {}

@@ -106,7 +106,7 @@ class Lifecycle:
     # --------------------------------------------------------------------------------------------- between two steps
 
     def boundary(self) -> None:
-        """Stop, save or do what a user asks for, if all ranks have agreed to do it here.
+        """Stop, save or carry out a user's request where all ranks have agreed to.
 
         Call it before the first step and after each step.
 
@@ -179,7 +179,7 @@ class Lifecycle:
         return True
 
     def keep_best(self) -> None:
-        """Keep the state of which an evaluation that was made up for has found that it is the best."""
+        """Keep the state that an evaluation after a resume has found to be the best."""
         if self._checkpoints.saver.newest == self.step:
             self._checkpoints.saver.describe(self.step, self._reached())
         else:  # it was loaded from memory
@@ -202,9 +202,10 @@ class Lifecycle:
                 self._checkpoints.copies.keep(self.step, self._reached(), began_s)
 
     def figures(self, speed: Callable[[float], Mapping[str, float]] = lambda samples_per_s: {}) -> dict[str, float]:
-        """Return what every loop logs: its speed, memory, the attempt's number and where the time went.
+        """Return the figures that every loop logs.
 
-        ``speed(samples_per_s)`` adds the job's own figures.
+        They are its speed, memory, the attempt's number and where the time went. ``speed(samples_per_s)`` adds the
+        job's own figures.
         """
         return {
             "train/samples_per_s": self.throughput.samples_per_s,
@@ -249,7 +250,7 @@ class Lifecycle:
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has used: of its GPU by torch, without one of the host."""
+    """Return the most memory that this rank has used. It is torch's on the GPU, or the host's without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

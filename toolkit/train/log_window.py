@@ -1,4 +1,4 @@
-"""Means of what a loop logs, over all ranks and the steps since the last write. They stay on the device."""
+"""Means of what a loop logs, over all ranks and steps since the last write. They stay on the device."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Trainer:
             self._life.boundary()
 
     def _end_epoch(self) -> None:
-        """Tell the job that an epoch has ended, if the last step was its last, and its evaluation was not cut short."""
+        """Tell the job of an epoch's end, if the last step was one. After an evaluation cut short, a resume does so."""
         epoch = self._epochs(self._step)
         if epoch > self._epochs(self._step - 1) and not self._evaluation_owed():
             self._hooks.on_epoch_end(epoch - 1, self._life.metrics)
@@ -210,7 +210,7 @@ class Trainer:
         return self._epochs(self._step) > self._epochs(self._step - 1) or self._step == self._total
 
     def _evaluation_owed(self) -> bool:
-        """True if this step's evaluation is due and was not completed: a stop has cut it short."""
+        """True if this step's evaluation is due and not complete. Then a stop has cut it short."""
         return self._evaluation_due() and self._evaluations.newest != self._step
 
     def _epochs(self, step: int) -> int:

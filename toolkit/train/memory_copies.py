@@ -1,4 +1,7 @@
-"""Copies of the state in the nodes' memory, as the loop makes them: how often, and whether there is room."""
+"""Copies of the state in the nodes' memory, as the loop makes them.
+
+This module decides how often, and whether there is room.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ log = logs.get(__name__)
 
 
 class MemoryCopies:
-    """One rank's copies of the state in memory (:class:`Memory`), every ``every`` steps; with None there are none."""
+    """One rank's copies of the state in memory (:class:`Memory`), every ``every`` steps. With None there are none."""
 
     def __init__(self, every: int | str | None, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state

@@ -1,8 +1,9 @@
-"""Muon for hidden matrices and AdamW for the rest, as one optimizer: one step, state and rate.
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
-Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's gradient by the nearest orthogonal matrix, so it
-needs the whole gradient. Where a matrix is sharded over ranks, each rank gathers the gradient with its momentum and
-makes the same step as the others, but keeps its own part only: weights and momenta stay sharded.
+There is one step, one state and one learning rate. Muon (https://kellerjordan.github.io/posts/muon/) replaces a
+matrix's gradient by the nearest orthogonal matrix, so it needs the whole gradient. Where a matrix is sharded over
+ranks, each rank gathers the gradient with its momentum and makes the same step as the others, but keeps its own part
+only: weights and momenta stay sharded.
 """
 
 from __future__ import annotations

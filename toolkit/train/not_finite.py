@@ -68,7 +68,7 @@ class NotFinite:
             self.refuse(step)
 
     def state(self) -> Json:
-        """Return what a checkpoint must hold: the row of bad means, which a stop does not end."""
+        """Return what a checkpoint must hold: the row of bad means. A stop does not end the row."""
         return {"row": self._row, "since": self._since}
 
     def restore(self, saved: Any) -> None:
@@ -77,9 +77,9 @@ class NotFinite:
             self._row, self._since = saved["row"], saved["since"]
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``; a collective and a host sync.
+        """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``.
 
-        Raises ConfigError after the last step, which must be saved.
+        A collective and a host sync. Raises ConfigError after the last step, which must be saved.
         """
         self.weights_were_finite = weights_are_finite(self._strategy)
         if self.weights_were_finite or not self.stops:

@@ -19,7 +19,10 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
 
 
 def classification(model: Forward, batch: Batch) -> dict[str, Tensor]:
-    """Return ``loss`` (cross entropy) and ``accuracy`` (share of right answers, 0 to 1), as a measure."""
+    """Return ``loss`` (cross entropy) and ``accuracy`` of each sample (n,), as a measure.
+
+    The mean accuracy is the share of right answers, 0 to 1.
+    """
     outputs = model(batch.inputs)
     losses = functional.cross_entropy(outputs.float(), batch.targets, reduction="none")
     return {"loss": losses, "accuracy": outputs.argmax(dim=1) == batch.targets}

@@ -30,7 +30,7 @@ class OnRequest:
     """Sets values, and profiles steps, on one rank. Every rank makes the same calls."""
 
     def __init__(self, session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> None:
-        """``adopt`` takes new values of the config by key, on every rank."""
+        """Set up. ``adopt`` takes new values of the config by key, on every rank."""
         self._session, self._adopt = session, adopt
         self._run = RunDir(session.run_dir)
         self._seen: set[str] = set()
@@ -88,7 +88,7 @@ class OnRequest:
                 self._plan()
 
     def _held_from(self, held: list[tuple[int, str, Any]], step: int) -> list[tuple[int, str, Any]]:
-        """Keep what holds from ``step`` or a later one on for its time, and return all."""
+        """Keep the values of ``held`` whose time is ``step`` or later. Return all of ``held``."""
         self._ahead = [(at, key, value) for at, key, value in held if at >= step]
         self._plan()
         return held
@@ -105,7 +105,7 @@ class OnRequest:
     # ------------------------------------------------------------------------------------------------ rank 0 alone
 
     def _decide(self, request_id: str, step: int) -> dict[str, Any]:
-        """Return what all ranks are to do; nothing where the request is answered or withdrawn, or cannot be done."""
+        """Return what all ranks are to do. Empty where the request is answered or withdrawn, or cannot be done."""
         try:
             request = user_request.read(self._run, request_id)
             if request is None or not self._session.owns_run():

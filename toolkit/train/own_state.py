@@ -1,4 +1,4 @@
-"""What a user's own loop has handed over, and the means that it has begun to log."""
+"""The objects of a user's own loop, with the window of its logged means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.train.resumable import Resumables
 
 
 class OwnState(Resumables):
-    """The objects that a loop hands over, and the means that it has begun to log."""
+    """The objects that a loop hands over, with the window of its logged means."""
 
     def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
         super().__init__(objects, session.rank, session.device)

@@ -1,4 +1,7 @@
-"""The steps of a loop that is not ours: counted, and saved, logged or stopped in between where that is due."""
+"""The steps of a loop that is not ours.
+
+They are counted, and the run is saved, logged or stopped in between where that is due.
+"""
 
 from __future__ import annotations
 

@@ -77,11 +77,12 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def _scales_by_depth(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """Return each parameter's part of the rate: ``decay`` to the power of its distance from the last layers.
+    """Return each parameter's scale of the rate, by its distance from the last layers.
 
-    Those after the last block have 1, the last block ``decay``, the one before it ``decay ** 2``, and so on; what comes
-    before the first block has the least (as in BEiT, https://arxiv.org/abs/2106.08254, appendix). A parameter between
-    two blocks counts to the second. Raises ConfigError for a model without blocks.
+    It is ``decay`` to the power of that distance. Parameters after the last block have 1, the last block ``decay``, the
+    one before it ``decay ** 2``, and so on; what comes before the first block has the least (as in BEiT,
+    https://arxiv.org/abs/2106.08254, appendix). A parameter between two blocks counts to the second. Raises ConfigError
+    for a model without blocks.
     """
     depth_of = {parameter: depth for depth, block in enumerate(blocks(model), 1) for parameter in block.parameters()}
     if not depth_of:

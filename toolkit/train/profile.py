@@ -1,7 +1,7 @@
-"""A profile of some steps of one rank: a trace for Perfetto or Chrome, and what happened to the memory.
+"""A profile of some steps of one rank: a trace, and the use of memory.
 
-The trace is torch's, with an entry ``step N`` around each step. It is written in a thread while the training goes on.
-A profile that fails is reported, and nothing else: a full disk must not end a training.
+The trace is torch's, for Perfetto or Chrome, with an entry ``step N`` around each step. It is written in a thread while
+the training goes on. A profile that fails is reported, and nothing else: a full disk must not end a training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepProfile:
     def __init__(
         self, folder: Path, rank: int, first: int, steps: int, *, memory: bool, answer: Callable[[Answer], None]
     ) -> None:
-        """``answer`` gets what came of it, from a thread."""
+        """Begin to record. ``answer`` gets the outcome, from a thread."""
         self._folder, self._rank, self._answer = folder, rank, answer
         self._first, self._last, self._memory = first, first + steps, memory
         self._step = ExitStack()  #: the entry of the step in progress
@@ -52,7 +52,7 @@ class StepProfile:
         self._begin_step(first)
 
     def pass_step(self, step: int) -> bool:
-        """Note that ``step`` steps are done. Return False when that were all, or the profile has failed."""
+        """Note that ``step`` steps are done. Return False after the last one, or if the profile has failed."""
         try:
             self._step.close()
             if step < self._last:

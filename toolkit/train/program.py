@@ -132,9 +132,10 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
 
 
 def compile_program(model: nn.Module, example: Tensor, program: Path, path: Path) -> Trial:
-    """Compile the file ``program`` to machine code, as ``path``: for processors like this one, and no other.
+    """Compile the file ``program`` to machine code, as ``path``.
 
-    Raises JobFailedError where that fails, or its result differs from ``model``.
+    It runs on processors like this one, and on no other. Raises JobFailedError where that fails, or its result differs
+    from ``model``.
     """
     try:
         torch._inductor.aoti_compile_and_package(torch.export.load(program), package_path=str(path))
@@ -183,6 +184,7 @@ def _about(
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    # There is no trial of a program that was not asked for, or that failed.
     program, compiled = (
         None if trial is None else {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
         for trial in trials

@@ -41,7 +41,7 @@ class HasStateDict(Protocol):
 
 
 class Resumables:
-    """The objects that a loop hands over by name, in the order in which they are filled.
+    """The objects that a loop hands over by name, in the order of their filling.
 
     It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
     """
@@ -315,8 +315,8 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules by the prefix of their names in a checkpoint.
 
     ``model``, or a single module under any name, is the model. Other modules beside ``model`` have their own name.
-    Several without one called ``model`` are the parts of one model, as in a job with a ``train_step``. Of a moving
-    average (``AveragedModel``) the averaged weights are taken.
+    Several without one called ``model`` are the parts of one model, as in a job with a ``train_step``. A moving average
+    (``AveragedModel``) gives its averaged weights.
     """
     by_prefix: dict[str, nn.Module] = {}
     plain = [name for name, module in modules.items() if not isinstance(module, AveragedModel)]

@@ -89,7 +89,7 @@ def _is_inside_a_round(manifest: Manifest) -> bool:
 
 
 def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None:
-    """Warn about conditions in the meta data ``saved`` that are others ``now``.
+    """Warn about conditions in the meta data ``saved`` that differ from those in ``now``.
 
     None of these refuses a resume; they change only the last bits of the results.
     """

@@ -1,4 +1,4 @@
-"""A :class:`toolkit.Job` on the ranks of a training: what every job would otherwise have to write."""
+"""A :class:`toolkit.Job` on the ranks of a training: the code that all jobs share."""
 
 from __future__ import annotations
 

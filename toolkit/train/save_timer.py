@@ -1,4 +1,4 @@
-"""When a save by time is due: by rank 0's clock, on which the ranks then agree."""
+"""When a save by time is due. Rank 0's clock decides, and the ranks then agree on the step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SaveTimer:
         self._due_s = 0.0  #: when the timer fires, by ``time.monotonic``
 
     def set(self, blocked_s: float, save_s: float) -> None:
-        """Start the time to the next save; the training waited ``blocked_s`` for the last one, which took ``save_s``.
+        """Start the time to the next save.
 
-        Called on every rank.
+        The training waited ``blocked_s`` for the last one, which took ``save_s``. Called on every rank.
         """
         if not self._session.is_main:
             return
@@ -46,9 +46,10 @@ class SaveTimer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Put off what the timer would ask for: the gate hands out one request after the other.
+        """Put off the timer's request for the block.
 
-        A save that waits for the end of an evaluation would keep a stop from cutting it short.
+        The gate hands out one request after the other. A save that waits for the end of an evaluation would keep a stop
+        from cutting it short.
         """
         timer = self._timer if self._timer is not None and self._timer.is_alive() else None
         if timer is not None:

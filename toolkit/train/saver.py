@@ -1,4 +1,7 @@
-"""When a run is saved and how: by steps, by time or after the best evaluation; waited for or in the background."""
+"""When a run is saved and how.
+
+It is saved by steps, by time or after the best evaluation, while the training waits or in the background.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ class Saver:
                 log.warning("the evaluation of step %d is not noted in its checkpoint: %s", step, error)
 
     def leave_out(self) -> None:
-        """Note that a save which was due is not made, perhaps that of the best state so far."""
+        """Note that a due save is not made. It may have been that of the best state so far."""
         self._state.best = self._best_begun
         self.set_timer()
 
@@ -188,7 +191,7 @@ class Saver:
 
     @property
     def failure(self) -> str | None:
-        """Return how many saves have failed since the last good one, with the last one's error. None: none."""
+        """Return a text on the saves that failed since the last good one, or None. It has the last error."""
         count = f"{len(self._failed)} saves" if len(self._failed) > 1 else "save"
         return f"the last {count} failed: {self._failed[-1]}" if self._failed else None
 

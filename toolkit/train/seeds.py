@@ -1,7 +1,8 @@
-"""Random numbers as a function of (seed, step, share): a resume needs no saved random state.
+"""Random numbers as a function of (seed, step, share).
 
-Before each step the process's generators are seeded anew. So the dropout mask of step 1000 is the same whether the run
-came there in one attempt or in five, and whatever was drawn in between for logging or evaluation.
+A resume needs no saved random state. Before each step the process's generators are seeded anew. So the dropout mask of
+step 1000 is the same whether the run came there in one attempt or in five, and whatever was drawn in between for
+logging or evaluation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a checkpoint of a run holds: the strategy's state, the loader's position, and what ties it to its run."""
+"""What a checkpoint of a run holds.
+
+That is the strategy's state, the loader's position, and the values that tie it to its run.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +156,7 @@ class TrainingState:
         self.restore_best(loaded.meta)
 
     def restore_best(self, meta: Mapping[str, Json]) -> None:
-        """Take over the best figure of a checkpoint's ``meta``, if it is of the same metric."""
+        """Take over the best figure in a checkpoint's ``meta``, if of the same metric."""
         best = meta.get("best")
         # A figure of another metric would keep every worse state from being saved as the best.
         is_same = meta.get("best_by", self._best_by) == self._best_by

@@ -73,7 +73,7 @@ class StepTrace:
         if not isinstance(batch, Batch):
             self._line["inputs"] = [_digest(leaf) for leaf in nested.leaves(batch) if isinstance(leaf, Tensor)]
             return
-        # One line for each sample, inputs and targets apart; one for the batch where its rows are not samples.
+        # One text of digests for each sample, inputs and targets apart; one for the batch if its rows are not samples.
         self._line["positions"] = batch.positions.tolist()
         is_pair = isinstance(batch.data, (tuple, list)) and len(batch.data) == 2
         parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}

@@ -1,4 +1,4 @@
-"""Data in large files (shards) of many samples each, read as a data set with an index.
+"""Data in large files (shards) of many samples, read as an indexed data set.
 
 An index says how many samples each block of each file holds (index.py). A block is what is read at once: a row group of
 Parquet, a few megabytes of a tar, of an MDS shard or of tokens. The order of an epoch goes through the blocks one by

@@ -1,4 +1,4 @@
-"""The blocks of shards in memory: those in use, and those that threads read before they are asked for."""
+"""The blocks of shards in memory: those in use, and those that threads read ahead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BlockReader:
         self._kept = max(samples, KEPT_SAMPLES)
 
     def read_ahead(self, needed: Sequence[int], following: Sequence[int]) -> None:
-        """Begin to read the blocks ``needed`` next and the first of those ``following``; drop others begun before."""
+        """Begin to read the blocks ``needed`` next and the first of those ``following``. Drop others begun before."""
         self._forget_parent()
         wanted = [*needed, *following[:AHEAD]]
         begun = {number: read for number, read in self._coming.items() if number in {*needed, *following}}
@@ -46,7 +46,7 @@ class BlockReader:
         self._coming = begun | {number: self._readers.submit(self._loaded, number) for number in new}
 
     def has(self, number: int) -> bool:
-        """Return True if a block is in use."""
+        """True if a block is in use."""
         return number in self._open
 
     @contextmanager
@@ -92,7 +92,7 @@ class BlockReader:
             return error
 
     def _forget_parent(self) -> None:
-        """Begin anew in a forked process: a fork has none of its parent's threads, and would wait for them for ever."""
+        """Begin anew in a forked process. A fork has none of its parent's threads, and would wait for them for ever."""
         if self._pid != os.getpid():
             self._pid, self._coming = os.getpid(), {}
             self._readers = ThreadPoolExecutor(READERS, "shards")

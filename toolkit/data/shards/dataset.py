@@ -1,4 +1,7 @@
-"""Shards as a data set with an index: any sample may be asked for, and those of one block are cheap together."""
+"""Shards as a data set with an index.
+
+Any sample may be asked for. Samples of one block are cheap together.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ LANES = 32
 
 
 class ShardedData:
-    """The samples of all shards below ``root``, each a dictionary of its ``columns``, by default of all::
+    """The samples of all shards below ``root``, each a dictionary of its ``columns``. The default is all columns::
 
         >>> import pyarrow.parquet
         >>> table = pyarrow.table({"x": [[i, i / 2] for i in range(100)], "label": [i % 2 for i in range(100)]})
@@ -38,9 +41,9 @@ class ShardedData:
         (100, tensor(1))
 
     Numbers and lists of numbers become tensors; texts and bytes stay what they are. ``root`` is a folder or a file. Its
-    copy on this node is read, if ``data.stage`` made one. A batch mixes samples of ``lanes`` blocks, and so many are in
-    memory on all ranks together. Raises ConfigError or DataMissingError, with the file, for shards that cannot be
-    indexed or do not fit together.
+    copy on this node is read, if ``data.stage`` made one. A batch mixes samples of ``lanes`` blocks, and that many
+    blocks are in memory on all ranks together. Raises ConfigError or DataMissingError, with the file, for shards that
+    cannot be indexed or do not fit together.
     """
 
     def __init__(self, root: str | Path | None, *, columns: Sequence[str] | None = None, lanes: int = LANES) -> None:
@@ -71,6 +74,7 @@ class ShardedData:
     def batch(self, indices: Indices) -> Any:
         """Return samples ``indices`` (n,) by column, stacked. Raises as :meth:`__getitem__` does."""
         block = self._index.blocks_at(indices)
+        # Group the samples by block, so that each block is opened once.
         by_block = np.argsort(block, kind="stable")
         groups = [group for group in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if group.size]
         pieces = []
@@ -82,7 +86,7 @@ class ShardedData:
         return {name: _joined(name, [piece[name] for piece in pieces], groups) for name in self.columns}
 
     def map(self, transform: Callable[[Any], Any]) -> MappedData:
-        """Return the data set of ``transform(sample)``, which may draw random numbers: each sample has its own seed."""
+        """Return the data set of ``transform(sample)``, which may draw random numbers. Each sample has its own seed."""
         return MappedData(self, transform)
 
     def describe(self, index: int) -> str:
@@ -101,7 +105,7 @@ class ShardedData:
         return BlockOrder(self._index.starts, seed, batch_size=batch_size, lanes=self._lanes)
 
     def read_ahead(self, order: Order | None, part: BatchPart) -> None:
-        """Begin to read what ``part`` and the parts after it in ``order`` need. No order: that of the data set."""
+        """Begin to read what ``part`` and the parts after it in ``order`` need. None: the data set's own order."""
         needed = np.unique(self._index.blocks_at(part.indices)).tolist()
         if all(map(self._blocks.has, needed)):
             return  # the blocks that follow are those of the last call
@@ -149,6 +153,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Return the columns to read. Raises ConfigError where a file lacks one, or has it with another type."""
+    # Files without samples are not compared: nothing is read from them.
     files = [file for file in index.files if file.scan.rows.sum()]
     first = dict(kind.schema(files[0]))
     columns = tuple(first if wanted is None else wanted)
@@ -165,6 +170,7 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
                     f"{path}: column {name!r} is {schema[name]}, and in {files[0].name} it is {first[name]}; write all "
                     "shards with one schema, or name the columns that are alike"
                 )
+        # A column that the first file lacks would be left out without a sign.
         if wanted is None and (extra := sorted(set(schema) - set(first))):
             raise ConfigError(
                 f"{path}: has the column {extra[0]!r}, and {files[0].name} does not; write all shards with one schema, "
@@ -174,8 +180,9 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
 
 
 def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
-    """Return one column of a batch from the parts that blocks gave; group i says where the samples of part i go."""
+    """Return one column of a batch from the parts that blocks gave. Group i says where the samples of part i go."""
     size = sum(map(len, groups))
+    # Arrays of one type and shape are joined at once, all others value by value.
     kinds = {(piece.dtype, piece.shape[1:]) if isinstance(piece, np.ndarray) else None for piece in pieces}
     if len(kinds) == 1 and isinstance(first := pieces[0], np.ndarray):
         joined = np.empty((size, *first.shape[1:]), first.dtype)

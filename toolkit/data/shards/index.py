@@ -1,7 +1,7 @@
-"""The index of a folder of shards: which files there are, and how many samples each of their blocks holds.
+"""The index of a folder of shards: the files, and each block's number of samples.
 
-It is made of what files say of themselves (footers, headers), file by file, and kept in the user's cache folder. A file
-whose size or time of change differs from the index is scanned again.
+It is made file by file, from the files' footers or headers, and kept in the user's cache folder. A file whose size or
+time of change differs from the index is scanned again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Scan:
-    """What a file says of itself: its columns, the samples of each block, and a digest of all that.
+    """The content of a file by its footer or headers: columns, samples, and digest.
 
-    ``details`` are arrays that its format needs to read samples, of one kind each over all files.
+    ``rows`` are the samples of each block. ``details`` are arrays that its format needs to read samples, of one kind
+    each over all files.
     """
 
     schema: Schema
@@ -79,19 +80,19 @@ class ShardFormat(Protocol):
     suffix: str
 
     def scan(self, path: Path) -> Scan:
-        """Return what the file says of itself. Raises any error for one that is damaged."""
+        """Return the content by the file's footer or headers. Raises any error for a damaged file."""
 
     def schema(self, file: ShardFile) -> Schema:
-        """Return the columns that ``file`` has, those that its folders give included."""
+        """Return the columns of ``file``, including those that its folders give."""
 
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
-        """Learn and check what follows from all files together; called once, before any block is opened."""
+        """Learn and check what follows from all files together. Called once, before any block is opened."""
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> OpenBlock:
         """Read a block. Raises any error for one that is damaged."""
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        """Return what a reader calls a block of a file, such as ``row group 3``, or sample ``number`` of the block."""
+        """Return the name of a block for messages, such as ``row group 3``. With ``number``: of that sample in it."""
 
 
 class ShardIndex:
@@ -125,14 +126,15 @@ class ShardIndex:
         return block, index - int(self.starts[block])
 
     def digest(self) -> str:
-        """Return a digest of the names and of what the files say of themselves; the folder may be anywhere."""
+        """Return a digest of the files' names, sizes and scans. It does not depend on where the folder is."""
         return crc([f"{file.name}\0{file.size}\0{file.scan.digest}\0".encode() for file in self.files])
 
 
 def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
-    """Return the index of the files of ``kind`` below ``root``, from the cache as far as the files have not changed.
+    """Return the index of the files of ``kind`` below ``root``.
 
-    Raises DataMissingError where there are none or no samples, ConfigError for a damaged one.
+    Files that have not changed are taken from the cache. Raises DataMissingError where there are no files or no
+    samples, ConfigError for a damaged file.
     """
     names = list(_names(root, kind.suffix))
     if not names:
@@ -142,6 +144,7 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
         key = f"{root.absolute()}\0{kind.name}".encode()
         cached = folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
     known = _load(cached)
+    # A file of the size and time in the cache is not opened.
     files = []
     for name in names:
         stat = (root / name).stat()
@@ -151,6 +154,7 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
         else:
             files.append(old)
     changed = [file.name for file in files if known.get(file.name) is not file]
+    # At the first index every file is new: there is nothing to warn of.
     if known and (changed or len(known) > len(files)):
         gone = sorted(set(known) - set(names))
         log.warning(
@@ -181,7 +185,8 @@ def _checked(root: Path, files: list[ShardFile]) -> ShardIndex:
 
 
 def _names(root: Path, suffix: str) -> Iterator[str]:
-    """Yield the files below ``root`` in order; names that begin with ``.`` or ``_`` are not data, as in Spark."""
+    """Yield the files below ``root`` in order. Names that begin with ``.`` or ``_`` are not data, as in Spark."""
+    # A root that is a file has the empty name below itself.
     if root.is_file():
         yield ""
         return
@@ -189,6 +194,7 @@ def _names(root: Path, suffix: str) -> Iterator[str]:
         raise DataMissingError(f"{root}: there is no such folder")
     found = []
     for folder, folders, files in os.walk(root, followlinks=True):
+        # Spark and Hadoop write below this folder, and remove it when their job has ended well.
         if "_temporary" in folders:
             raise ConfigError(
                 f"{Path(folder) / '_temporary'}: what wrote these shards has not finished, or died; wait for it, or "
@@ -219,12 +225,13 @@ def _scan(path: Path, kind: ShardFormat) -> Scan:
 
 
 def _save(path: Path | None, files: list[ShardFile]) -> None:
-    """Write the index; a cache that cannot be written costs the next start a scan, and nothing else."""
+    """Write the index. A cache that cannot be written costs the next start a scan, and nothing else."""
     if path is None:
         return
     schemas = sorted({file.scan.schema for file in files})
     lines = [[file.name, file.size, file.mtime_ns, file.scan.digest, schemas.index(file.scan.schema)] for file in files]
     head = {"version": VERSION, "schemas": schemas, "files": lines}
+    # One array a key: those of all files end to end, with their lengths, by which they are divided again.
     arrays = {"rows": [file.scan.rows for file in files]}
     for key in files[0].scan.details:
         arrays[f"details/{key}"] = [file.scan.details[key] for file in files]
@@ -242,7 +249,7 @@ def _save(path: Path | None, files: list[ShardFile]) -> None:
 
 
 def _load(path: Path | None) -> dict[str, ShardFile]:
-    """Return the files of a saved index by name; none where it is missing, damaged or of another version."""
+    """Return the files of a saved index by name. There are none if it is missing, damaged or of another version."""
     if path is None or not path.exists():
         return {}
     try:

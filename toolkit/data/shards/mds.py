@@ -68,7 +68,10 @@ class MdsFormat(runs.RunsFormat):
 
 
 def _listed(path: Path) -> list[tuple[str, int, str]]:
-    """Return the name and the size of each shard that an ``index.json`` lists, and what to do where it is not there."""
+    """Return the name and size of each shard that an ``index.json`` lists, with a hint.
+
+    The hint says what to do if the shard is not there.
+    """
     try:
         shards = json.loads(path.read_text())["shards"]
         return [
@@ -100,6 +103,7 @@ class MdsBlock(runs.RunBlock):
         details, sample = self.file.scan.details, self.first + number
         place, end = (details["begins"][sample : sample + 2] - self.base).tolist()
         sizes, found = details["sizes"].tolist(), {}
+        # The sizes of the columns of variable size come first, then the bytes of all columns.
         variable = sum(size < 0 for size in sizes)
         lengths = iter(np.frombuffer(self.content, "<u4", variable, place).tolist())
         place += 4 * variable

@@ -1,9 +1,10 @@
-"""A shuffled order for data that is read in blocks, as a function of (seed, position) and of nothing else.
+"""A shuffled order for data that is read in blocks.
 
-An epoch is one sequence: the blocks in a permuted order, the samples of each permuted among themselves. It is cut into
-lanes of equal length. Every global batch takes its first samples from the first lane, the next from the second, and so
-on, each lane from where it stood. So a batch mixes samples of as many blocks as there are lanes, each lane reads its
-blocks one after the other, and a rank, whose share of a batch is contiguous, reads only the lanes of its share.
+It is a function of (seed, position) and of nothing else. An epoch is one sequence: the blocks in a permuted order, the
+samples of each permuted among themselves. It is cut into lanes of equal length. Every global batch takes its first
+samples from the first lane, the next from the second, and so on, each lane from where it stood. So a batch mixes
+samples of as many blocks as there are lanes, each lane reads its blocks one after the other, and a rank, whose share of
+a batch is contiguous, reads only the lanes of its share.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _INSIDE = 0x424C4F43
 
 
 class BlockOrder:
-    """The endless order of samples in blocks; block b has the samples from ``starts[b]`` to ``starts[b + 1]``.
+    """The endless order of samples in blocks. Block b has the samples from ``starts[b]`` to ``starts[b + 1]``.
 
     No block may be empty. The order depends on ``batch_size``, which must be the run's global batch size: other sizes
     give a right order too, but ranks then read more than their part of the blocks.
@@ -63,6 +64,7 @@ class BlockOrder:
         blocks, ends = self._blocks(epoch)
         sequence = self._in_sequence(places[last])
         number = np.searchsorted(ends, sequence, side="right")
+        # A lane that gives more samples to each batch is sooner at the end of its block.
         rows_left = (ends[number] - sequence) / per_row
         soonest = np.argsort(rows_left, kind="stable")
         goes_on = ends[number] < self._rows * self._lanes[lane + 1]

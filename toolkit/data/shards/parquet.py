@@ -1,4 +1,4 @@
-"""Parquet files, read by pyarrow: a block is a row group, and folders named ``column=value`` are columns."""
+"""Parquet files, read by pyarrow. A block is a row group, and folders named ``column=value`` are columns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class ParquetFormat:
         return *file.scan.schema, *((name, "partition") for name, _ in partitions_of(file.name))
 
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
-        """Find the type of each partition column over all files: int where all values are whole numbers, else str."""
+        """Find the type of each partition column over all files.
+
+        It is int where all values are whole numbers, else str.
+        """
         for file in files:
             for column, value in partitions_of(file.name):
                 is_int = value is not None and value.removeprefix("-").isdecimal()
@@ -82,7 +85,7 @@ class ParquetFormat:
 
 
 def partitions_of(name: str) -> list[tuple[str, str | None]]:
-    """Return the columns that the folders of a file's name give, as Hive and Spark write them."""
+    """Return the columns in a file's folder names, as Hive and Spark write them."""
     pairs = [part.split("=", 1) for part in Path(name).parent.parts if "=" in part]
     return [(unquote(column), None if value == NULL_PARTITION else unquote(value)) for column, value in pairs]
 
@@ -99,7 +102,7 @@ class Ragged:
 
 
 class ArrowTexts:
-    """Texts or bytes of an Arrow array without nulls, from its memory: an object of Arrow's for each one is slow."""
+    """Texts or bytes of an Arrow array without nulls, from its memory. An Arrow object for each one would be slow."""
 
     def __init__(self, array: Any, *, are_bytes: bool, offset: str) -> None:
         _, ends, values = array.buffers()
@@ -139,9 +142,11 @@ def _value(column: Any, number: int) -> Any:
 
 
 def _values(chunks: Any) -> Any:
-    """Return a column of numbers as an array (n,), of lists of numbers as (n, k) or Ragged; texts, others as they are.
+    """Return a column in the form that a :class:`ParquetBlock` holds.
 
-    A column with nulls is left to Arrow: a null becomes None there, and no number.
+    Numbers become an array (n,). Lists of numbers become an array (n, k), or Ragged if their lengths differ. Texts and
+    bytes become ArrowTexts. Other columns stay as Arrow has them, and so does a column with nulls: a null becomes None
+    there, and no number.
     """
     import pyarrow as pa
 
@@ -150,6 +155,7 @@ def _values(chunks: Any) -> Any:
     types = pa.types
     if array.null_count:
         return array
+    # Arrow's offsets have 32 bits, those of its large types 64.
     for kind, are_bytes, offset in (
         (pa.binary(), True, "i4"),
         (pa.large_binary(), True, "i8"),
@@ -158,6 +164,7 @@ def _values(chunks: Any) -> Any:
     ):
         if array.type == kind:
             return ArrowTexts(array, are_bytes=are_bytes, offset=offset)
+    # The numbers of all lists lie end to end in one array.
     if types.is_fixed_size_list(array.type):
         flat = _numbers(array.flatten())
         return array if flat is None else flat.reshape(len(array), array.type.list_size)

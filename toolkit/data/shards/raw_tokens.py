@@ -1,6 +1,6 @@
-"""Files of token numbers end to end and nothing else, such as nanoGPT writes: windows of one length.
+"""Windows of one length from files that hold only token numbers, such as nanoGPT's.
 
-What ``toolkit data tokenize`` writes has an index, and documents: tokens/windows.py.
+The files of ``toolkit data tokenize`` have an index and documents: tokens/windows.py reads them.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class RawTokenBlock:
 
 
 class RawTokens(ShardedData):
-    """The windows of ``length`` tokens of all ``.bin`` files below ``root``, and the token after each; none overlap.
+    """The windows of ``length`` tokens in all ``.bin`` files below ``root``.
 
-    Files hold little-endian ``uint16`` or ``uint32`` and nothing else. A rest shorter than a window is left out::
+    Each comes with the token after it, and none overlap. Files hold little-endian ``uint16`` or ``uint32`` and nothing
+    else. A rest shorter than a window is left out::
 
         >>> numpy.arange(1000, dtype="uint16").tofile(folder / "tokens-00000.bin")
         >>> train_set = toolkit.RawTokens(folder, length=64)
@@ -88,7 +89,10 @@ class RawTokens(ShardedData):
         return tokens[:-1], tokens[1:]
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return tokens (n, length) int64 of the windows ``indices`` (n,), and the token that follows each of them."""
+        """Return inputs and targets, each (n, length) int64, of the windows ``indices`` (n,).
+
+        The target of a token is the one that follows it.
+        """
         # As late as here: int64 takes up to four times the memory.
         tokens = super().batch(indices)["tokens"].to(torch.int64)
         return tokens[:, :-1], tokens[:, 1:]

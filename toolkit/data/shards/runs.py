@@ -1,4 +1,7 @@
-"""Files whose samples lie end to end and can be found by offset: a block is a run of samples of a few megabytes."""
+"""Files whose samples lie end to end and can be found by offset.
+
+A block is a run of samples of a few megabytes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ BUFFERS = 8
 
 
 class RunsFormat:
-    """What formats of such files share, see :class:`~toolkit.data.shards.index.ShardFormat`."""
+    """The shared methods of formats of such files; see :class:`~toolkit.data.shards.index.ShardFormat`."""
 
     sample = "sample"  #: what a reader calls one
 
@@ -42,7 +45,7 @@ class RunsFormat:
         """Do nothing: each file says all of itself."""
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        """Return the numbers of a block's samples, or of sample ``number`` of it, within the file."""
+        """Return the name of a block, or of its sample ``number``, for messages. Samples count within the file."""
         first, stop = samples_of(file, block)
         return f"{self.sample}s {first} to {stop - 1}" if number is None else f"{self.sample} {first + number}"
 
@@ -61,7 +64,10 @@ class RunsFormat:
 
 
 def rows_of(begins: Indices) -> Indices:
-    """Return the samples of each block, of samples that begin at ``begins`` (n + 1,); the last is the end of all."""
+    """Return the number of samples in each block.
+
+    The samples begin at ``begins`` (n + 1,), of which the last is the end of all.
+    """
     counts: Indices = np.unique((begins[:-1] - begins[:1]) // BLOCK_BYTES, return_counts=True)[1]
     return counts.astype(np.int64)
 
@@ -116,5 +122,5 @@ class RunBlock(ABC):
 
 
 def samples_of(file: ShardFile, block: int) -> tuple[int, int]:
-    """Return the first sample of a block, counted within the file, and the one after its last."""
+    """Return the first sample of a block and the one after its last. Both are counted within the file."""
     return int(file.firsts[block]), int(file.firsts[block + 1])

@@ -1,7 +1,7 @@
-"""Tar files as WebDataset writes them: members of one name but for the ending, in a row, are a sample.
+"""Tar files as WebDataset writes them.
 
-The ending, from the first dot of the file's name on, is the column, and its value the member's bytes. ``__key__`` is
-the name without the ending.
+Members in a row whose names differ only in the ending are a sample. The ending, from the first dot of the file's name
+on, is the column, and its value the member's bytes. ``__key__`` is the name without the ending.
 """
 
 from __future__ import annotations

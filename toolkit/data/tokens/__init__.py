@@ -1,1 +1,1 @@
-"""Token shards: written by `toolkit data tokenize` or from text as bytes, and read as windows to train on."""
+"""Token shards, read as windows to train on. `toolkit data tokenize` writes them, or they hold text as bytes."""

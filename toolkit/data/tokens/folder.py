@@ -78,6 +78,7 @@ class Tokens:
             ends = np.load(path, mmap_mode="r" if index.documents else None, allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DamagedFileError(f"{path} cannot be read: {error}; {_AGAIN}") from None
+        # The last document must end where the tokens do, or the file belongs to other shards.
         is_whole = ends.shape == (index.documents,) and ends.dtype == np.int64
         if not is_whole or (index.documents and ends[-1] != index.tokens):
             raise DamagedFileError(f"{path} does not have the {index.documents} documents of {INDEX}; {_AGAIN}")
@@ -97,7 +98,7 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> Ids:
-        """Return the places from ``start`` + 1 to ``stop`` at which a document begins, as distances from ``start``."""
+        """Return where documents begin, from ``start`` + 1 to ``stop``, as distances from ``start``."""
         first, last = np.searchsorted(self._ends, [start + 1, stop + 1])
         return np.asarray(self._ends[first:last], np.int64) - start
 

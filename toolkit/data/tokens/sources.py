@@ -43,7 +43,7 @@ def identity(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def documents(paths: Sequence[Path], field: str, start: Position) -> Iterator[tuple[bytes, Position]]:
-    """Yield each document from ``start`` on as UTF-8, with the position behind it; empty ones are left out.
+    """Yield each document from ``start`` on as UTF-8, with the position behind it. Empty ones are left out.
 
     Raises RequestError, with file and place, for what is no UTF-8, and for a line that has no text.
     """

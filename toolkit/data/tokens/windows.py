@@ -1,4 +1,7 @@
-"""Windows of tokens to train a language model on: at random offsets, with the documents that they are cut from."""
+"""Windows of tokens to train a language model on, at random offsets.
+
+They come with each token's place in its document.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes token shards: one shard after another, from the last complete one after a kill, the index last."""
+"""Writes token shards one after another, and the index last.
+
+After a kill it goes on from the last complete shard.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class FinishedShard(FileRecord):
-    """A line of ``progress.jsonl``: a shard that is complete, and where the next one begins in the input."""
+    """A line of ``progress.jsonl``: a complete shard, and where the input of the next begins."""
 
     request: str
     tokens: int
@@ -100,7 +103,7 @@ class FinishedShard(FileRecord):
 def tokenize(
     inputs: Sequence[str], out: Path, encoder: Encoder, *, field: str = "text", shard_tokens: int = 100_000_000
 ) -> TokenIndex:
-    """Write the texts of ``inputs`` as token shards into ``out``; go on where an earlier call was killed.
+    """Write the texts of ``inputs`` as token shards into ``out``. Go on where an earlier call was killed.
 
     Each line of a ``.jsonl`` file is a document, its text under ``field``; each other file is one document. Folders
     give all their files. A shard has whole documents and ends with the one that reaches ``shard_tokens``. Raises
@@ -123,6 +126,7 @@ def tokenize(
             # The first line is no shard: it says what is tokenized, and where the first shard begins.
             progress = [FinishedShard(request, 0, 0, 0, 0, 0)]
             fsio.append_json_line(out / _PROGRESS, progress[0].to_file())
+        # Each complete shard gets a line, so a kill loses the shard in progress only.
         while True:
             at = Position(progress[-1].file, progress[-1].offset)
             documents = sources.documents(files, field, at)
@@ -153,8 +157,9 @@ def pack_bytes(files: Sequence[Path], out: Path, alive: Callable[[], None] = lam
 def _write_shard(
     out: Path, number: int, encoder: Encoder, documents: _Documents, last: FinishedShard, size: int
 ) -> FinishedShard | None:
-    """Write the shard that follows ``last``: until it has ``size`` tokens. None: there is no document left."""
+    """Write the shard after ``last``: whole documents until it has ``size`` tokens. None: no document is left."""
     path, ends_path = out / shard_name(number), out / _ENDS.format(number)
+    # A kill may have left a part of this shard.
     for half_written in (path, ends_path):
         half_written.unlink(missing_ok=True)
     ends: list[int] = []
@@ -176,6 +181,7 @@ def _write_shard(
         path.unlink()
         return None
     fsio.write_stream(ends_path, [np.array(ends, np.int64).tobytes()])
+    # Both files must be on disk before a line of ``progress.jsonl`` says that the shard is complete.
     fsio.sync_dir(out)
     return FinishedShard(last.request, tokens, len(ends), position.file, position.offset, content)
 
@@ -199,6 +205,7 @@ def _finish(out: Path, encoder: Encoder, shards: Sequence[FinishedShard]) -> Tok
     """Write the documents' ends, the tokenizer and, last, the index."""
     if not shards:
         raise RequestError("there is no document to tokenize: each file is empty")
+    # The ends of a shard's documents are counted within it; in the file they are counted over all shards.
     starts = np.cumsum([0, *(shard.tokens for shard in shards)])
     ends = [out / _ENDS.format(number) for number in range(len(shards))]
     parts = [np.fromfile(path, np.int64) + start for path, start in zip(ends, starts, strict=False)]
@@ -217,6 +224,7 @@ def _finish(out: Path, encoder: Encoder, shards: Sequence[FinishedShard]) -> Tok
         shards[-1].request,
         f"{shards[-1].content:08x}",
     )
+    # A folder that has an index counts as complete, so all other files come before.
     fsio.write_json(out / INDEX, index.to_file())
     for path in (out / _PROGRESS, *ends):
         path.unlink(missing_ok=True)
