@@ -1,4 +1,4 @@
-"""What holds of every test: its umask is restored, and of long families ``make test`` runs a sample."""
+"""Rules for every test: umask, garbage collection, and a sample of long families."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each family that is marked ``sample(count)``, a module or a function with its cases, ``make test`` runs
-    ``count`` members with a fresh seed; the others are for ``make soak``. Whoever names a test gets it."""
+    """Leave all but ``count`` members of each family marked ``sample(count)`` to ``make soak``.
+
+    A family is a module, or a function with its cases. ``make test`` draws the members with a fresh seed. A run
+    without ``-m "not soak"``, as of a test by its name, leaves none out.
+    """
     if config.option.markexpr != "not soak":
         return
     families: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
@@ -57,7 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def umask_as_before() -> Iterator[None]:
-    """A rank or a supervisor that runs in this process sets 077, and a box made after that is root's alone."""
+    """Restore the umask after each test.
+
+    A rank or a supervisor that runs in this process sets 077. A box made after that would be readable by root only.
+    """
     before = os.umask(0o022)
     os.umask(before)
     yield

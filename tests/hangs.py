@@ -1,11 +1,11 @@
-"""A job that hangs at a certain sample in its first attempt, in each of the ways that training jobs do."""
+"""A job that hangs in its first attempt, in each way of training jobs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: The reference job, its data sample by sample, so that a loader (or its worker) reads them one after the other. A rank
-#: that is about to hang says so in a file: whom the report must name.
+#: The reference job, with its data sample by sample: a loader (or its worker) reads them one after the other. A rank
+#: that is about to hang makes a file first, so that a test knows which rank the report must name.
 JOB = """
 import os, threading, time
 from pathlib import Path
@@ -75,8 +75,11 @@ checkpoint: {every_steps: 20}
 
 
 def write_project(folder: Path, kind: str, pause_s: float = 0.0) -> None:
-    """A project with the config ``hangs.yaml`` and a job that hangs this way: ``none``, ``sample`` (in the loader, or
-    in its worker if there is one), ``collective``; or that is ``slow``, with pauses in each evaluation and save."""
+    """Write a project with the config ``hangs.yaml`` and a job that hangs or is slow.
+
+    ``kind`` is the way in which it hangs: ``none``, ``sample`` (in the loader, or in its worker if there is one) or
+    ``collective``. A ``slow`` job pauses for ``pause_s`` in each evaluation and save.
+    """
     source = Path(__file__).parents[1] / "jobs"
     plain = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
     (folder / "jobs").mkdir(parents=True)

@@ -21,10 +21,10 @@ class Installed(NamedTuple):
 
 
 def install_wheel(folder: Path) -> Installed:
-    """Build the wheel and install it without a network, in an environment of its own in ``folder``.
+    """Build the wheel and install it in a new environment in ``folder``, without a network.
 
-    The packages of the environment that runs this are on the path; not the checkout, which is there by a .pth file:
-    that is read in the environment's own folder only.
+    The packages of the running environment are on the path, but the checkout is not. The running environment has the
+    checkout by a .pth file, and Python reads those only in the environment's own folder.
     """
     made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist"), cwd=ROOT)
     (wheel,) = (folder / "dist").glob("*.whl")

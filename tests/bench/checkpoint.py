@@ -1,9 +1,9 @@
-"""How long a training stands still for a save of 1 GB, in one process, under us and under the field's own ways.
+"""How long a training waits for a save of 1 GB, in one process.
 
-`blocked` is what the loop waits for, medians over the saves after the first (in brackets: the first one, which pays for
-new memory); `written` is the time until the bytes are on the disk, where the way tells. The plain copy into memory that
-is there already is the least that any way can take which lets the training go on. Then loading, with verification of
-every byte, beside ``torch.load``, which verifies nothing.
+Compared are our saves and those of torch, DCP and Lightning. `blocked` is the time that the loop waits: the median over
+the saves after the first. The first one, in brackets, also pays for new memory. `written` is the time until the bytes
+are on the disk, where the way tells. A plain copy into memory that exists already is the lower bound of every way that
+lets the training go on. Loading is measured last: ours verifies every byte, ``torch.load`` verifies nothing.
 
     python -m tests.bench.checkpoint [--mib 1024] [--rounds 4]
 """
@@ -173,6 +173,7 @@ def main() -> None:
             except ImportError:
                 continue
             blocked, written = (statistics.median(column) for column in zip(*later, strict=True))
+            # The plain copy is the first of WAYS, and all others are compared with it.
             copy_s = copy_s or blocked
             column = [each[0] for each in later]
             copies = copies or column

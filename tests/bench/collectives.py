@@ -1,8 +1,9 @@
-"""All-reduces from 4 KB to 64 MB, and a DDP step of 25 million parameters, over MPI and over gloo.
+"""All-reduces from 4 KB to 64 MB, and a DDP step, over MPI and gloo.
 
-The same ranks make both in turn, in one run: what else the machine does hits them alike. Medians over the rounds of
-the slowest rank's time; the ratio is gloo's time over MPI's, so above 1 MPI is ahead. `again`: gloo's time over that
-of a second gloo group, which should be 1: how far it is from that says what a ratio is worth on this machine.
+The model of the DDP step has 25 million parameters. The same ranks use both backends in turn, in one run, so that other
+load of the machine hits both alike. Figures are medians over the rounds of the slowest rank's time. The ratio is gloo's
+time over MPI's: above 1, MPI is ahead. `again` is gloo's time over that of a second gloo group, which should be 1: its
+distance from 1 is the error of a ratio on this machine.
 
     python -m tests.bench.collectives [--ranks 2] [--rounds 20]
 """
@@ -57,6 +58,7 @@ def be_rank(given: argparse.Namespace) -> None:
     store = dist.FileStore(str(given.folder / "store"), size)
     dist.init_process_group(mpi.register(), store=store, rank=rank, world_size=size)
     groups: dict[str, Any] = {"mpi": dist.group.WORLD}
+    # "again" is a second gloo group: the ratio of two equal backends shows the noise.
     groups |= {name: dist.new_group(backend="gloo") for name in ("gloo", "again")}
     if rank == 0:
         print(f"{size} ranks, medians of {given.rounds}")
@@ -81,7 +83,10 @@ def all_reduce(group: dist.ProcessGroup | None, elements: int) -> Callable[[], o
 
 
 def ddp_step(group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """Six layers of 2048 x 2048, SGD, 8 rows: most of the step is the sum of 100 MB of gradients."""
+    """Return a step of SGD on six layers of 2048 x 2048 and 8 rows.
+
+    Most of it is the sum of 100 MB of gradients.
+    """
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))), process_group=group)
     optimizer, rows = torch.optim.SGD(model.parameters(), 0.01), torch.randn(8, 2048)
 

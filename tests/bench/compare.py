@@ -1,11 +1,12 @@
-"""Measure again what docs/benchmarks/*.json hold, and say what has changed by more than 5 % beyond the spread.
+"""Repeat the benches of docs/benchmarks/*.json, and print the changes beyond the spread.
 
-Ratios to a peer that was measured in the same run are compared, and what was counted: seconds are another machine's.
-The spread are the extremes of the kept rounds. Ends with 1 if anything has become worse.
+A change counts from 5 % beyond the spread, which is the extremes of the kept rounds. Compared are counts, and ratios to
+a peer of the same run. Seconds are not compared: they were measured on another machine. Ends with 1 if anything has
+become worse.
 
     python -m tests.bench.compare [NAME ...] [--fresh FOLDER]
 
-``NAME`` is that of a kept file. ``--fresh`` compares files that were measured before, and keeps those that are not.
+``NAME`` is the name of a kept file. ``--fresh`` takes results from a folder, and writes the missing ones into it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ TOLERANCE = 0.05
 
 
 def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is worse, words) for each figure more than TOLERANCE beyond the kept spread, and for what is missing."""
+    """Yield (is worse, words) for each figure that has changed or is missing.
+
+    A figure has changed if it is more than TOLERANCE beyond the kept spread.
+    """
     now = {row["name"]: row for row in fresh["rows"]}
     for row in kept["rows"]:
         if "better" not in row:
@@ -38,6 +42,7 @@ def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple
             continue
         median = new["median"]
         beyond = median - min(max(median, old["least"]), old["most"])
+        # Relative to the nearer end of the spread; where that end is 0, any change is one of 100 %.
         share = abs(beyond) / (abs(median - beyond) or abs(beyond) or 1.0)
         if share <= TOLERANCE:
             continue
@@ -49,7 +54,7 @@ def changes(kept: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple
 
 
 def measured(kept: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """Return the results of the same command, from ``file`` or from a new run of it."""
+    """Return the results in ``file``; run the command of ``kept`` first where there is none."""
     if not file.exists():
         module = shlex.split(kept["command"])[2:]
         print(f"{kept['command']} ...", flush=True)
@@ -72,6 +77,7 @@ def main() -> int:
         for name in names:
             if name not in found:
                 parser.error(f"there is no {KEPT / name}.json; there are: {', '.join(found)}")
+            # Each name is measured only when its turn comes: a bench takes minutes.
             seen = list(changes(found[name], measured(found[name], (args.fresh or Path(folder)) / f"{name}.json")))
             print(f"{name}: {'as on ' + found[name]['date'] if not seen else ''}".rstrip(": "))
             for worse, text in seen:

@@ -1,11 +1,12 @@
-"""What the order of the samples costs one of 8 ranks: to start an epoch, to resume in its middle, and per index.
+"""What the order of the samples costs one of 8 ranks.
 
-`start` and `resume` are the times until the first batch of 64 indices is there, `peak` what the larger of the two took
-in memory (resident, above what the process had after its imports: each case has a process of its own), `index` the
-time on the CPU for each index that is then read on, in batches of 64. In brackets: how many times ours.
+`start` and `resume` are the times until the first batch of 64 indices, at the start and in the middle of an epoch.
+`peak` is the resident memory that they took, above that of the process after its imports. Each case has a process of
+its own. `index` is the CPU time for each index that is read after that, in batches of 64. In brackets: the ratio to
+ours.
 
-torch's sampler cannot resume within an epoch: it is read up to there. A way that would need more than half of the
-memory that is free is not run.
+torch's sampler cannot resume within an epoch: the bench reads it up to the place. A way that would need more than half
+of the free memory is not run.
 
     python -m tests.bench.data [--sizes 1000000 100000000 1000000000] [--rounds 3]
 """
@@ -140,6 +141,7 @@ def compare(size: int, rounds: int) -> list[dict[str, Any]]:
     columns: dict[str, list[list[float]]] = {}
     for name, way in WAYS.items():
         line = f"{size:>13,}  {name:30}"
+        # Half of the free memory stays free, since a swapping machine would spoil all figures.
         need, free = size * way.bytes_each, _status("MemAvailable", "/proc/meminfo")
         if need > free / 2:
             print(f"{line} not run: it needs {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
@@ -152,6 +154,7 @@ def compare(size: int, rounds: int) -> list[dict[str, Any]]:
         columns[name].append([cost.peak_bytes / MIB for cost in (*start, *resume)])
         columns[name].append([cost.index_ns for cost in (*start, *resume)])
         figures = [statistics.median(column) for column in columns[name]]
+        # Ours is the first of WAYS, so its columns exist; a median of 0 would divide by zero.
         base = [max(statistics.median(column), 0.01) for column in columns["ours"]]
         ratios = [figure / ours for figure, ours in zip(figures, base, strict=True)]
         cells = [

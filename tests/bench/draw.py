@@ -1,4 +1,6 @@
-"""Draw results of docs/benchmarks/ as SVG files beside them: bars for rows, and curves for those of ``tests.scale``.
+"""Draw results of docs/benchmarks/ as SVG files beside them.
+
+Rows become bars, and results of ``tests.scale`` curves.
 
 python -m tests.bench.draw
 """
@@ -29,7 +31,10 @@ STYLE = (
 
 
 def bar(row: Row) -> tuple[float, float, float, str] | None:
-    """Return the row's median, least and most, and its words; None for what did not come back."""
+    """Return the row's median, least and most, and its words.
+
+    None if no round of a fault came back.
+    """
     if "outcomes" in row:
         seconds = sorted(each["seconds"] for each in row["outcomes"] if each["back"])
         if not seconds:
@@ -42,8 +47,12 @@ def bar(row: Row) -> tuple[float, float, float, str] | None:
 
 
 def bars(title: str, rows: Sequence[Row]) -> Html:
-    """Return a bar for each row, with its spread as a line; those of one unit have one axis from 0."""
+    """Return a bar for each row, with its spread as a line.
+
+    Bars of one unit share an axis that begins at 0.
+    """
     found = [(row, bar(row)) for row in rows]
+    # The longest bar of a unit, its spread included, is BAR wide.
     longest: dict[str, float] = {}
     for row, drawn in found:
         longest[row["unit"]] = max(longest.get(row["unit"], 0.0), drawn[2] if drawn else 0.0)
@@ -64,7 +73,10 @@ def bars(title: str, rows: Sequence[Row]) -> Html:
 
 
 def curves(title: str, rows: Sequence[Row]) -> Html:
-    """Return a small picture for each curve: CPU and wall seconds over the size, both axes logarithmic."""
+    """Return a small picture for each curve: CPU and wall seconds over the size.
+
+    Both axes are logarithmic.
+    """
     parts = [element("text", f"{title}: seconds of CPU (blue) and of the clock (red) by size", x=0, y=14)]
     names = [*dict.fromkeys(row["curve"] for row in rows)]
     for place, name in enumerate(names):
@@ -82,6 +94,7 @@ def one_curve(name: str, rows: Sequence[Row]) -> Iterator[Html]:
     }
     sizes = [size for size, _ in lines["cpu"]]
     seconds = [value for points in lines.values() for _, value in points]
+    # The axis of seconds spans whole decades, and at least one.
     low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
     high = max(high, 10 * low)
     width, height = WIDTH - SIDE - 30, HEIGHT - TOP - 40

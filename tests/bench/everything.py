@@ -1,4 +1,4 @@
-"""Run the benches, one after the other: at their usual sizes, or with ``--keep`` at those of the kept results.
+"""Run the benches, one after the other, at the sizes of the kept results.
 
     python -m tests.bench.everything [NAME ...] [--keep] [--peers FOLDER]
 
@@ -75,6 +75,7 @@ def main() -> int:
         more = ["--json", str(KEPT / f"{name}.json")] if args.keep else []
         more += ["--peers", args.peers] if args.peers and name in WITH_PEERS else []
         took[name] = run(name, more)
+        # After each bench, so that a run that is broken off leaves pages that agree with the files.
         if args.keep:
             draw.main()
             page.main()

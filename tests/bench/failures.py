@@ -1,18 +1,19 @@
-"""What comes back after each fault, how fast, and what is lost: the same small training under us and under others.
+"""Whether a job comes back after each fault, how fast, and which steps are lost.
 
-Two of the box's four nodes with one rank each, DDP on gloo, a checkpoint every 20 steps, no spare node. Ours keeps
-its state in memory as well, each step (`checkpoint.memory_every_steps: 1`). All jobs may be
-requeued by Slurm. Others are run as their pages say: ``torchrun --max-restarts`` under srun, Lightning with the
-requeue of its SLURMEnvironment; and where ``--peers`` names a Python that has them, NVIDIA's ``ft_launcher`` (NVRx) and
-torchft, with a lighthouse on the batch host and a group of replicas on each node. Under torchft the other rank goes on.
+The same small training runs under us and under others. It has two of the box's four nodes with one rank each, DDP on
+gloo, a checkpoint every 20 steps and no spare node. Ours keeps its state in memory as well, each step
+(`checkpoint.memory_every_steps: 1`). Slurm may requeue all jobs. Others are run as their pages say: ``torchrun
+--max-restarts`` under srun, and Lightning with the requeue of its SLURMEnvironment. Where ``--peers`` names a Python
+that has them, NVIDIA's ``ft_launcher`` (NVRx) and torchft run too. torchft has a lighthouse on the batch host and a
+group of replicas on each node. Under torchft the other rank goes on.
 
 *Seconds* are from the fault to the first step of the restarted rank 1; at the time limit from the last step before it.
-Where nothing was restarted they are the longest pause between two steps. *Lost* are steps made again. The box lets a
+Where nothing was restarted they are the longest pause between two steps. *Lost* are repeated steps. The box lets a
 requeued job start after 6 s (Slurm's default is 121), and calls a node down after 30 s. It gives 10 s of grace.
 
     python -m tests.bench.failures [--faults rank node ...] [--ways ours torchrun ...] [--rounds N] [--again ours ...]
 
-With ``--json`` rounds that the file has are not played again, but those of the ways after ``--again``.
+With ``--json`` rounds that the file has already are not repeated, except those of the ways after ``--again``.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ def one_row(box: Box, disk: Path, number: int, fault: str, way: str, python: str
 
 
 def row(name: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the row of a cell: how many of its rounds came back, and each of them."""
+    """Return a cell's row: the share of rounds that came back, and all rounds."""
     came_back = [100.0 * outcome["back"] for outcome in outcomes]
     return record.row(f"{name}", came_back, "% came back", better="more") | {"outcomes": [*outcomes]}
 

@@ -1,14 +1,15 @@
-"""Goodput of a job whose ranks are killed, one a minute: two nodes and a spare in the box, twenty minutes by default.
+"""Goodput of a job of which a rank is killed every minute.
 
-A step takes 100 ms, most of it a sleep, as if a GPU did the work; a checkpoint is saved every 50 steps, so 5 s. The
-state is kept in the nodes' memory as well, as often as `checkpoint.memory_every_steps` is told by `--memory`.
+The job has two nodes and a spare in the box, and lasts twenty minutes by default. A step takes 100 ms, most of it a
+sleep in place of a GPU's work. A checkpoint is saved every 50 steps, so every 5 s. The nodes keep the state in memory
+as well: `--memory` is the value of `checkpoint.memory_every_steps`.
 
-Goodput is (steps that count x undisturbed time of a step) / wall time, from the first step that is seen to the end.
-Steps that count are those by which the run is further at the end; what was trained again after a failure counts once.
-The undisturbed time of a step, saves included, is measured in the same run until the first failure. What is seen is
-seen in status.json, up to a second late. Imports are, in each new attempt's slowest rank, the time from the process's
-start to the end of its job module's imports (torch and everything of ours): the interpreter's own start is in it, the
-CUDA context of a real job is not.
+Goodput is (steps that count x undisturbed time of a step) / wall time, from the first observed step to the end. The
+steps that count are the progress of the run: a step that was repeated after a failure counts once. The undisturbed time
+of a step, saves included, is measured in the same run before the first failure. The bench reads status.json, which is
+up to a second late. Imports are the time from a process's start to the end of its job module's imports (torch and
+everything of ours), in the slowest rank of each new attempt. They include the interpreter's own start, but not the CUDA
+context of a real job.
 
     python -m tests.bench.goodput [--minutes 20] [--every 60] [--memory auto|null|1]
 

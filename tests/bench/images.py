@@ -1,14 +1,16 @@
-"""Images a core: JPEG files decoded, changed at random and standardised, beside plain DataLoaders with torchvision v2.
+"""Images per second and core: ours beside plain DataLoaders with torchvision v2.
 
-The bench makes photographs of 500 x 375. Every way gives the same inputs: a crop at random to 224, mirrored at random,
-or that and the policy and erasing of the recipe for ResNet-50. First it is shown how far they are apart. Then all ways
-take turns, each in a process of its own, and the CPU time of this process and its workers is counted: the fastest way
-needs the fewest cores. (What workers have loaded ahead at the end costs all ways alike.) ``plain`` is torchvision's
-reference on Pillow, ``plain, tensors`` the same on tensors of torchvision's own decoder. ``ours, standardised
-elsewhere`` leaves to a device what it does in a training there, and ``ours, cached`` has the decoded images in memory
-as well, as from the second epoch on with ``data.images.cache_gb``.
+JPEG files are decoded, augmented at random and standardised. The bench writes photographs of 500 x 375. Every way gives
+the same inputs: a random crop to 224 and a random mirroring, or these with the policy and erasing of the recipe for
+ResNet-50. First the bench prints how far the inputs of the ways differ. Then all ways take turns, each in a process of
+its own, and the CPU time of this process and its workers is counted: the fastest way needs the fewest cores. (Samples
+that workers have loaded ahead at the end cost all ways alike.) ``plain`` is torchvision's reference on Pillow, ``plain,
+tensors`` the same on tensors of torchvision's own decoder. ``ours, standardised elsewhere`` leaves the standardising to
+a device, as a training on a GPU does. ``ours, cached`` has the decoded images in memory as well, as from the second
+epoch on with ``data.images.cache_gb``.
 
-Last: what going through the names of many files costs each worker in memory, since Python counts references to them.
+Last comes the memory that each worker needs to go through the names of many files, since Python counts references to
+them.
 
     python -m tests.bench.images [--images 300] [--rounds 5] [--workers 0 2] [--names 100000]
 """
@@ -55,7 +57,10 @@ Epoch = Callable[[Path, int], Iterator[Tensor]]
 
 
 def write_photographs(root: Path, count: int) -> None:
-    """Write JPEG files of about 100 kB, near the mean of ImageNet's: noise whose strength falls with its frequency."""
+    """Write JPEG files of about 100 kB, near the mean of ImageNet's.
+
+    The pixels are noise whose strength falls with its frequency.
+    """
     for number in range(count):
         draw = torch.Generator().manual_seed(number)
         pixels = torch.zeros(3, HEIGHT, WIDTH)
@@ -148,7 +153,7 @@ def difference(root: Path) -> float:
 
 
 def cpu_s(epoch: Epoch, root: Path, workers: int) -> float:
-    """Return the CPU seconds of an epoch in a process of its own, with those of its workers."""
+    """Return the CPU seconds of an epoch, workers included, in a process of its own."""
     context: Any = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_count, args=(epoch, root, workers, sending))
@@ -192,7 +197,7 @@ def compare(root: Path, count: int, rounds: int, workers: int) -> Iterator[dict[
 
 
 def copied_mib(data: Any) -> float:
-    """Return the MiB that a worker gets of its own by going once through the names of ``data``."""
+    """Return the MiB that a worker copies while it reads all names of ``data``."""
     context: Any = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_go_through, args=(data, sending))

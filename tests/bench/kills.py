@@ -1,11 +1,11 @@
-"""From the SIGKILL of a rank to the next step that all ranks finish, again and again in one run on four nodes.
+"""From the SIGKILL of a rank to the next step that all ranks finish.
 
     python -m tests.bench.kills [--kills 100] [--how job|script] [--strategy ddp|fsdp] [--what rank|node]
 
-``script`` is a training loop of somebody's under `toolkit exec`, ``job`` a job of the Trainer with its state in memory.
-A rank drawn at random is killed at a random moment of its training. Or a node is cut off from the network, and one of
-as many spares as ``--kills`` takes its place. The ranks note each step that they have finished. *Made again* are those
-that a rank had finished before.
+Faults hit one run on four nodes again and again. ``script`` is a user's own loop under `toolkit exec`, ``job`` a job of
+the Trainer with its state in memory. A rank drawn at random is killed at a random moment of its training. With
+``--what node`` a node is cut off from the network, and one of as many spares as ``--kills`` takes its place. The ranks
+note each step that they have finished. *Made again* are steps that a rank had finished before.
 """
 
 from __future__ import annotations
@@ -81,13 +81,16 @@ def prepare(folder: Path, how: str, strategy: str, spares: int) -> str:
 
 
 def first_steps(folder: Path, since: float) -> list[Mapping[str, Any]]:
-    """Return each rank's first step after ``since``; shorter than the ranks while one has made none."""
+    """Return the first step after ``since`` of each rank that has made one."""
     found = [restart.notes(folder, rank, since)["step"] for rank in range(NODES)]
     return [steps[0] for steps in found if steps]
 
 
 def one_blow(box: Box, folder: Path, dice: random.Random, what: str) -> tuple[float, int | None]:
-    """Return the seconds until every rank has made a step again, and how many steps were made again."""
+    """Return the seconds to a step of every rank, and the number of repeated steps.
+
+    The number is None where the notes name no step.
+    """
     for rank in range(NODES):  # else each look reads the whole run's
         (folder / f"notes-{rank}.jsonl").write_text("")
     began = time.time()
@@ -117,7 +120,10 @@ def _all(steps: list[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
 
 
 def process_of(box: Box, folder: Path, rank: int) -> int | None:
-    """Return the pid of the process that made the rank's last step; None if it is not found at this moment."""
+    """Return the pid of the process that made the rank's last step.
+
+    None if it is not found at this moment.
+    """
     last = restart.notes(folder, rank)["step"][-1]
     for pid, _ in box.processes(last["node"]):
         with contextlib.suppress(OSError, StopIteration):  # one that has just ended
@@ -135,6 +141,7 @@ def main() -> None:
     parser.add_argument("--what", choices=["rank", "node"], default="rank", help="what is lost; a node of a job only")
     record.add_option(parser)
     args = parser.parse_args()
+    # Each cut of a node uses up one spare.
     dice, spares = random.Random(), args.kills if args.what == "node" else 0
     try:
         with Box(nodes=NODES + spares) as box:

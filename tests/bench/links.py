@@ -1,10 +1,11 @@
-"""A step of 25 million parameters over slow links: plain DDP and each kind of compression, side by side.
+"""A step of 25 million parameters over slow links: plain DDP and each compression.
 
-Two ranks in two network namespaces, joined by a pair of virtual interfaces whose ends ``tc`` limits to the rate of the
-link, in each direction, as a cable does. Bytes are what an interface has sent, with TCP's own. `cpu` is the part of a
-step in which rank 0's processor worked, for passes, update and compression: on a busy machine the rest is not all the
-link's. The loss is that after so many samples of real digits, from the same start. Needs root, and ``ip``, ``tc``,
-``nsenter`` and ``unshare``; what it makes ends with it, also when it is killed.
+Two ranks run in two network namespaces, joined by a pair of virtual interfaces. ``tc`` limits both ends to the rate of
+the link, in each direction, as a cable does. Bytes are all that an interface has sent, with TCP's own. `cpu` is the
+part of a step in which rank 0's processor worked, for passes, update and compression. On a busy machine the rest is not
+all the link's. The loss is the one after ``--samples`` samples of real digits, from the same start. Needs root, and
+``ip``, ``tc``, ``nsenter``, ``unshare`` and ``setpriv``. The namespaces and interfaces end with the bench, also when it
+is killed.
 
     python -m tests.bench.links [--rates 1000 100] [--kinds ddp bf16 ...] [--steps 8] [--samples 1280]
 """
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     record.add_option(parser)
     given = parser.parse_args()
+    # A rank is this same program, started again inside its network namespace.
     if given.rank is not None:
         be_rank(given)
         return
@@ -89,7 +91,10 @@ def main() -> None:
 
 @contextmanager
 def two_networks() -> Iterator[list[int]]:
-    """The pids of two processes, each in a network of its own, which hold them and end with us."""
+    """Yield the pids of two processes, each of which holds a network namespace.
+
+    Both end with us.
+    """
     with ExitStack() as stack:
         pids = [stack.enter_context(_network()) for _ in range(RANKS)]
         cable = ["ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", str(pids[1])]
@@ -160,6 +165,7 @@ def be_rank(given: argparse.Namespace) -> None:
                 (megabytes, seconds, cpu), plain = found[kind], found[peer][1]
                 say(f"{kind:12}{megabytes:9.2f}{seconds:9.2f} s{cpu:6.2f} s{plain / seconds:7.1f}x", flush=True)
             rows += in_rows(f"{mbit:g} Mbit/s, ", found, peer)
+        # The loss does not depend on the link, so these steps may be quick.
         limit(10000)
         if given.samples:
             say(f"\nloss after {given.samples} samples, mean of the last 10 steps", flush=True)
@@ -219,7 +225,10 @@ def bare() -> float:
 
 
 def time_steps(strategy: Strategy, loader: Loader, steps: int) -> tuple[float, float, float]:
-    """MB sent, seconds taken by a step and of the processor, as means: one of local_sgd may send all or nothing."""
+    """Return means over the steps: MB sent, seconds, and CPU seconds.
+
+    They are means because a step of local_sgd may send all or nothing.
+    """
     with closing(strategy):
         strategy.step(loader.at(0), RATE)
         dist.barrier()

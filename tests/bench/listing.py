@@ -1,8 +1,9 @@
-"""`toolkit status --all` of 10,000 runs: with an empty cache, with a full one, and beside other ways to the same rows.
+"""`toolkit status --all` of 10,000 runs, with an empty cache and with a full one.
 
 The runs are real record files, as supervisors write them: nine in ten have ended, others run or wait, one is damaged.
-Cold is the first call, whose cache is empty; the files are in the kernel's memory either way. Beside it stand: all
-files read by the same code without a cache, and what a `squeue` watcher asks the controller for.
+Cold is the first call, whose cache is empty. The page cache has the files either way. For comparison the same code
+reads all files without a cache, a loop reads each result.json, and the calls to the controller are compared with those
+of a `squeue` watcher.
 
     python -m tests.bench.listing [--runs 10000]
 """
@@ -58,6 +59,7 @@ def _write_run(path: Path, state: str, begun: float, now: float, dice: random.Ra
     updated, hosts = (begun + 500 if over else now + 3600), ["node1", "node2"]
     metrics = {"train/loss": dice.random(), "eval/loss": dice.random(), "eval/accuracy": dice.random()}
     parts = ("training", "data_wait", "checkpoint", "evaluation")
+    # The records have the keys and sizes of real ones; their values need not agree with each other.
     goodput = {part: round(100 * dice.random(), 3) for part in ("queue", "start_up", *parts, "replay", "idle")}
     goodput["ratio"] = 0.5
     why = "rank 3 on node2: RuntimeError: CUDA out of memory; given up" if state == "failed" else None
@@ -122,6 +124,7 @@ def main() -> None:
         environ = os.environ | {"TOOLKIT_RUNS": str(root / "runs"), "XDG_CACHE_HOME": str(root / "cache")}
         (root / "cache").mkdir()
         status = [sys.executable, "-m", "toolkit", "status", "--all"]
+        # No folder can be made in /proc, so the cache stays empty.
         without = environ | {"XDG_CACHE_HOME": "/proc/none"}
         rows, plain = list[dict[str, Any]](), _results_s(root / "runs")
         for what, how, times in (("cold", environ, 1), ("warm", environ, 5), ("without a cache", without, 1)):

@@ -1,13 +1,14 @@
-"""From the SIGKILL of a rank to the next step of all where the other ranks live on, which those of our jobs do not.
+"""From the SIGKILL of a rank to the next step, where other ranks live on.
 
-A training of its own, without the toolkit: DDP over gloo, and a spare process that has imported torch. A rank drawn at
-random is killed at a random moment. This process sees it and tells the others. They halt and go back to the newest step
-that all of them have had, torch's ``_reconfigure`` puts the spare in the place of the dead rank, and it gets the state.
-A run is right if weights and momentum are at its end those of an undisturbed one, bit for bit.
+Our jobs end the other ranks instead. This is a training of its own, without the toolkit: DDP over gloo, and a spare
+process that has imported torch. A rank drawn at random is killed at a random moment. This process sees its end and
+tells the others. They halt and go back to the newest step that all of them have had. torch's ``_reconfigure`` puts the
+spare in the place of the dead rank, and the spare gets the state. A run is right if its weights and momentum end as
+those of an undisturbed one, bit for bit.
 
-In an all-reduce each rank waits for its neighbour in a ring. One whose neighbours live learns of the death by gloo's
-time-out, which is 10 s here (``wait``), or because a thread of its own shuts gloo's sockets down (``cut``). Even then
-it may wait for the time-out, as gloo says nothing to who waits for a message that is on its way: over slow links.
+In an all-reduce each rank waits for its neighbour in a ring. A rank whose neighbours live learns of the death by gloo's
+time-out, which is 10 s here (``wait``), or because a thread of its own shuts gloo's sockets down (``cut``). Over slow
+links it may wait for the time-out even then: gloo reports nothing to a rank that waits for a message on its way.
 
     python -m tests.bench.live_recovery [--ranks 4] [--runs 100] [--width 256] [--how cut|wait]
     unshare -n sh -c "ip link set lo up; tc qdisc add dev lo root tbf rate 2gbit burst 256kb latency 100ms;
@@ -79,6 +80,7 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         group = {"rank": self.rank, "world_size": self.args.ranks, "timeout": TIMEOUT, "enable_reconfigure": True}
         dist.init_process_group("gloo", store=store, **group)
+        # Each pass trains until the end or until a rank has died; then new orders place this process again.
         while True:
             self.pipe.send((dist._get_reconfigure_handle(), set(self.copies)))
             with suppress(RuntimeError):
@@ -91,7 +93,10 @@ class Rank:
         self.orders.get()
 
     def train(self, number: int, handles: Sequence[str], start: int, source: int) -> None:
-        """Go on from the step ``start`` as one of the ranks of these handles; ``source`` has its state."""
+        """Go on from the step ``start`` as one of the ranks of these handles.
+
+        The rank ``source`` has the state of that step.
+        """
         dist._reconfigure(number, [*handles], timeout=PATIENCE).wait()
         copies = self.copies.get(start)
         sent = torch.cat([value.flatten() for value in copies or self.state])
@@ -152,7 +157,11 @@ class Run:
             self.pipes.append(ours)
 
     def train(self, dice: random.Random | None) -> tuple[set[str], float]:
-        """What the ranks have at the end; with dice, also the seconds from a kill to the next step of all."""
+        """Return the digests of all ranks' states, and the seconds to the next step.
+
+        The seconds are from the kill to the next step of all ranks. Without ``dice`` there is no kill, and they mean
+        nothing.
+        """
         self.heard(range(len(self.pipes)))
         for rank in self.slots:
             self.pipes[rank].send(rank)
@@ -174,6 +183,7 @@ class Run:
 
     def kill(self, dice: random.Random) -> float:
         victim, step, spare = dice.choice(self.slots), dice.randrange(5, STEPS - 15), len(self.slots)
+        # The second pass measures a step; the kill comes within the length of two.
         for _ in range(2):
             began = time.monotonic()
             while self.steps.value < step:
@@ -185,6 +195,7 @@ class Run:
         wait([self.processes[victim].sentinel])
         for slot in {*self.slots} - {victim}:
             self.pipes[slot].send("lost")
+        # The spare takes the rank of the dead process.
         self.pipes[spare].send(victim)
         self.slots[victim] = spare
         self.begin(2)

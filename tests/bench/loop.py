@@ -1,9 +1,9 @@
-"""Steps per second of our loop beside a hand-written DDP loop, accelerate and Lightning; run by ``make bench``.
+"""Steps per second of our loop beside a hand-written DDP loop, accelerate and Lightning.
 
-A small model (784-256-10), batch 64 a rank, two DDP ranks on gloo: the step is short, so what a loop adds shows.
-Machines drift, and a step differs from the next by a tenth. So the contenders take turns in the same two processes,
-with some steps each, and a round is the sum of many turns. The median of the rounds' ratios is compared. What
-supervision costs is below that noise: a contender pays it 20 times in each step.
+``make bench`` runs it. The model is small (784-256-10), with batch 64 a rank and two DDP ranks on gloo: the step is
+short, so the cost of a loop shows. Machines drift, and a step differs from the next by a tenth. So the contenders take
+turns in the same two processes, with some steps each, and a round is the sum of many turns. The median of the rounds'
+ratios is compared. The cost of supervision is below that noise: one contender pays it 20 times in each step.
 accelerate and Lightning come with the ``bench`` extra and are left out where they are not installed.
 
     python -m tests.bench.loop [--steps 50] [--turns 8] [--rounds 7]
@@ -154,6 +154,7 @@ def ours(session: Session) -> Round:
     life, end = trainer._life, 0
     boundary = life.boundary
 
+    # The trainer has no way to stop after some steps, so its boundary between two steps raises.
     def turn_end() -> None:
         boundary()
         if life.step == end:
@@ -180,7 +181,7 @@ def own_loop(session: Session) -> Round:
     run = TrainingRun(config, replace(session, reporter=reporter, attempt=3))
     loader, ddp, optimizer = parts_by_hand(session)
     run.resumable(model=ddp, optimizer=optimizer)
-    batches = run.steps(loader, total=NEVER)
+    batches = run.steps(loader, total=NEVER)  # one generator for all turns, as one training has
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -195,7 +196,7 @@ def own_loop(session: Session) -> Round:
 
 
 def supervised(session: Session) -> Round:
-    """Ours as it runs in a job: with the gate, and a thread that reports to the node's agent."""
+    """Ours as in a job: with the gate, and reports to the node's agent."""
     return ours(replace(session, reporter=to_agent(session)))
 
 
@@ -226,7 +227,10 @@ def often_supervised(session: Session) -> Round:
 
 
 def to_agent(session: Session, kind: type[AgentReporter] = AgentReporter) -> Reporter:
-    """Reports as in a job, to an inbox of this very rank that a thread empties as the agent does."""
+    """Return a reporter as in a job, which sends to an inbox of this process.
+
+    A thread empties the inbox, as the agent does.
+    """
     name = address(f"bench {os.getpid()} {time.monotonic_ns()}")
     inbox = Inbox(name)
 
@@ -262,7 +266,10 @@ def with_accelerate(session: Session) -> Round:
 
 
 def with_lightning(session: Session) -> Round:
-    """Lightning as its guide shows it, without logger, bar and checkpoints; its start-up is not counted."""
+    """Lightning as its guide shows it, without logger, bar and checkpoints.
+
+    Its start-up is not counted.
+    """
     import lightning  # type: ignore[import-not-found, unused-ignore]
     from lightning.pytorch.plugins.environments import (  # type: ignore[import-not-found, unused-ignore]
         TorchElasticEnvironment,
@@ -357,6 +364,7 @@ def main() -> None:
         spread = f"{min(ratios):>9.2f} to {max(ratios):.2f}"
         print(f"{name:<14}{statistics.median(values):>9.1f}{statistics.median(ratios):>18.2f}{spread}")
     pairs = zip(speeds["ours"], speeds[SUPERVISED_OFTEN], strict=True)
+    # Both pay for supervision, one once and one OFTEN times: the difference is OFTEN - 1 times its cost.
     costs = [100 * (once / often - 1) / (OFTEN - 1) for once, often in pairs]
     print(f"agreement and reports cost {statistics.median(costs):+.2f} % of a step (goal: below 0.5 %)")
     pairs = zip(reference, speeds["toolkit.start"], strict=True)

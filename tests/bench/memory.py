@@ -1,8 +1,9 @@
-"""What a copy of the state in memory costs a step: two ranks on one node, and on two as partners.
+"""What a copy of the state in memory costs a step, for two ranks.
 
-`waited` is what the training waits for: the end of the copy before, the sum by which the ranks meet, and the copy.
-`background` is the time until digests and the partner's copy are complete. The plain copy into memory that is there
-already is the least that any way can take. Both nodes are this machine, so the network is its loopback.
+They are on one node, and then on two as partners. `waited` is the time that the training waits: for the end of the copy
+before, for the sum at which the ranks meet, and for the copy. `background` is the time until digests and the partner's
+copy are complete. A plain copy into memory that exists already is the lower bound of every way. Both nodes are this
+machine, so the network is its loopback.
 
     python -m tests.bench.memory [--mib 64] [--step 0.5] [--copies 10]
 """
@@ -34,7 +35,7 @@ FIRST = 2
 def measure(
     session: Session, files: Sequence[str], mib: int, step_s: float, copies: int
 ) -> tuple[float, float, float, float]:
-    """Medians in ms: the plain copy, the wait for the copy before, sum and copy, and the background."""
+    """Return medians in ms: plain copy, wait for the copy before, sum and copy, background."""
     size = RANKS // len(files)
     os.environ |= {"LOCAL_RANK": str(session.rank % size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ[state_memory.VARIABLE] = files[session.rank // size]
@@ -53,7 +54,7 @@ def measure(
         plain_s = time.perf_counter() - began
         waited_s = memory.wait()
         began = time.perf_counter()
-        sum_by_name({"figure": 1.0}, session.device)
+        sum_by_name({"figure": 1.0}, session.device)  # the ranks of a training meet here, too
         new_s = memory.write(step, state, {})
         figures.append((plain_s, waited_s, time.perf_counter() - began - new_s, memory.background_s))
     memory.wait()
@@ -74,6 +75,7 @@ def main() -> None:
     for nodes in (1, 2):
         agents = [NodeFiles() for _ in range(nodes)]
         files = [agent.hold(RANKS // nodes) for agent in agents]
+        # Of each figure the slowest rank's counts, since the step waits for it.
         of_ranks = run_ranks(RANKS, measure, files, args.mib, args.step, args.copies)
         plain, waited, copied, background = (max(each) for each in zip(*of_ranks, strict=True))
         peer = "a plain copy"

@@ -47,6 +47,7 @@ def main() -> None:
         subprocess.Popen(MONITOR_COMMAND, stdout=subprocess.PIPE) as monitor,
     ):
         try:
+            # The start of the monitor and of the job's processes does not count.
             time.sleep(2.0)
             began, used = time.monotonic(), cpu_s(monitor.pid)
             time.sleep(seconds)

@@ -67,7 +67,7 @@ MARK = re.compile(r"<!-- (results|curve): ([^>]*) -->\n.*?<!-- end -->", re.DOTA
 
 
 def number(value: float) -> str:
-    """Return a number for a reader: three digits, or all of a large or whole one."""
+    """Return a number with three digits, or with all of a large or whole one."""
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -81,7 +81,7 @@ def figure(found: Row) -> str:
 
 
 def goal(file: str, row: Row) -> str:
-    """Return what was wanted of a row, and whether it was missed; nothing without a goal."""
+    """Return a row's goal, and whether the row missed it; nothing without a goal."""
     words, missed = [], False
     for part in filter(None, GOALS.get(file, {}).get(row["name"], "").split(", ")):
         which, sign, limit = part.split()
@@ -111,7 +111,7 @@ def listed(file: str, rows: Sequence[Row]) -> str:
 
 
 def crossed(file: str, rows: Sequence[Row], first: str = "") -> str:
-    """Return a line for each name before the colon, and a column for each after it."""
+    """Return a table of rows that are called ``LINE: COLUMN``."""
     cells = {tuple(row["name"].rsplit(": ", 1)): row for row in rows}
     columns = dict.fromkeys(column for _, column in cells)
     heads = []
@@ -166,7 +166,10 @@ def _tables(file: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def failures(rows: Sequence[Row]) -> str:
-    """Return a line for each fault and a column for each way, of rows that are called ``FAULT, WAY``."""
+    """Return a table with a line for each fault and a column for each way.
+
+    The rows are called ``FAULT, WAY``.
+    """
     cells = {tuple(row["name"].split(", ")): row["outcomes"] for row in rows}
     ways = dict.fromkeys(way for _, way in cells)
     lines = [
@@ -176,7 +179,10 @@ def failures(rows: Sequence[Row]) -> str:
 
 
 def outcome(rounds: Sequence[Row]) -> str:
-    """Return what came of a fault: the median of the rounds that came back, and their extremes."""
+    """Return the median and the extremes of the rounds that came back after a fault.
+
+    If none came back, return how the first one ended.
+    """
     back = [each for each in rounds if each["back"]]
     if not back:
         return f"no: {rounds[0]['end']}" if rounds else "not measured"

@@ -1,9 +1,11 @@
-"""Where the time of a step goes, in our loops and in plain ones; see loop.py, whose contenders these are.
+"""Where the time of a step goes, in our loops and in plain ones.
+
+The contenders are those of loop.py.
 
     python -m tests.bench.parts [--turns 40]
 
 The functions below are timed while the contenders take turns of ``LOG_EVERY`` steps. A part holds the parts that are
-called within it. The medians of the turns are printed, in microseconds a step. A clock costs 0.2 of them a call.
+called within it. The medians of the turns are printed, in microseconds a step. A clock costs 0.2 microseconds a call.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How much of a step the ranks of a pipeline idle, beside what the schedule's formula says.
+"""The share of a step that a pipeline's ranks idle, beside the schedule's formula.
 
     python -m tests.bench.pipeline [RANKS]
 
 trains a Llama of 8 blocks on two ranks (one machine, gloo, one thread each) with every schedule and several numbers of
-micro-batches, all of the same size. A rank's time is what it spends in forward and backward passes; the rest of the
-step it idles. That is the schedule's bubble, (p - 1) / (m + p - 1) with p ranks and m micro-batches, and with v stages
-on each rank (p - 1) / (v * m + p - 1) (https://arxiv.org/abs/2104.04473), and on top of it what is sent, the optimizer,
-and that one stage takes longer than the other. Configurations take turns, and the fastest step of each counts: whatever
-else the machine does only adds to one. More ranks than CPUs share them, and their idle times mean nothing.
+micro-batches, all of the same size. A rank works in its forward and backward passes, and idles for the rest of the
+step. The idle time is the schedule's bubble, (p - 1) / (m + p - 1) with p ranks and m micro-batches, and with v stages
+on each rank (p - 1) / (v * m + p - 1) (https://arxiv.org/abs/2104.04473). Transfers, the optimizer and stages of
+unequal length add to it. Configurations take turns, and the fastest step of each counts, since other load of the
+machine can only lengthen a step. More ranks than CPUs share them, and their idle times mean nothing.
 
 The last column is the greatest difference of a step's loss from that of the same training on one process.
 """
@@ -60,7 +60,10 @@ def built(session: Session, schedule: str, micro_batches: int) -> Strategy:
 
 
 class Clock:
-    """What the stages of this rank compute, from torch's calls of one pass of one micro-batch."""
+    """The seconds that the stages of this rank compute.
+
+    It times torch's calls for one pass of one micro-batch.
+    """
 
     def __init__(self) -> None:
         self.computed_s = 0.0
@@ -79,7 +82,7 @@ class Clock:
 
 
 def measure(session: Session) -> dict[tuple[str, int], tuple[list[float], list[float], list[float]]]:
-    """Of each configuration the seconds of each step, those that this rank computed in it, and the losses."""
+    """Return for each configuration the seconds, computing seconds and loss of each step."""
     clock = Clock()
     kinds = {(schedule, count): built(session, schedule, count) for count in MICRO_BATCHES for schedule in SCHEDULES}
     found: dict[tuple[str, int], tuple[list[float], list[float], list[float]]] = {key: ([], [], []) for key in kinds}
@@ -130,6 +133,7 @@ def main() -> None:
         expected, laps = alone(count), dict[str, list[float]]()
         for schedule in SCHEDULES:
             steps = list(zip(*(zip(*of[schedule, count], strict=True) for of in measured), strict=True))
+            # A step lasts as long as its slowest rank.
             fastest = min(steps, key=lambda step: max(took for took, *_ in step))
             took = max(took for took, *_ in fastest)
             idle = [1 - computed / took for _, computed, _ in fastest]

@@ -1,7 +1,7 @@
-"""What a bench has measured, as a JSON file: the command, the machine, the versions and the rows.
+"""A bench's results as a JSON file: command, machine, versions and rows.
 
-Seconds hold on one machine only. Ratios to a peer of the same run and counts hold elsewhere: only these are compared,
-see compare.py.
+Seconds hold on one machine only. Ratios to a peer of the same run and counts hold elsewhere: compare.py compares only
+these.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def versions_of(file: Path | None, names: Sequence[str]) -> dict[str, str]:
 
 
 def _of_user(words: Sequence[str]) -> list[str]:
-    """Leave out the options of OWN, and the folders of a path: they are this machine's."""
+    """Return the words without the options of OWN and without the folders of paths.
+
+    Both belong to this machine.
+    """
     kept, is_value = [], False
     for word in words:
         if not is_value and word not in OWN:
@@ -128,7 +131,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the last commit of the package, with a ``+`` where files of it have been changed since."""
+    """Return the package's last commit, with a ``+`` if files have changed since."""
     last, changed = (
         subprocess.run(["git", "-C", str(ROOT), *words, "--", "toolkit"], capture_output=True, text=True).stdout.strip()
         for words in (["log", "-1", "--format=%h"], ["status", "--porcelain"])

@@ -1,10 +1,11 @@
-"""From the SIGKILL of a rank to training again: the same script under us, under torchrun, and requeued.
+"""From the SIGKILL of a rank to the next step: ours, torchrun and requeue.
 
-Two nodes of the box with one rank each, a small DDP training on gloo that saves every 20 steps. A rank gets SIGKILL;
-the script itself notes when its processes start, when torch is imported, and each step. `own` is the time from the
-kill to the first line of the restarted rank, `imports` from there until torch is there, `to a step` all of it until
-the first step is done. Imports are the same for all three. The requeue is what a batch script can do by itself:
-notice, and ``scontrol requeue`` (the box lets a requeued job start after 6 s; Slurm's default is 121).
+The same script runs in each way, on two nodes of the box with one rank each: a small DDP training on gloo that saves
+every 20 steps. A rank gets SIGKILL. The script itself notes the start of its processes, the end of the import of torch,
+and each step. `own` is the time from the kill to the first line of the restarted rank, `imports` from there to the end
+of the import, `to a step` from the kill to the end of the first step. Imports are the same for all three. The requeue
+is the means of a plain batch script: it notices the end of srun and calls ``scontrol requeue`` (the box lets a requeued
+job start after 6 s; Slurm's default is 121).
 
     python -m tests.bench.restart [--rounds 3]
 """
@@ -76,7 +77,10 @@ WAYS: Mapping[str, str] = {"ours": OURS, "torchrun --max-restarts": TORCHRUN, "s
 
 
 def notes(folder: Path, rank: int, since: float = 0.0) -> dict[str, list[dict[str, Any]]]:
-    """What the rank noted after ``since``, by event; a line that is being written is left out."""
+    """Return the rank's notes after ``since``, by event.
+
+    An incomplete last line is left out.
+    """
     found: dict[str, list[dict[str, Any]]] = {"start": [], "imported": [], "step": []}
     path = folder / f"notes-{rank}.jsonl"
     for line in path.read_text().splitlines()[: path.read_text().count("\n")] if path.exists() else []:
@@ -87,9 +91,9 @@ def notes(folder: Path, rank: int, since: float = 0.0) -> dict[str, list[dict[st
 
 
 def one_round(box: Box, folder: Path, way: str) -> tuple[float, float, float] | None:
-    """Return the seconds from the kill to the first line, of imports, and from the kill to the first step.
+    """Return the seconds to the first line, of imports, and to the first step.
 
-    None if it has hung.
+    The first and the last are counted from the kill. None if the restart hung.
     """
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -98,6 +102,7 @@ def one_round(box: Box, folder: Path, way: str) -> tuple[float, float, float] | 
     size = ["--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={folder}/log", "--open-mode=append"]
     job = box.run(["sbatch", "--parsable", *size, str(folder / "job.sh")]).stdout.strip()
     wait_for(lambda: len(notes(folder, 1)["step"]) > 50, LIMIT_S, "50 steps")
+    # The script notes its pid in the node's namespace; the signal needs the host's.
     inside = notes(folder, 1)["step"][-1]["pid"]
     victim = next(pid for pid, command in box.processes("node2") if inner_pid(pid) == inside)
     os.kill(victim, signal.SIGKILL)
@@ -133,6 +138,7 @@ def report(one_round: Callable[[str, int], tuple[float, float, float] | None], r
         times: list[tuple[float, float, float]] = []
         while len(times) < rounds:
             seconds = one_round(way, len(times) + hung[way])
+            # A round that hung is made again, so that the medians are of ``rounds`` restarts.
             if seconds is not None:
                 times.append(seconds)
                 continue

@@ -1,9 +1,9 @@
-"""What a resume within an epoch gives to its readers, beside the loaders of others: samples lost, and samples twice.
+"""Samples that a resume within an epoch loses or reads twice, beside other loaders.
 
 Four readers take ``STOPPED`` global batches of the same samples, each in the file format of its loader, and are
 stopped. Their states are given to other readers, which go on to the end of the epoch; the size of a global batch stays.
-Each peer is used as its documentation says for a resume. A batch is equal if it has the samples that it has in an epoch
-that is not stopped, in any order. Peers run where they are installed (``--peers FOLDER``: a folder that has them).
+Each peer is used as its documentation says for a resume. A batch is equal if it has the same samples as in an
+undisturbed epoch, in any order. Peers run where they are installed (``--peers FOLDER``: a folder that has them).
 
     python -m tests.bench.resume_data [--peers FOLDER]
 """
@@ -99,7 +99,10 @@ def taken(loader: Any, ids: Callable[[Any], Iterable[Any]], steps: int | None) -
 
 
 def hugging_face(reader: Reader, buffer: int = BUFFER) -> tuple[Batches, Any]:
-    """Read as its pages "Stream" and "Use with PyTorch" say: state_dict of StatefulDataLoader, one for each rank."""
+    """Read as its pages "Stream" and "Use with PyTorch" say.
+
+    The state is the state_dict of StatefulDataLoader, one for each rank.
+    """
     datasets: Any = import_module("datasets")
     node: Any = import_module("datasets.distributed")
     stateful: Any = import_module("torchdata.stateful_dataloader")
@@ -132,6 +135,7 @@ def webdataset(reader: Reader, *, resampled: bool) -> tuple[Batches, Any]:
         data = data.compose(wds.detshuffle(BUFFER, seed=0))
     loader = wds.WebLoader(data.to_tuple("id").batched(own), batch_size=None, num_workers=reader.workers)
     steps = reader.steps
+    # ``read``, the number of batches so far, is the whole state: an epoch's remainder, or what to skip.
     if resampled:
         steps = SAMPLES // BATCH - read if steps is None else steps
     else:
@@ -203,7 +207,7 @@ def together(
         mine, its = context.Pipe(duplex=False)
         process = context.Process(target=answer, args=(read, reader, port, folder / "peers.log", its))
         process.start()
-        its.close()
+        its.close()  # else a dead reader's pipe stays open, and poll() sees no end of it
         running.append((process, mine))
     found: list[Any] = []
     try:
@@ -213,6 +217,7 @@ def together(
         found.append("a reader died")
     finally:
         for process, _ in running:
+            # A reader that answered ends by itself; after an error the others may wait for each other.
             process.join(None if isinstance(found[-1], tuple) else 1)
             process.kill()
     for one in found:

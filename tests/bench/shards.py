@@ -1,10 +1,10 @@
-"""How fast shards are read, beside the disk's own sequential rate and the loaders of others; and an index of 10^8 rows.
+"""Read rates of shards, beside the disk's own sequential rate and other loaders.
 
 Each way reads one shuffled epoch of the same samples (``--mib`` of random bytes in samples of 64 KiB) in one process
-without workers, first with the page cache empty (cold), then with the files in it (warm). The shares are beside a plain
-sequential read of these files, just before. ``MiB/CPU s`` is the warm rate for each second of CPU time of the process,
-threads and kernel included, which changes little where others use the machine. The peers run where they are
-installed (``--peers FOLDER``: a folder to import them from).
+without workers, first with the page cache empty (cold), then with the files in it (warm). Shares are relative to a
+plain sequential read of the same files just before. ``MiB/CPU s`` is the warm rate for each second of CPU time of the
+process, threads and kernel included, which changes little where others use the machine. The peers run where they are
+installed (``--peers FOLDER``: a folder to import them from). Last comes the time of an index of 10^8 rows.
 
     python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--peers FOLDER]
 """
@@ -105,7 +105,10 @@ def our_windows(folder: Path) -> Iterator[int]:
 
 
 def arrow(folder: Path) -> Iterator[int]:
-    """Decode each row group in the order of the files, and make no sample of it: what the format costs at least."""
+    """Decode each row group in the order of the files, without samples.
+
+    This is the least that the format costs.
+    """
     pq = import_module("pyarrow.parquet")
     for path in sorted(folder.glob("*.parquet")):
         with pq.ParquetFile(path) as file:
@@ -114,7 +117,10 @@ def arrow(folder: Path) -> Iterator[int]:
 
 
 def hugging_face(folder: Path) -> Iterator[int]:
-    """Stream, with the shuffle buffer of its pages; it has no exact shuffle of Parquet without a copy of its own."""
+    """Stream with the shuffle buffer that its pages use.
+
+    It has no exact shuffle of Parquet without a copy of its own.
+    """
     datasets: Any = import_module("datasets")
     files = [str(path) for path in sorted(folder.glob("*.parquet"))]
     data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
@@ -216,7 +222,10 @@ def compare(mib: int, rounds: int, scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def index(rows: int, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Time the index of Parquet files of ``rows`` rows; each file is a link to one, whose footer is read anew."""
+    """Time the index of Parquet files with ``rows`` rows in all.
+
+    Each file is a hard link to one file, whose footer is read anew for each link.
+    """
     pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     folder = scratch / "rows"
     folder.mkdir()
@@ -224,6 +233,7 @@ def index(rows: int, scratch: Path) -> Iterator[dict[str, Any]]:
     pq.write_table(pa.table({"x": np.arange(size)}), scratch / "one.parquet", row_group_size=GROUP_ROWS)
     for number in range(rows // size):
         (folder / f"part-{number:06d}.parquet").hardlink_to(scratch / "one.parquet")
+    # The first index fills the cache for the second.
     for what in ("index, cache empty", "index, cache full"):
         started = time.perf_counter()
         data = ShardedData(folder)

@@ -1,10 +1,11 @@
-"""What supervision adds to the start of a job: the same script under plain srun and under us, in one allocation.
+"""The start of a job under us and under plain srun, in one allocation.
 
-Two nodes of the box with one rank each. Seconds from the batch script's command, on the slower rank: to the script's
-first line, to the end of its first all-reduce over gloo, and to the end of its first training step by DDP. Most of that
-is imports: of torch, and of what torch itself imports in the first step.
+The same script runs on two nodes of the box with one rank each. Seconds are from the batch script's command, on the
+slower rank: to the script's first line, to the end of its first all-reduce over gloo, and to the end of its first
+training step by DDP. Most of that is imports: of torch, and of modules that torch itself imports in the first step.
 
-Before that, CPU seconds of the whole start and end of eight such ranks on this machine, beside those of one rank alone.
+Before that it counts the CPU seconds of the whole start and end of eight such ranks on this machine, beside those of
+one rank alone.
 
     python -m tests.bench.startup [--rounds 5]
 """
@@ -52,7 +53,10 @@ WAYS = {
 
 
 def measure(box: Box, rounds: int) -> dict[str, list[tuple[float, ...]]]:
-    """For each way and round, seconds to the first line, to the end of the first collective, and of the first step."""
+    """Return for each way and round the seconds to the first line, collective and step.
+
+    Collective and step count to their ends.
+    """
     folder = box.shared / "startup"
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -128,6 +132,7 @@ def main() -> None:
         to, peer = of_cpu["one rank alone"], "one rank alone"
         rows.append(record.row(f"CPU of {LOCAL_RANKS} ranks, {way}", seconds_of, to=to, peer=peer))
         print(f"{way:24}{statistics.median(seconds_of):12.2f}")
+    # The first part needs no Slurm, and is recorded where there is none.
     try:
         with Box() as box:
             found = measure(box, args.rounds)

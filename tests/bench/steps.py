@@ -1,7 +1,7 @@
-"""What each thing that may happen to a step costs: CPU time of a whole step of a small model, one thread, one process.
+"""CPU time of a step with each option of the update.
 
-The contenders take turns, since machines drift: medians of the rounds, and of the ratio to torch's optimizer as it
-comes.
+A step is a whole one of a small model, in one thread and one process. The contenders take turns, since machines drift.
+Printed are medians of the rounds, and of the ratio to torch's optimizer without options.
 
     python -m tests.bench.steps [--steps 40] [--rounds 15]
 """
@@ -66,6 +66,7 @@ def main() -> None:
             [step_us(model, update, inputs, options.steps) for _, model, update in racers]
             for _ in range(options.rounds)
         ]
+        # The first contender is torch's own optimizer.
         plain, *_ = columns = [*zip(*times, strict=True)]
         for (way, _, _), column in zip(racers, columns, strict=True):
             ratio = statistics.median(ours / other for ours, other in zip(column, plain, strict=True))

@@ -1,10 +1,10 @@
-"""ddp, fsdp, zero and tensor beside each other: what a rank keeps between steps, what one adds and takes.
+"""Memory and time of a step under ddp, fsdp, zero and tensor, side by side.
 
     python -m tests.bench.strategies [RANKS]
 
 trains a Llama of 3.7 million parameters (8 blocks, 192 wide, windows of 64 bytes, 2 of them for each rank) with AdamW.
 On four ranks there are grids of two by two as well.
-Times are of steps that take turns, so that whatever else the machine does falls on all alike.
+The strategies take turns step by step, so that other load of the machine falls on all alike.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def built(session: Session, kind: str) -> Strategy:
 
 
 def memory(session: Session, kind: str) -> tuple[float, float]:
-    """MiB of weights and moments between steps; and by how much a step raises the process above what it has then."""
+    """Return MiB of weights and moments between steps, and those that a step adds.
+
+    A step adds the rise of the process's resident memory above its size before.
+    """
     strategy = built(session, kind)
     kept = sum(value.numel() * value.element_size() for value in strategy.live().values())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

@@ -40,7 +40,7 @@ def timed(what: str, call: Callable[[], Value], times: dict[str, list[float]]) -
 
 
 def with_submitit(count: int, folder: Path) -> None:
-    """Write what submitit writes for an array of as many calls of a function with two numbers."""
+    """Write the files of submitit for an array of ``count`` calls of a function."""
     from submitit.core.utils import DelayedSubmission
 
     for number in range(count):
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         axes = [f"optim.lr=log(1e-4,1e-1,{math.ceil(count / 100)})", "train.seed=0..99"]
         asked = request.read(ROOT / "configs/digits_ddp.yaml", axes, Options(max_running=100))
         sent = timed(f"submit {count} points", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
+        # The second submission must find all points in the record, and send none.
         timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
         queue = SharedQueue(slurm, None)
         look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows, [])
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows.append(record.row("calls of sbatch", [calls], "", better="less"))
     rows.append(record.row("questions to Slurm by the status", [len(slurm.asked_for_jobs)], "", better="less"))
     record.write(args.json, rows)
+    # A sweep costs the fewest arrays that fit the site's limit, and its status one question.
     return 0 if (calls, len(slurm.asked_for_jobs)) == (most, 1) else 1
 
 

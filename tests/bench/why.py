@@ -1,4 +1,6 @@
-"""How often `toolkit why` names the right cause of a log, and how often it says that it does not know.
+"""How often `toolkit why` names the right cause of a log.
+
+It also counts how often `toolkit why` says that it does not know.
 
     python -m tests.bench.why [--table]
 
@@ -37,6 +39,7 @@ def main() -> None:
         start = time.perf_counter()
         score = gold.score(cases)
         each_ms = 1000 * (time.perf_counter() - start) / len(cases)
+        # Some tails are of our own making, and no thread.
         threads = len({case.source for case in cases} - {"ours"})
         print(f"{part}: {score.cases} log tails of {threads} public threads, {each_ms:.1f} ms each")
         rows.append(record.row(f"{part}: right where it names a cause", [100 * score.accuracy], "%", better="more"))

@@ -1,4 +1,6 @@
-"""A real Slurm cluster on one machine, in namespaces: slurmctld, slurmdbd on MariaDB, munged, and a slurmd per node.
+"""A real Slurm cluster on one machine, in namespaces.
+
+It has slurmctld, slurmdbd on MariaDB, munged, and a slurmd per node.
 
 with Box(nodes=2) as box:
     box.run(["srun", "-N2", "hostname"]).stdout

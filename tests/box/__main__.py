@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shell(options: argparse.Namespace) -> int:
-    """Brings a box up, opens a shell on its login side, takes it down when the shell ends."""
+    """Run a shell on the login side of a new box. The box ends with the shell."""
     with _box(options) as box:
         _say(f"{options.nodes} nodes of Slurm {options.slurm}; sinfo, srun, sbatch work here, exit takes it down")
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for what runs in the shell
@@ -36,7 +36,7 @@ def shell(options: argparse.Namespace) -> int:
 
 
 def up(options: argparse.Namespace) -> int:
-    """Leaves a box running, owned by a process of its own that `down` ends."""
+    """Leave a box running, owned by a process of its own that `down` ends."""
     size = [f"--{name}={value}" for name in ("nodes", "cpus", "profile", "slurm") if (value := getattr(options, name))]
     keeper = subprocess.Popen(
         [sys.executable, "-m", "tests.box", "hold", *size],
@@ -55,7 +55,7 @@ def up(options: argparse.Namespace) -> int:
 
 
 def hold(options: argparse.Namespace) -> int:
-    """What `up` leaves behind: owns a box until SIGTERM."""
+    """Own a box until SIGTERM. `up` starts this process and leaves it behind."""
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     with _box(options) as box:
         signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # after up: the box's programs would inherit the mask
@@ -66,7 +66,7 @@ def hold(options: argparse.Namespace) -> int:
 
 
 def enter(options: argparse.Namespace) -> int:
-    """Opens a shell on the login side of a running box: the named one, or the only one that `up` left."""
+    """Open a shell on the login side of a running box. Without a name, there must be only one that `up` left."""
     names = [options.name] if options.name else [name for name in state.owned() if _is_detached(name)]
     if len(names) != 1:
         raise BoxError(f"which box? {', '.join(names) or '`up` left none'}")
@@ -74,7 +74,7 @@ def enter(options: argparse.Namespace) -> int:
 
 
 def down(options: argparse.Namespace) -> int:
-    """Ends the boxes that `up` left and the remains of crashed owners; with --all those of running tests too."""
+    """End the boxes that `up` left and the remains of crashed owners. With --all, also end those of running tests."""
     for name, pid in state.owned().items():
         if not options.all and not _is_detached(name):
             _say(f"{name} belongs to running process {pid}: left alone (--all ends it)")
@@ -89,7 +89,7 @@ def down(options: argparse.Namespace) -> int:
 
 
 def _is_detached(name: str) -> bool:
-    """Whether `up` left this box (see hold), rather than that a test or a shell is using it."""
+    """True if `up` left this box (see hold). Otherwise a test or a shell is using it."""
     return (state.boxes_dir() / name / "detached").exists()
 
 

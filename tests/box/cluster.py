@@ -1,4 +1,4 @@
-"""`Box`: brings a Slurm cluster up and down, runs programs on it, and breaks it in the ways that clusters break."""
+"""`Box`: a Slurm cluster that tests start, use and stop. They can break it in the ways that clusters break."""
 
 import os
 import re
@@ -47,11 +47,11 @@ MARIADB = shlex.split(
 
 
 class Box:
-    """A Slurm cluster of this machine: `nodes` compute nodes and a login side, owned by the process that brings it up.
+    """A Slurm cluster of this machine, with `nodes` compute nodes and a login side.
 
-    `cpus` is what Slurm believes each node has; the machine's cores are shared by all. `profile` strict is as hard as
-    sites are (see config.py). `shared` are more folders that all nodes see, at the path they have on the host.
-    `grace_s` is the GraceTime of the low partition. When the owner dies, even by SIGKILL, the cluster dies with it.
+    `cpus` is the number that Slurm believes each node has; all share the machine's cores. `profile` strict has the
+    limits of strict sites (see config.py). `shared` are more folders that all nodes see, at their path on the host.
+    `grace_s` is the GraceTime of the low partition. The cluster ends with the process that made it, even by SIGKILL.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Box:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Brings the cluster up and returns when all its nodes are idle. BoxUnavailable where this machine can't."""
+        """Bring the cluster up and return when all its nodes are idle. BoxUnavailable where this machine can't."""
         self._root = ensure_root(self.spec.slurm)
         if self.spec.strict and not (CGROUPS / "freezer").is_dir():
             raise BoxUnavailable("the strict profile needs cgroup v1 controllers in /sys/fs/cgroup")
@@ -106,7 +106,7 @@ class Box:
             raise
 
     def down(self) -> None:
-        """Ends every process of the box and removes all that it made. Harmless when the box is not up."""
+        """End every process of the box and remove all that it made. Harmless when the box is not up."""
         for machine in self._machines.values():
             machine.kill()
         for daemon in self._daemons.values():
@@ -130,7 +130,7 @@ class Box:
         node: str = LOGIN,
         user: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program on a machine of the box, to its end. BoxError with its output where `check` fails.
+        """Run a program on a machine of the box, to its end. BoxError with its output where `check` fails.
 
         `env` is added to a small, fixed environment; nothing is inherited. `cwd` is the project by default. After
         `timeout` seconds, and more on a busy machine, the program and its process group are killed and TimeoutExpired
@@ -160,7 +160,7 @@ class Box:
         user: str | None = None,
         **streams: Any,
     ) -> BoxProcess:
-        """Starts a program on a machine of the box; signals sent to the result reach the program (see BoxProcess)."""
+        """Start a program on a machine of the box. Signals to the result reach the program (see BoxProcess)."""
         environment = {**self.environment(user), **(env or {})}
         return self._machine(node).popen(argv, env=environment, cwd=cwd or PROJECT, user=user, **streams)
 
@@ -180,7 +180,7 @@ class Box:
         }
 
     def processes(self, node: str | None = None) -> list[tuple[int, str]]:
-        """(host pid, command line) of what is alive on a machine or on all, the box's own daemons left out."""
+        """Return (host pid, command line) of live processes. Those are of one machine or of all, without daemons."""
         machines = [self._machine(node)] if node else list(self._machines.values())
         found = [(pid, *_names(pid)) for machine in machines for pid in machine.pids()]
         # one without a command line is just ending
@@ -194,7 +194,7 @@ class Box:
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|$)", text.splitlines()[0]))  # values may hold spaces
 
     def wait_job(self, job_id: int | str, timeout: float = 60) -> dict[str, str]:
-        """Waits until the job is in a final state and returns its row; a job that Slurm requeues is not."""
+        """Return the job's row once it is in a final state. A job that Slurm requeues is in none."""
 
         def finished() -> dict[str, str] | None:
             row = self.job(job_id)
@@ -203,7 +203,7 @@ class Box:
         return wait_for(finished, timeout, f"job {job_id} to end", pause_s=0.2)
 
     def wait_idle(self, timeout: float = 30) -> None:
-        """Waits until Slurm calls every node idle."""
+        """Wait until Slurm calls every node idle."""
 
         def idle() -> bool:
             listed = self.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"], check=False).stdout
@@ -215,7 +215,7 @@ class Box:
             raise BoxError(f"{error}\n{self._node_report()}") from None
 
     def revive(self) -> None:
-        """Boots each node again that is not idle: a step that does not end takes its node away from all later jobs."""
+        """Boot each node again that is not idle. A step that does not end would keep its node from all later jobs."""
         listed = self.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"], check=False).stdout
         for node, word in map(str.split, listed.splitlines()):
             if word != "idle":
@@ -225,12 +225,12 @@ class Box:
         self.wait_idle()
 
     def restart_slurmctld(self) -> None:
-        """Ends slurmctld and starts it again with the state it saved."""
+        """End slurmctld and start it again with the state it saved."""
         self._stop_daemon(LOGIN, "slurmctld")
         self._start_slurmctld()
 
     def stop_slurmdbd(self) -> None:
-        """Takes accounting away: sacct fails until start_slurmdbd."""
+        """Take accounting away: sacct fails until start_slurmdbd."""
         self._stop_daemon(LOGIN, "slurmdbd")
 
     def start_slurmdbd(self) -> None:
@@ -240,30 +240,30 @@ class Box:
     # -- damage -------------------------------------------------------------------------------------------------------
 
     def kill_node(self, node: str) -> None:
-        """A power cut: the link goes first, so that no connection is closed politely, then everything on the node."""
+        """Cut a node's power. The link goes first, so that the other side sees no connection close."""
         self.cut_node(node)
         self._machines.pop(node).kill()
         for key in [key for key in self._daemons if key[0] == node]:
             self._daemons.pop(key).wait()
 
     def start_node(self, node: str) -> None:
-        """Boots a killed node and waits for its slurmd to listen. What Slurm makes of it is Slurm's (see wait_idle)."""
+        """Boot a killed node and wait for its slurmd to listen. What Slurm makes of it is Slurm's (see wait_idle)."""
         self._boot(node)
         self._connect(node)
         self._start_node_daemons(node)
         self._wait_daemon(node, "slurmd", lambda: self._machine(node).listens(SLURMD_PORT))
 
     def cut_node(self, node: str) -> None:
-        """Takes the node off the network; what runs on it runs on."""
+        """Take the node off the network; what runs on it runs on."""
         self._ip(LOGIN, f"link set {node} down")
 
     def join_node(self, node: str) -> None:
-        """Back on the network; if Slurm has given it up, it looks again at once, and not after some two minutes."""
+        """Put a node back on the network. If Slurm calls it down, `resume` saves a wait of some two minutes."""
         self._ip(LOGIN, f"link set {node} up")
         self.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
 
     def slow_network(self, rate: str | None) -> None:
-        """Limits what each node receives to `rate` (tc's notation, such as 100mbit), with no limit for None."""
+        """Limit the rate at which each node receives. `rate` is in tc's notation, such as 100mbit; None is no limit."""
         for node in self.spec.node_names:
             clear = ["tc", "qdisc", "del", "dev", node, "root"]
             self.run(clear, check=False)
@@ -310,7 +310,7 @@ class Box:
         self._machines[node] = self._starter.submit(Machine, node, self._layout(node)).result()
 
     def _connect(self, node: str) -> None:
-        """A cable from the node to the bridge on the login side: both ends live in the box's namespaces."""
+        """Lay a cable from the node to the bridge on the login side. Both ends are in the box's namespaces."""
         pid = self._machine(node).pid
         # sockets that a dead node never closed keep its network namespace, and the cable in it, for minutes
         self.run(["ip", "link", "delete", node], check=False)
@@ -363,7 +363,7 @@ class Box:
         daemon.wait(timeout=30)
 
     def _wait_daemon(self, node: str, name: str, answers: Callable[[], bool]) -> None:
-        """Waits until the daemon answers; if it ends instead, or for 30 s, the error has the end of its log."""
+        """Wait until the daemon answers. Raise BoxError with the end of its log if it ends, or after 30 s."""
         daemon = self._daemons[node, name]
         try:
             wait_for(lambda: daemon.poll() is not None or answers(), 30, f"{name} on {node}", pause_s=0.05)
@@ -394,7 +394,7 @@ class Box:
 
 
 def _python_paths() -> list[Path]:
-    """The virtual environment in use and the Python below it: of a distribution's /usr only Python's own part."""
+    """Return the folders of the virtual environment in use and of its base Python. Of /usr only Python's part."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     if base != Path("/usr"):
         return [prefix, base]

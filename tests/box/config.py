@@ -31,7 +31,7 @@ class Spec:
 
     @property
     def memory_mb(self) -> int:
-        """Each node's share of the machine: never more than there is, so that CR_Core_Memory means something."""
+        """Return each node's share of the machine's memory. CR_Core_Memory needs a limit that exists."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         return max(1000, total // self.nodes)
 

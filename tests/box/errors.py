@@ -1,9 +1,9 @@
-"""What can go wrong with a box, as the reader of a test report sees it."""
+"""Errors of a box, as the reader of a test report sees them."""
 
 
 class BoxError(RuntimeError):
-    """The box did not do what it was told; the message ends with the last lines of the log that says why."""
+    """The box failed to do what it was told. The message ends with the last lines of the log with the reason."""
 
 
 class BoxUnavailable(BoxError):
-    """No box can stand on this machine (not root, not Debian, no download): tests skip with this reason."""
+    """No box can run on this machine (not root, not Debian, no download). Tests skip with this reason."""

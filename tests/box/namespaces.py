@@ -45,9 +45,9 @@ class BoxProcess(subprocess.Popen[str]):
 
     @property
     def inner_pid(self) -> int:
-        """The program's pid as the host sees it; it leads a process group of its own, so that killpg works on it.
+        """The program's pid as the host sees it.
 
-        ProcessLookupError when it has ended.
+        The program leads a process group of its own, so that killpg works on it. ProcessLookupError when it has ended.
         """
         wait_for(lambda: self._leader() or self.poll() is not None, 5, f"{self.args!r} to start")
         if (leader := self._leader()) is None:
@@ -101,7 +101,7 @@ class Machine:
         return self._unshare.poll() is None
 
     def path(self, inside: str) -> Path:
-        """A path of the machine, as a path of the host (for looking at sockets and logs without a process)."""
+        """Return the host's path of a path in the machine. Sockets and logs can be read there without a process."""
         return Path(f"/proc/{self.pid}/root") / inside.lstrip("/")
 
     def listens(self, port: int) -> bool:
@@ -118,19 +118,19 @@ class Machine:
         user: str | None = None,
         **streams: Any,
     ) -> BoxProcess:
-        """Starts `argv` here with exactly this environment, in text mode; `streams`: Popen's stdin, stdout, stderr."""
+        """Start `argv` here with exactly this environment, in text mode; `streams`: Popen's stdin, stdout, stderr."""
         command = enter_command(self.pid, argv, env=env, cwd=cwd, user=user)
         return BoxProcess(command, text=True, errors="replace", **streams)
 
     def pids(self) -> list[int]:
-        """Host pids of everything alive in the machine but its init; empty when it is dead."""
+        """Return the host pids of all live processes in the machine, without its init. Empty when it is dead."""
         if not self.is_alive:
             return []
         space = _pid_namespace(self.pid)
         return [pid for pid in all_pids() if pid != self.pid and _pid_namespace(pid) == space and not _is_zombie(pid)]
 
     def kill(self) -> None:
-        """Ends every process of the machine, as a power cut would, and waits until they are gone."""
+        """End every process of the machine, as a power cut would. Wait until they are gone."""
         if self.is_alive:
             # Only the init: unshare outlives it, and its end then means that the kernel has ended everything in there.
             # Without an init yet, unshare.
@@ -176,7 +176,7 @@ def enter_command(
 
 
 def find_inits(box_dir: Path) -> dict[str, int]:
-    """Node name -> pid of the inits that run for this box, whoever started them (for remains of crashed owners)."""
+    """Return the pids of all inits of this box, by node name. They may be the remains of a crashed owner."""
     found = {}
     for pid in all_pids():
         environ = _environ(pid)
@@ -186,7 +186,7 @@ def find_inits(box_dir: Path) -> dict[str, int]:
 
 
 def make_cgroups(box_name: str, node: str, controllers: Sequence[str]) -> dict[str, Path]:
-    """A cgroup per controller (v1) for a machine, so that two boxes with nodes of the same name do not share one."""
+    """Make a cgroup per controller (v1) for a machine. Nodes of the same name in two boxes must not share one."""
     made = {}
     for controller in controllers:
         parent = CGROUPS / controller
@@ -202,7 +202,7 @@ def make_cgroups(box_name: str, node: str, controllers: Sequence[str]) -> dict[s
 
 
 def remove_cgroups(box_name: str) -> None:
-    """Removes what make_cgroups and Slurm made. The processes must have ended; the kernel needs a moment after that."""
+    """Remove what make_cgroups and Slurm made. The processes must have ended; the kernel needs a moment after that."""
     for top in CGROUPS.glob(f"*/{box_name}"):
         for folder, _, _ in os.walk(top, topdown=False):
             wait_for(functools.partial(_rmdir, Path(folder)), 5, f"cgroup {folder} to become empty")

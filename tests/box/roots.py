@@ -1,7 +1,7 @@
-"""Root folders with a Slurm in them, bootstrapped once by debootstrap and kept in a cache.
+"""Root folders with a Slurm in them, made once by debootstrap and cached.
 
-One mechanism serves every Slurm version: the version is the Debian release it ships with. Nothing is installed on the
-machine itself but debootstrap and iproute2, which start no service.
+One mechanism serves every Slurm version: each version is the one that a Debian release ships. Only debootstrap and
+iproute2 are installed on the machine itself, and they start no service.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ COMMON_PACKAGES = (
 
 @dataclass(frozen=True)
 class Release:
-    """A Debian release, the Slurm version it ships, and the packages whose names differ between releases."""
+    """A Debian release, its Slurm version, and the packages whose names differ between releases."""
 
     slurm: str
     suite: str
@@ -76,9 +76,10 @@ def cache_dir() -> Path:
 
 
 def ensure_root(slurm: str) -> Path:
-    """The root folder with this Slurm version, bootstrapped first if it is not in the cache (about a minute).
+    """Return the root folder with this Slurm version.
 
-    Raises BoxUnavailable where that can't be done.
+    Bootstrap it first if it is not in the cache, which takes about a minute. Raises BoxUnavailable where that can't be
+    done.
     """
     release = _release(slurm)
     _ensure_privileges()
@@ -95,7 +96,7 @@ def ensure_root(slurm: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`, waiting for whoever has it; the kernel frees it if we are killed."""
+    """Wait for an exclusive lock on `path`, and hold it. The kernel frees it if we are killed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -118,7 +119,7 @@ def _recipe_hash(release: Release) -> str:
 
 
 def _ensure_privileges() -> None:
-    """Namespaces are what most containers forbid, even to root: better said now than after a minute of download."""
+    """Raise BoxUnavailable early where namespaces are forbidden. Most containers forbid them, even to root."""
     if os.geteuid() != 0:
         raise BoxUnavailable("a Slurm in a box needs root (namespaces, mounts, debootstrap)")
     probe = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "mount", "-t", "tmpfs", "box", "/mnt"]
@@ -144,7 +145,7 @@ def _ensure_tools() -> None:
 
 
 def _bootstrap(release: Release, root: Path) -> None:
-    """Builds under a temporary name and renames when complete: a root folder that has its name is whole."""
+    """Build a root folder under a temporary name, and rename it when complete. So a folder with its name is whole."""
     _say(f"bootstrapping Debian {release.suite} with Slurm {release.slurm} into {root} (once, about a minute)")
     building = root.with_name(f"{root.name}.building")
     shutil.rmtree(building, ignore_errors=True)
@@ -168,7 +169,7 @@ def _step(argv: list[str], log: TextIO) -> None:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Ours without what a virtual environment or a foreign locale would put into the root's programs."""
+    """Return proxies of our environment, with a plain PATH and locale. Others would change the root's programs."""
     kept = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
     return {**kept, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 

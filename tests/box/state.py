@@ -1,4 +1,4 @@
-"""The folders of running boxes: who owns one, and how the remains of a dead owner are cleared away.
+"""The folders of running boxes, their owners, and the removal of dead owners' remains.
 
 `<cache>/boxes/<name>/` belongs to the process that holds the lock on its `owner` file. The kernel drops the lock when
 that process dies, however it dies; a folder whose lock is free is therefore the remains of a crash.
@@ -25,7 +25,7 @@ def boxes_dir() -> Path:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Makes the folder of a new box; the open file keeps it ours until it is closed or we die."""
+    """Make the folder of a new box. The open file keeps it ours until it is closed or we die."""
     with locked(boxes_dir() / ".lock"):
         box_dir = boxes_dir() / name
         if box_dir.exists():
@@ -45,7 +45,7 @@ def release(box_dir: Path, owner: TextIO) -> None:
 
 
 def sweep() -> list[str]:
-    """Ends and removes what boxes of dead owners left; returns their names."""
+    """End and remove the remains of boxes with dead owners; return their names."""
     swept = []
     with locked(boxes_dir() / ".lock"):
         for box_dir in _box_dirs():
@@ -77,7 +77,7 @@ def _box_dirs() -> Iterator[Path]:
 
 
 def _end_machines(box_dir: Path) -> None:
-    """Ends the inits; the kernel then ends the rest of each machine."""
+    """End the inits; the kernel then ends the rest of each machine."""
     for pid in (inits := find_inits(box_dir)).values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""What torch promises of a process group, as cases that every rank runs together: see test_backend_contract.py.
+"""The contract of a torch process group, as cases that all ranks run together.
 
-A case gets a `Team`, calls the real ``torch.distributed``, and compares with what torch itself makes of all ranks'
-inputs in one process. Run as a program this is one rank of an MPI launch, with all cases in one process, since starting
-one costs more than all cases together:
+test_backend_contract.py runs them. A case gets a `Team`, calls the real ``torch.distributed``, and compares with
+torch's own result on all ranks' inputs in one process. Run as a program this is one rank of an MPI launch, with all
+cases in one process, since a start costs more than all cases together:
 
     mpirun -n 4 python -m tests.dist.contract FOLDER
 """
@@ -34,7 +34,7 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Team:
-    """The members of one group, all of which are in the case; ``rank`` counts within it."""
+    """The members of one group, all of which take part in the case. ``rank`` counts within the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -142,7 +142,7 @@ def bf16_is_summed_in_fp32(team: Team) -> None:
 
 @case
 def all_reduce_of_20_MB(team: Team) -> None:
-    """And a few bytes: a backend that makes it in pieces has a last one that is short."""
+    """A few bytes are added: a backend that sends pieces has a short last one."""
     tensor = (torch.arange((5 << 20) + 3) % 1000).float()
     dist.all_reduce(tensor, group=team.group)
     same(tensor, (torch.arange((5 << 20) + 3) % 1000).float() * team.size)
@@ -446,7 +446,7 @@ def coalesced_by_device(team: Team) -> None:
 
 @case
 def both_ways_at_once(team: Team) -> None:
-    """Both neighbours send before they receive, as pipelines do: nothing may wait for the other side."""
+    """Both neighbours send before they receive, as pipelines do. Neither may wait for the other side."""
     sent, received = torch.full((LARGE,), float(team.rank)), torch.empty(LARGE)
     works = [
         dist.isend(sent, group=team.group, group_dst=team.right),
@@ -555,8 +555,8 @@ def a_wait_has_an_end(team: Team) -> None:
 
 
 def run_cases(names: list[str]) -> dict[str, str]:
-    """The outcome of each case on this rank by ``<ranks> <name>``, "" or a traceback: on all ranks, and on all but the
-    first, whose ranks in their group are other ones than in the world."""
+    """Return the outcome of each case by ``<ranks> <name>``: "" or a traceback. Cases run on all ranks, and on all but
+    the first, so that a rank's number in the group is not its number in the world."""
     from tests.dist import parallel_cases
 
     everybody, last = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group(range(1, WORLD)))

@@ -1,4 +1,4 @@
-"""Models as others write them, to meet every strategy: each trains as on one process, or is refused by name.
+"""Models as others write them. Each trains as on one process, or is refused by name.
 
 All take tokens (n, PLACES) and give logits (n, CLASSES).
 """
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Gate and up in one Linear; the way down begins with zeros, as many models have it."""
+    """Gate and up projection in one Linear. The down projection begins with zeros, as in many models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Between(nn.Sequential):
 
 
 class LayerDrop(Between):
-    """Leaves a layer out now and then: with so small a probability that no test run ever does."""
+    """Draws whether to leave a layer out, as stochastic depth does. The draw here always keeps it."""
 
     def between(self, hidden: Tensor) -> Tensor:
         return hidden if torch.rand(()) >= 0 else hidden * 0.0
@@ -161,7 +161,7 @@ SEQUENCE = {"0": "rowwise", "2": "sequence", "3": "colwise", "5": "rowwise", "6"
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model, how it is trained, and by which strategies it is refused with which words."""
+    """A model, how it is trained, and the strategies that refuse it, with their words."""
 
     make: Callable[[], nn.Module]
     criterion: Criterion = cross_entropy
@@ -267,11 +267,12 @@ def made(foreign: Foreign) -> nn.Module:
 
 
 def on_one_process(foreign: Foreign) -> tuple[list[float], dict[str, Any]]:
-    """Losses and state, by a loop as anyone would write it."""
+    """Return losses and state of a plain hand-written loop."""
     model, criterion = made(foreign), copy.deepcopy(foreign.criterion)
     stepper = OPTIMIZERS[foreign.optimizer](model)
     if isinstance(criterion, nn.Module):
         stepper.add_param_group({"params": list(criterion.parameters())})
+    # A group's own rate stays in proportion to the step's rate.
     ratios = [group["lr"] / stepper.defaults["lr"] for group in stepper.param_groups]
     losses = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Says all that a program can see of itself, for test_fork.py: ``python [-m] probe FOLDER EXIT_CODE``."""
+"""Write all that a program sees of itself: ``python [-m] probe FOLDER EXIT_CODE``. For test_fork.py."""
 
 import atexit
 import ctypes

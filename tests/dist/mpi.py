@@ -1,4 +1,7 @@
-"""Python as the ranks of an MPI launch on this machine: that of the wheel beside this Python, Open MPI's or MPICH's."""
+"""Start this Python as the ranks of an MPI launch on this machine.
+
+The mpirun is that of the wheel beside this Python, Open MPI's or MPICH's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _OPEN_MPI = {
 
 
 def mpirun(ranks: int, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """``python ARGUMENTS`` on each of ``ranks`` ranks; the exit code of mpirun, and what all of them said."""
+    """Run ``python ARGUMENTS`` on ``ranks`` ranks. Return mpirun's exit code and all output."""
     argv = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks), sys.executable, *arguments]
     variables = {**os.environ, **_OPEN_MPI, "OMP_NUM_THREADS": "1", **(environ or {})}
     done = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S)

@@ -1,4 +1,4 @@
-"""What torch builds upon a process group, over the default one: DDP, FSDP2 and a pipeline, beside one process."""
+"""DDP, FSDP2 and a pipeline over the default process group, beside one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def fsdp(_: object) -> None:
 
 
 def pipeline(_: object) -> None:
-    """The first two ranks are a stage each, one forward and one backward in turn, of four parts of the batch."""
+    """The first two ranks are a stage each. They alternate forward and backward passes of four micro-batches."""
+    # All ranks must call new_group, so those without a stage leave only after it.
     pair: Any = dist.new_group([0, 1])
     rank = dist.get_rank()
     if rank > 1:

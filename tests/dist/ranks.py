@@ -1,6 +1,7 @@
-"""Runs a function on a few ranks, each a fresh process on gloo or as a job has it, and hands back what each returned.
+"""Run a function on a few ranks, and return their results.
 
-The processes are forked from a server that has imported torch once: importing it in each would cost 3 CPU seconds.
+Each rank is a fresh process, on gloo or as a job has it. The processes are forked from a server that has imported torch
+once: an import in each would cost 3 CPU seconds.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def run_ranks(
     mortal: Collection[int] = (),
     job: DistConfig | None = None,
 ) -> list[Any]:
-    """``function(session, *args)`` on every rank of a fresh process group; the results in the order of the ranks.
+    """Return the results of ``function(session, *args)`` on every rank of a fresh process group.
 
-    ``function`` must be importable by name, arguments and results must survive ``pickle``. Raises AssertionError with
-    every rank's traceback when one fails, and when a rank is not done after ``limit_s``. Ranks that are ``mortal`` may
-    die: their result is None; then nothing of ours waits for all, so ``function`` must not leave before the others.
-    With ``job`` the session is the one that this section of a config gives a job's rank, on its GPU if there is one.
+    The results are in the order of the ranks. ``function`` must be importable by name, arguments and results must
+    survive ``pickle``. Raises AssertionError with the traceback of the first rank that fails, and when a rank is not
+    done after ``limit_s``. Ranks that are ``mortal`` may die: their result is None. Then nothing here waits for all, so
+    ``function`` must not return before the others are done. With ``job`` the session is the one that this section of a
+    config gives a job's rank, on its GPU if there is one.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
     context = multiprocessing.get_context("forkserver")
@@ -96,7 +98,7 @@ def stop_all(gate: Gate) -> None:
 
 
 def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -> list[Any]:
-    """Waits for all; the first failure ends the wait, since the other ranks may hang in a collective without it."""
+    """Wait for all results. The first failure ends the wait, since other ranks may hang in a collective then."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
     while len(results) < len(pipes):

@@ -1,7 +1,8 @@
-"""Runs a library's script on two ranks again and again, each rank forked from a process that has imported the library.
+"""Run a library's script on two ranks, as often as a test needs.
 
-To import Lightning or transformers costs a rank 10 CPU seconds. The ranks are launched as torchrun launches them: with
-RANK and an agent's store, and with a run folder of ours. A strike is a signal that a rank gets at an exact moment.
+Each rank is forked from a process that has imported the library, since an import of Lightning or transformers costs 10
+CPU seconds. The ranks are launched as by torchrun, with RANK and an agent's store, and with a run folder of ours. A
+strike is a signal that a rank gets at an exact moment.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ class ScriptServer:
         strikes: Sequence[Mapping[str, Any]] = (),
         ranks: int = 2,
     ) -> list[int]:
-        """Run ``script`` with ``folder`` as its run's, and return the ranks' exit codes; their logs are beside it.
+        """Run ``script`` with ``folder`` as its run's, and return the ranks' exit codes.
 
-        A strike: ``{"rank": 1, "step": 37, "signal": "SIGTERM", "at": "step"}``, or at "save" or "saved".
+        Their logs are beside the folder. A strike is ``{"rank": 1, "step": 37, "signal": "SIGTERM", "at": "step"}``. It
+        may also be at "save" or "saved".
         """
         from torch.distributed import TCPStore
 
         for part in ("logs", "cwd"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The logs of earlier attempts tell the number of this one.
         number = len(list(folder.parent.glob(f"{folder.name}.*.0.log"))) + 1
         common = {
             "WORLD_SIZE": ranks,

@@ -1,4 +1,7 @@
-"""What the tests of strategies share: small models, global batches, the loop on one process that is their oracle."""
+"""Shared parts of the tests of strategies: small models, global batches, and their oracle.
+
+The oracle is a loop on one process.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ SLOW = 1e-3
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases with a rate, a decay and betas of their own, and the rest; the pieces of a model may have either alone."""
+    """Return two groups: biases with own rate, decay and betas, and the rest. A piece of a model may lack one."""
     named = list(model.named_parameters())
     own = {"lr": 0.01 * SLOW, "weight_decay": 0.0, "betas": (0.5, 0.9)}
     return [
@@ -113,7 +116,7 @@ def part(share: Share, step: int, size: int = BATCH) -> Batch | None:
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A mean over something that is spread unevenly: sample i has ``targets[i]`` tokens, class 0 has none at all."""
+    """Return the sums of a mean over unevenly spread tokens. Sample i has ``targets[i]`` of them, class 0 none."""
     losses = functional.cross_entropy(outputs, targets, reduction="none")
     return (losses * targets).sum(), targets.sum().float()
 

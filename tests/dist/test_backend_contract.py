@@ -1,4 +1,7 @@
-"""One contract for process groups; gloo and our group over MPI both pass it, on 4 ranks and on 3 of them."""
+"""One contract for process groups, which gloo and our group over MPI pass.
+
+Its cases run on 4 ranks, and on 3 of them.
+"""
 
 from __future__ import annotations
 

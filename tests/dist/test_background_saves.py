@@ -48,7 +48,7 @@ OVERRIDES = [
 
 
 def start_ranks(folder: Path, port: int) -> list[subprocess.Popen[str]]:
-    """Under no supervisor, which would end the survivors at once, with a store that outlives them."""
+    """Start the ranks without a supervisor, which would end the survivors. The store outlives them."""
     (folder / "slow_disk.py").write_text(JOB)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}

@@ -73,7 +73,7 @@ def alone(model: nn.Module, steps: int = STEPS, start: int = 0, stop: int = 10) 
 
 
 def after_steps(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """After one step; after four; and after as many between which it was saved and looked at."""
+    """Return the states after one step, after four, and after four with reads between."""
     quiet, watched = (built(session, name, normed, ema_decay=0.5) for _ in range(2))
     for strategy in (quiet, watched):
         strategy.split_data()
@@ -89,7 +89,7 @@ def after_steps(session: Session, name: str) -> tuple[dict[str, Tensor], dict[st
 
 @pytest.mark.parametrize("name", ["ddp", "pipeline x replicas"])
 def test_where_data_are_split_statistics_are_the_mean_of_what_the_ranks_have_seen(name: str) -> None:
-    """One rank's would be wrong for the others; and whether somebody looks must not change the last bit."""
+    """One rank's statistics would be wrong for the others. A read of the state must not change a bit."""
     ranks = run_ranks(SUBJECTS[name][1], after_steps, name)
     if name == "ddp":
         cuts = [10 * share // 3 for share in range(4)]
@@ -104,7 +104,7 @@ def test_where_data_are_split_statistics_are_the_mean_of_what_the_ranks_have_see
 
 
 class Centred(nn.Module):
-    """Its training pass reads a buffer that follows the samples, as a codebook or an observer does."""
+    """A module whose training pass reads a running buffer. Codebooks and observers do so, too."""
 
     centre: Tensor
 

@@ -1,6 +1,7 @@
-"""Real kills, full disks and slow ones at exact points of a training, after which it must end bit for bit the same.
+"""Real kills, full disks and slow disks at exact points of a training.
 
-CI takes a sample of the points, with a seed that is printed; ``make soak`` takes all.
+After them it must end bit for bit the same. CI takes a sample of the points, with a seed that is printed; ``make soak``
+takes all.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_a_slow_disk_changes_nothing_but_the_time(undisturbed: Any, tmp_path: Pa
 
 
 def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_path: Path) -> None:
-    """As a user does it, through a supervisor: the first attempt dies in its save, the second one completes."""
+    """A user sets the fault, and a supervisor runs the job. Attempt 1 dies in its save, attempt 2 completes."""
     fault = [{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 5}]
     environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", chaos.VARIABLE: json.dumps(fault)}
     argv = [sys.executable, "-m", "toolkit", "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait"]

@@ -75,7 +75,7 @@ def pieces(kind: str) -> list[Piece]:
 
 
 def exchanges(session: Session) -> dict[str, Any]:
-    """Of each scheme and round: what went in, the mean that came out, what is left; and the factors at the start."""
+    """Return for each scheme and round: input, mean, and remainder. Also return the factors at the start."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         scheme = build_scheme(kind, pieces(kind), Wire(), session.device)
@@ -98,7 +98,7 @@ def exchanged() -> list[dict[str, Any]]:
 
 
 def rounds(exchanged: list[dict[str, Any]], kind: str, step: int) -> tuple[Any, Any, Any]:
-    """``(given (ranks, n), mean (n,), left (ranks, n))``, after a look whether all ranks have the same mean."""
+    """Return ``(given (ranks, n), mean (n,), left (ranks, n))``. Assert that all ranks have the same mean."""
     found = [rank[f"{kind} {step}"] for rank in exchanged]
     assert all(np.array_equal(mean, found[0][1]) for _, mean, _ in found), "the replicas would drift apart"
     return np.stack([given for given, _, _ in found]), found[0][1], np.stack([left for _, _, left in found])
@@ -233,7 +233,7 @@ def train_weighted(session: Session) -> tuple[Any, Any]:
 
 
 def weighted_by_hand(ranks: int) -> tuple[Any, Any]:
-    """The weights and each rank's residual: the gradient of a weighted mean, of which the 20 % largest are sent."""
+    """Return the weights and each rank's residual, by hand. Of a weighted mean's gradient 20 % are sent."""
     weight = one_layer().weight.detach().double().numpy()  # type: ignore[operator]
     residual = np.zeros((ranks, *weight.shape))
     for step in range(STEPS):
@@ -428,7 +428,7 @@ def test_the_figures_are_the_bytes_that_the_layers_make_and_the_error() -> None:
         out = 4 * sum(math.prod(matrices[f"{n}.out.weight"]) for n in (1, 2))
         ratios = {name: 0.5 if name.startswith("1.") else 0.1 for name in matrices if ".out." not in name}
         chosen = 8 * sum(math.ceil(ratio * math.prod(matrices[name])) for name, ratio in ratios.items())
-        assert found["topk"]["compression/sent_bytes"] == chosen + vectors + out
+        assert found["topk"]["compression/sent_bytes"] == chosen + vectors + out  # 8: a value and its place
         ranks = {name: 1 if name == "3.weight" else 2 for name in matrices}
         factors = 4 * sum(ranks[name] * sum(shape) for name, shape in matrices.items())
         assert found["powersgd"]["compression/sent_bytes"] == factors + vectors

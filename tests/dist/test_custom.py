@@ -1,4 +1,4 @@
-"""A step of one's own: gradients of one process, exact resumes, and the small GAN that shows it."""
+"""A user's own step: gradients of one process, exact resumes, and a small GAN."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def oracle(size: int) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for step in range(4):
         inputs, _ = global_batch(step, size)
+        # The decoder steps first, as in train_pair_step; the encoder then sees its new weights.
         sgd.zero_grad()
         ((decode(encode(inputs).detach()) - inputs).square().sum(1).mean()).backward()
         sgd.step()
@@ -186,7 +187,7 @@ def test_a_gans_figure_compares_normal_distributions_alike_on_any_number_of_rank
 
 
 def shift_along_axes(rows: Tensor) -> float:
-    """How far a shift by one in each pixel moves the mean, along the axes in which ``rows`` vary most."""
+    """Return how far a shift by one in each pixel moves the mean. Only the axes of greatest variance count."""
     _, axes = torch.linalg.eigh(torch.cov(rows.T))
     return float((torch.ones(64).double() @ axes[:, -custom.COMPONENTS :]).square().sum())
 

@@ -1,4 +1,4 @@
-"""nn.DataParallel as far as a processor shows it: one process, the names and steps of the plain model."""
+"""nn.DataParallel on a CPU: one process, with the plain model's names and steps."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ LOSS = """
 
 
 def fragments() -> dict[str, tuple[str, str, str]]:
-    """Of each: the script that it makes, the config's further keys, and a figure that the run has then."""
+    """Return for each fragment its script, further config keys, and a figure of its run."""
     readme, config = blocks("README.md", "python"), blocks("docs/config.md", "python")
     scores = textwrap.indent(blocks("docs/job.md", "python")[1], "    ")
     keys = textwrap.indent(f"\nconfig = run.config\n{config[1]}assert params.width == 256", "    ")

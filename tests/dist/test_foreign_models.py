@@ -1,4 +1,7 @@
-"""Models of others' making with every strategy: the steps of one process, or a refusal by name before the first one."""
+"""Foreign models with every strategy.
+
+Each takes the steps of one process, or is refused by name before the first step.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def values(state: Any) -> dict[str, Any]:
 
 
 def train(session: Session, pairs: list[tuple[str, str]]) -> list[str | tuple[list[float], dict[str, Any]]]:
-    """The words of a refusal, or losses and weights, of each."""
+    """Return for each pair the words of a refusal, or losses and weights."""
     found: list[str | tuple[list[float], dict[str, Any]]] = []
     for model, name in pairs:
         foreign, config = MODELS[model], STRATEGIES[name]
@@ -67,6 +70,7 @@ def train(session: Session, pairs: list[tuple[str, str]]) -> list[str | tuple[li
         try:
             make, optimizer = partial(made, foreign), OPTIMIZERS[foreign.optimizer]
             strategy.build(make, optimizer, of_pairs(copy.deepcopy(foreign.criterion)), batch(strategy.share, 0))
+        # Only the build may refuse: a step that fails is an error.
         except ConfigError as error:
             found.append(str(error))
         else:
@@ -111,7 +115,7 @@ def test_a_sample_of_models_trains_as_on_one_process_or_is_refused() -> None:
 
 
 def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
-    """A checkpoint of layers in parts, as the next two strategies read it; the first one's state, and theirs."""
+    """Save layers in parts, and let two other strategies go on from them. Return the state of all three."""
     checkpoints, found = CheckpointFolder(folder), list[Any]()
     for name in ("tensor", "tensor x shards", "ddp"):
         config = STRATEGIES[name]

@@ -1,4 +1,4 @@
-"""A rank that is forked finds what a fresh interpreter finds that has imported the same modules."""
+"""A forked rank sees the same as a fresh interpreter with the same imports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Site:
         return [event for event in happened if not isinstance(event, RanksFinished)]
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
-        """What happens to two ranks of `toolkit exec -- WORDS`; ``fresh`` has them start as fresh interpreters."""
+        """Run two ranks of `toolkit exec -- WORDS`, and return the events. ``fresh`` ranks are not forked."""
         foreign.write_command(self.run, words)
         command = [*MODULE, foreign.__name__, str(self.run.config)]
         changed = {"TOOLKIT_RUN_DIR": str(self.run.path), "OMP_NUM_THREADS": "3", **changed}
@@ -134,7 +134,7 @@ def test_what_ranks_import_is_there_in_later_attempts_and_in_the_next_job(site: 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One zygote for all scripts of this file, and a current folder that is not theirs."""
+    """Yield a site with one zygote for all scripts here. The current folder is not theirs."""
     site = Site(tmp_path_factory.mktemp("scripts"))
     (site.folder / "project" / "data").mkdir(parents=True)
     (site.folder / "project" / "data" / "words.txt").write_text("a file beside the script")
@@ -242,7 +242,7 @@ def test_an_option_that_a_fork_cannot_obey_is_obeyed(scripts: Site, options: lis
 
 
 def compare(site: Site, fresh: Path, forked: Path) -> None:
-    """What the probes of two ranks have written, of the first attempt into ``fresh``, of the second ``forked``."""
+    """Compare the probes of two ranks: attempt 1 wrote to ``fresh``, attempt 2 to ``forked``."""
     assert "forked from a process" in (site.run.logs / "agent-here.log").read_text()
     values = {
         folder.name: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What sharding is for, and what it alone could get wrong: memory, first values, stops, other ranks, refusals."""
+"""Memory under sharding, and its own risks: first values, stops, other ranks, refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def even_model() -> nn.Module:
 
 
 def bytes_held(session: Session, name: str) -> dict[str, int]:
-    """Of weights, gradients and moments of a step, as this rank has them when the optimizer takes its turn."""
+    """Return this rank's bytes of weights, gradients and moments, as the optimizer's step begins."""
     found: dict[str, int] = {}
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ def bytes_held(session: Session, name: str) -> dict[str, int]:
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             found["gradients"] = size_bytes(getattr(gradient, "_local_tensor", gradient) for gradient in gradients)
 
-        made.register_step_pre_hook(look)
+        made.register_step_pre_hook(look)  # all gradients are there, and none is freed yet
         return made
 
     strategy = build_strategy(StrategyConfig(name), session)
@@ -278,7 +278,7 @@ def test_an_evaluation_that_is_cut_on_one_rank_ends_on_all_and_counts_for_nothin
 
 
 def evaluate_between(session: Session, between: bool) -> list[dict[str, Tensor]]:
-    """The states of some steps; an evaluation leaves weights gathered, which the next step and a save must not see."""
+    """Return the states of some steps. Weights that an evaluation gathers must not reach a step or a save."""
     states = []
     strategy = built("zero", session, criterion=token_loss, accumulate=2)
     for step in range(3):

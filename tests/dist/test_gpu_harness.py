@@ -1,4 +1,7 @@
-"""What of `make gpu` runs on a CPU as well: its trainings, its race of the loops at a tiny size, and its record."""
+"""The parts of `make gpu` that run on a CPU.
+
+These are its trainings, its race of the loops at a tiny size, and its record.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 
 class WatchingAgent:
-    """An agent of another node, which starts ``note PID_FILE`` to look after the batch host, and its supervisor."""
+    """Another node's agent, which starts a command to watch the batch host, and its supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.note = folder / "watching"

@@ -1,4 +1,7 @@
-"""A classifier on JPEG files, killed in the middle of an epoch, ends bit for bit like an undisturbed one."""
+"""A classifier on JPEG files, killed in mid-epoch, ends like an undisturbed one.
+
+They agree bit for bit.
+"""
 
 from __future__ import annotations
 

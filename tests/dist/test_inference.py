@@ -1,4 +1,7 @@
-"""What `toolkit evaluate` finds on one process is what the ranks of a real run found; a program needs only torch."""
+"""`toolkit evaluate` on one process finds the figures of a real run's ranks.
+
+An exported program needs only torch.
+"""
 
 from __future__ import annotations
 

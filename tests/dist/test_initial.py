@@ -107,7 +107,7 @@ def train_frozen(session: Session, name: str) -> tuple[list[float], Weights]:
     "name", ["ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "powersgd"]
 )
 def test_frozen_parts_stay_and_the_others_train_as_on_one_process(name: str) -> None:
-    model = backbone_and_head()
+    model = backbone_and_head()  # trained on this process, as the oracle
     fresh = {key: value.clone() for key, value in model.state_dict().items()}
     model[:2].requires_grad_(False).eval()
     optimizer = OPTIMIZERS["sgd"](model)

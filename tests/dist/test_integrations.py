@@ -1,4 +1,7 @@
-"""Scripts of Lightning, transformers and accelerate stop together, come back, and end as undisturbed ones do."""
+"""Scripts of Lightning, transformers and accelerate stop together, and come back.
+
+They end as undisturbed ones.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +191,7 @@ def test_copies_in_memory_are_refused_since_they_lack_the_librarys_state(script:
 @pytest.mark.soak
 @pytest.mark.parametrize("library", PRELOAD)
 def test_wherever_a_script_is_hit_it_ends_bit_for_bit_as_an_undisturbed_one(script: Script) -> None:
-    """It stops after the step of a hit, or the next one: after the last step of an epoch, too, and after the first."""
+    """A run stops after the step of a hit or the next one. Some hits are at an epoch's last or first step."""
     assert script.attempt("whole") == [0, 0]
     hits = [
         (0, 1, "SIGUSR1", "step"),

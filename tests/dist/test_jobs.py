@@ -50,7 +50,7 @@ class Sentences:
 
 
 class Tied(nn.Module):
-    """Its head has the embedding's weights, one layer is frozen, and its outputs are a dictionary."""
+    """A model whose head shares the embedding's weights. One layer is frozen, and outputs are a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_optional_branches_train_on_request_as_with_gradients_of_zero(tmp_path: 
     for step in range(STEPS):
         numbers = torch.stack([torch.arange(2.0) + i for i in order.at(np.arange(step * 8, step * 8 + 8)).tolist()])
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)  # AdamW moves a branch without samples by its decay
         for shared in numbers.split(4):
             ((model(shared) - 1).square().sum() / BATCH).backward()
         optimizer.step()
@@ -352,7 +352,7 @@ def test_optional_branches_train_on_request_as_with_gradients_of_zero(tmp_path: 
 
 
 class Watched(Translate):
-    """Notes what it is told, and is done once the loss has not fallen by a thousandth for two evaluations."""
+    """Notes its calls. It is done once the loss has not fallen by a thousandth for two evaluations."""
 
     def setup(self) -> None:
         self.told: list[str] = []
@@ -375,7 +375,7 @@ class Watched(Translate):
 
 
 def watched(session: Session, run_dir: Path) -> tuple[list[str], int, list[str], int]:
-    """One run that is cut off after six steps, and goes on; it has 20 steps to make, an evaluation every two."""
+    """Cut a run off after 6 of its 20 steps, and let it go on. It evaluates every two steps."""
     config = config_of("ddp")
     short = replace(config, train=replace(config.train, max_steps=6))
     long = replace(config, train=replace(config.train, max_steps=20, epochs=99))

@@ -1,4 +1,7 @@
-"""The language model as users run it: killed and resumed bit for bit, exported, and loaded by transformers."""
+"""The language model as users run it: killed and resumed, exported, loaded by transformers.
+
+The resume is bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*words: str) -> None:
-    """In a process of its own, which ends before the supervisor that it has started on this machine."""
+    """Run `toolkit` in a process of its own. It ends before the supervisor that it starts here."""
     done = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

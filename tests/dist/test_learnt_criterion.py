@@ -1,4 +1,4 @@
-"""A criterion that learns: its parameters are trained and saved like the model's, or refused by name."""
+"""A learnt criterion: its parameters train and are saved like the model's, or are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 
 class Tempered(nn.Module):
-    """Cross entropy at a temperature that is learnt; a class weighs as many tokens as its number."""
+    """Cross entropy with a learnt temperature. A class weighs as many tokens as its number."""
 
     def __init__(self, *, weighs: bool, first: float = 0.5) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A worker of a parameter server is killed on this machine: the run goes on, and says so, until the last one dies."""
+"""A killed worker of a parameter server on this machine.
+
+The run goes on and reports the death, until the last worker dies.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_a_killed_worker_is_named_and_the_attempt_goes_on_until_the_last_one_die
         )
         assert "rank 1 died (killed by SIGKILL); the run went on without it" in shown.stdout
         reached(run, status.progress.step + 60)
-        os.kill(ranks(env)[2], signal.SIGKILL)
+        os.kill(ranks(env)[2], signal.SIGKILL)  # the last worker
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     first, second = run.attempts()

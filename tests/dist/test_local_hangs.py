@@ -1,4 +1,7 @@
-"""Ranks that hang, on this machine: the one that is behind is named, and the run completes as if nothing had been."""
+"""Ranks that hang, on this machine: the one that is behind is named.
+
+The run completes with the undisturbed result.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +101,7 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     assert ("in hang_for_ever" in why) == (story != "stopped")
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
     assert recorded(run, 0)["entries"]
+    # The story of the stopped rank has more steps than the undisturbed run.
     if kind != "none":
         assert run.result().metrics == undisturbed.metrics
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
@@ -153,6 +157,7 @@ def test_a_script_that_knows_nothing_of_us_and_is_silent_is_started_again(
     page = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
     assert f"rank 1 on {named.host}, attempt 1: {named.how}" in page
     assert "in hang_for_ever" in page
+    # The shell of the hung attempt must die as well, before it goes on to its next line.
     assert [path.name for path in tmp_path.glob("ended-*")] == (["ended-2"] if command[0] == "sh" else [])
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
 
@@ -169,13 +174,14 @@ ALIVE = {
 
 
 def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path) -> None:
-    """Each is watched as a run of its own, so that none hides another; until that which is silent was found."""
+    """Each is watched as a run of its own, so that none hides another. The watch ends with the silent one."""
     watches: dict[str, SilenceWatch] = {}
     processes = []
     try:
         for number, (name, code) in enumerate(ALIVE.items()):
             run = RunDir(tmp_path / str(number))
             run.path.mkdir()
+            # The watch finds the processes of a run by this variable.
             marked = {**os.environ, node_watch.MARK_VARIABLE: node_watch.mark(run, 1, 0)}
             argv = [
                 sys.executable,
@@ -210,7 +216,7 @@ def recorded(run: RunDir, rank: int) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp_path: Path) -> None:
-    """An evaluation and a save, each longer than the bound, on all ranks and on rank 0 alone."""
+    """An evaluation is longer than the bound on all ranks, a save on rank 0."""
     overrides = ["train.max_steps=10", "train.eval_every=10", "checkpoint.every_steps=10"]
     with start(env, tmp_path, "slow", *overrides, pause_s=TIMEOUT_S / 2 / 6) as process:
         out, _ = process.communicate(timeout=PATIENCE * 2 * END_S)

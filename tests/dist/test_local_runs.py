@@ -87,6 +87,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, 
     result = run.result()
     assert result is not None
     assert (result.state, result.attempts, result.step) == ("completed", 2, 2695)
+    # The killed attempt logged steps beyond its checkpoint, and the curve has none of them twice.
     steps = [json.loads(line)["step"] for line in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
 
@@ -120,6 +121,7 @@ def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(e
         timeout=PATIENCE * END_S,
     )
     assert resumed.returncode == 0, resumed.stderr
+    # The run's own config is that of the undisturbed one.
     subprocess.run(
         [*TOOLKIT, "submit", str(run.config), "--executor", "local", "--wait", "name=undisturbed"],
         cwd=ROOT,
@@ -167,6 +169,7 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
     (project / "jobs/__init__.py").touch()
     (project / "jobs/broken.py").write_text("def main(config):\n    raise ValueError('no such thing')\n")
     (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\nnotify: [sh, tell.sh]\n")
+    # The command gets the result on its standard input, and may ask for the cause itself.
     (project / "tell.sh").write_text(f'cat; {sys.executable} -m toolkit why "$TOOLKIT_RUN" > told\n')
     done = subprocess.run(
         [*TOOLKIT, "submit", "broken.yaml", "--executor", "local", "--wait"],
@@ -233,13 +236,13 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
 
 
 def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
-    """Exit code and output of a command that is read to the end of its pipe."""
+    """Return exit code and output of a command. It is read to the end of its pipe."""
     done = subprocess.run([*TOOLKIT, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
-    """The supervisor has not yet said which process it is when it is cancelled; the ranks need no torch."""
+    """The cancel may come before the supervisor has written down its pid. The ranks need no torch."""
     code, out = toolkit(env, "exec", "--executor", "local", "--", "sleep", "600")
     assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run goes on
     run = the_run(env)
@@ -267,6 +270,7 @@ def test_one_rank_alone_torchrun_and_torchs_minimal_environment_reach_the_same_l
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    # Only the variables that torch's documentation asks for, from no launcher.
     minimal = {**env, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     argv = [*TOOLKIT, *job, "name=minimal"]
     ranks = [subprocess.Popen(argv, cwd=ROOT, env={**minimal, "RANK": str(rank)}) for rank in range(2)]
@@ -286,6 +290,7 @@ def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> Non
 
 
 def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_why(env: dict[str, str]) -> None:
+    # Such a rate makes the loss infinite within a few steps.
     diverges = ["optim.lr=1e4", "optim.warmup_steps=0"]
     with start(env, *diverges, "train.log_every=5", "checkpoint.every_steps=4") as process:
         run = the_run(env)

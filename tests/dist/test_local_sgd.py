@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo against replicas simulated in one process; resumes inside a round and at its end; bytes."""
+"""Local SGD and DiLoCo against replicas in one process. Resumes inside a round and at its end; bytes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: list[tuple[LocalSgdConfig, str, Criterion, int, int, float | None]] = [
 def simulate(
     local: LocalSgdConfig, optimizer: str, criterion: Criterion, size: int, clip: float | None
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """The mean loss of each step and the mean weights after it, written as anyone would without ranks."""
+    """Return the mean loss of each step and the mean weights after it. The code is plain, without ranks."""
     models = [plain_model() for _ in range(WORLD)]
     steppers = [OPTIMIZERS[optimizer](model) for model in models]
     anchor = deepcopy(models[0])
@@ -344,7 +344,7 @@ def test_a_checkpoint_inside_a_round_has_the_mean_as_the_model(tmp_path: Path) -
 
 
 def run_ahead(session: Session, run_dir: Path) -> int:
-    """Rank 0 begins step 6 while rank 1 waits in step 1 for that, and then rank 2 asks for a stop."""
+    """Let rank 1 wait in step 1 until rank 0 begins step 6. Then rank 2 asks for a stop."""
     plain_at = Loader.at
 
     def at(self: Loader, step: int) -> Any:
@@ -358,7 +358,7 @@ def run_ahead(session: Session, run_dir: Path) -> int:
         return plain_at(self, step)
 
     Loader.at = at
-    config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=9))
+    config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=9))  # no rank waits before step 9
     quiet = replace(trainer.CONFIG, log_every=9, eval_every=9)
     with pytest.raises(StoppedError) as stopped:
         trainer.train(session, run_dir, quiet, name=config, checkpoint=CheckpointConfig(None))
@@ -375,7 +375,7 @@ def test_a_rank_far_ahead_of_the_others_stops_at_the_same_step_as_they(tmp_path:
 
 
 def train_digits(session: Session, path: str, overrides: list[str]) -> tuple[float, int]:
-    """The accuracy after all steps of a config, and the bytes that this rank gave to all-reduce."""
+    """Return a config's final accuracy, and the bytes that this rank gave to all-reduce."""
     config = load_config(path, overrides, site=False)
     prepare(config.train.seed)
     data = build_datasets(config.data)
@@ -398,7 +398,7 @@ def train_digits(session: Session, path: str, overrides: list[str]) -> tuple[flo
 
 
 def count_bytes() -> list[int]:
-    """The sizes of what is given to all-reduce from now on; DDP's buckets go through a hook that calls it, too."""
+    """Return a list that gets the bytes of every all-reduce from now on. A hook counts DDP's buckets, too."""
     sent: list[int] = []
     plain, wrap = dist.all_reduce, nn.parallel.DistributedDataParallel.__init__
 

@@ -1,6 +1,6 @@
-"""Ranks on two nodes, of which one is lost with all that it held in memory: the run goes on from memory, bit for bit.
+"""Ranks on two nodes, of which one is lost with its copies in memory.
 
-Both nodes are this machine: what makes them two is that each has an agent's files of its own.
+The run goes on from memory, bit for bit. Both nodes are this machine; each has an agent's files of its own.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_a_lost_nodes_place_is_taken_by_a_spare_that_goes_on_from_memory(
 
 
 def copied_after(session: Session, files: Sequence[str], run_dir: Path, every: int | str, free: Sequence[int]) -> Any:
-    """The steps after which this rank copies its state, with so much ``free`` memory, by rank; or its refusal."""
+    """Return the steps after which this rank copies its state, or its refusal. ``free`` is memory by rank."""
     sit(session, files)
     steps: list[int] = []
     plain_write = Memory.write

@@ -1,6 +1,7 @@
-"""A run that is killed again and again at random moments ends bit for bit like the one that nobody disturbed.
+"""A run that is killed again and again at random moments.
 
-CI makes a few kills with a fresh seed, which is printed; ``make soak`` makes 50 for each number of workers.
+It ends bit for bit like the undisturbed one. CI makes a few kills with a fresh seed, which is printed; ``make soak``
+makes 50 for each number of workers.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def train(session: Session, run: RunDir, attempt: int, steps: int, workers: int,
 
 
 def random_blow(dice: random.Random, newest: int, steps: int) -> dict[str, Any]:
-    """Within the steps after the newest checkpoint, some way into a step; one in five by the clock, mostly while the
-    ranks start."""
+    """Draw a kill within the steps after the newest checkpoint, some way into a step.
+
+    One in five comes by the clock instead, mostly while the ranks start.
+    """
     rank = dice.randrange(RANKS)
     if dice.random() < 0.2:
         return {"rank": rank, "after_s": dice.uniform(0.0, 1.0)}
@@ -118,7 +121,7 @@ def killed(folder: Path, kills: int, steps: int, workers: int) -> RunDir:
 def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_the_undisturbed_one(
     tmp_path: Path, kills: int, workers: int
 ) -> None:
-    """Weights, buffers and optimizer after every step that counts, the last checkpoint's bytes, and the curves."""
+    """Compare states after every step that counts, the last checkpoint's bytes, and the curves."""
     print(f"TOOLKIT_SEED={SEED}")
     steps = STEPS_PER_KILL * kills
     report = compare(

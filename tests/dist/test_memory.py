@@ -1,4 +1,7 @@
-"""Runs that keep their state in memory: killed in a step, they make only that step again, and every bit is the same."""
+"""Runs that keep their state in memory.
+
+Killed in a step, they repeat only that step, and every bit is the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids of ranks: layers that ranks compute together, sharded copies, and what these alone could get wrong."""
+"""Grids of ranks: layers that ranks compute together, sharded copies, and their own risks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def grouped_llama() -> nn.Module:
 
 
 def windows(step: int) -> tuple[Tensor, Tensor]:
-    """Windows of two documents each, which begin at other places in each window; some targets do not count."""
+    """Return windows of two documents each, which begin at differing places. Some targets do not count."""
     draw = torch.Generator().manual_seed(step)
     tokens, targets = torch.randint(256, (2, WINDOWS, LENGTH), generator=draw)
     starts = 2 + torch.arange(WINDOWS)[:, None] % 5
@@ -74,7 +74,7 @@ def share_of_windows(share: Share, step: int) -> Batch:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """An epsilon that keeps it from blowing up the rounding of gradients of zero (a key's bias has no other)."""
+    """Return AdamW with a large epsilon. A smaller one would amplify the rounding of a key bias's zero gradient."""
     return torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, eps=1e-3)
 
 
@@ -174,7 +174,7 @@ def test_after_the_first_step_every_group_of_a_mesh_has_the_time_limit_of_steps(
 
 
 def bytes_held(session: Session, configs: list[StrategyConfig]) -> list[tuple[int, int, int]]:
-    """Of weights, gradients and moments of a step, as this rank has them when the optimizer takes its turn."""
+    """Return this rank's bytes of weights, gradients and moments, as the optimizer's step begins."""
     found = []
     for config in configs:
         gradients: list[int] = []
@@ -186,7 +186,7 @@ def bytes_held(session: Session, configs: list[StrategyConfig]) -> list[tuple[in
                 grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
                 gradients.append(size_bytes(getattr(gradient, "_local_tensor", gradient) for gradient in grads))
 
-            made.register_step_pre_hook(look)
+            made.register_step_pre_hook(look)  # all gradients are there, and none is freed yet
             return made
 
         strategy = build_strategy(config, session)
@@ -268,7 +268,7 @@ def test_copied_shards_are_written_by_one_rank_and_the_files_hold_the_model_once
 
 
 def trained_by(session: Session, config: StrategyConfig, memory: int) -> tuple[str, dict[str, Tensor]]:
-    """The layout that is taken where ranks have so much memory, rank 0 ten times as much; what comes of some steps."""
+    """Return the layout chosen for ``memory`` bytes a rank, and the state after steps. Rank 0 has ten times as much."""
     auto.memory_bytes = lambda *_: memory * (1 if session.rank else 10)
     strategy = build_strategy(config, session)
     strategy.build(even_model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))

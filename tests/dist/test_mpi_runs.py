@@ -1,4 +1,4 @@
-"""Real runs with `dist.backend: mpi`, started by mpirun: beside gloo, killed and continued, and wrongly started."""
+"""Real runs with `dist.backend: mpi`: beside gloo, killed and continued, and wrongly started."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_no_rank_sends_before_the_last_one_has_opened_mpi() -> None:
-    """A message that comes while a rank opens Open MPI crashes it; what else happens there leaves no time to see it."""
+    """A message that arrives while a rank opens Open MPI crashes it. A real start has too short a window to test."""
     from toolkit.ranks.mpi.opening import await_all
 
     store, size = HashStore(), 4

@@ -1,4 +1,4 @@
-"""A loss that is not finite: when the attempt ends, what it says, and which checkpoints stay."""
+"""A loss that is not finite: the attempt's end and message, and the checkpoints kept."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ OTHERS = ("fsdp", "pipeline")
 
 
 def bursting() -> nn.Module:
-    """Its gradient is not finite in step 5, though all outputs are; the first pass is that of priming."""
-    model, passes = trainer.plain_model(), itertools.count(-1)
+    """Return a model whose outputs are finite, but not its gradient in step 5."""
+    model, passes = trainer.plain_model(), itertools.count(-1)  # the first pass is that of priming
     model.get_parameter("1.weight").register_hook(
         lambda gradient: gradient * torch.inf if next(passes) == 5 else gradient
     )
@@ -70,7 +70,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 def saved(run_dir: Path) -> dict[int, bool]:
-    """The steps of the checkpoints, newest first, and whether their weights are finite, as they say and as they are."""
+    """Return for each checkpoint's step, newest first, whether its manifest calls its weights finite."""
     checkpoints, found = CheckpointFolder(run_dir / "checkpoints"), {}
     for path in checkpoints.list():
         manifest = checkpoints.verify(path)

@@ -1,4 +1,4 @@
-"""What a user asks of ranks while they run, on this machine: their stacks, other values, a profile."""
+"""Requests to running ranks, on this machine: their stacks, other values, a profile."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def test_stacks_show_what_each_rank_of_a_deadlock_does_and_disturb_none(env: dic
     assert process.returncode == 0, out
     first, _ = run.attempts()
     assert (first.cause, first.first_failure and first.first_failure.rank) == ("hang", rank)
+    # A run that has ended has no process to ask.
     done = ask(env, "stacks", run.id)
     assert (done.returncode, done.stdout) == (2, "")
     assert "has ended (completed)" in done.stderr
@@ -89,7 +90,7 @@ def rates(run: RunDir) -> dict[int, float]:
 
 
 def test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit(env: dict[str, str], tmp_path: Path) -> None:
-    """The oracle is a run that is not disturbed and has the same history from its start."""
+    """The oracle is an undisturbed run with the same history of values from its start."""
     with start(env, *LONG) as process:
         run = the_run(env)
         reached(run, 100)

@@ -1,4 +1,7 @@
-"""Each optimizer of the config, with groups, takes the steps of torch's own classes in a loop on one process."""
+"""Each optimizer of the config, with groups, beside torch's own classes.
+
+Both take the same steps; torch's run in a loop on one process.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ CONFIGS = {
 
 
 def by_hand(name: str, model: nn.Module) -> list[Optimizer]:
-    """What ``CONFIGS[name]`` means, written with torch's classes and the parameters picked one by one."""
+    """Return ``CONFIGS[name]`` in torch's classes, with parameters picked one by one."""
     named = dict(model.named_parameters())
     if name == "nesterov":
         return [SGD(named.values(), LR, 0.8, nesterov=True, weight_decay=0.1)]
@@ -61,6 +64,7 @@ def by_hand(name: str, model: nn.Module) -> list[Optimizer]:
         {"params": [named[f"{HEAD}.weight"]], "lr": 0.5 * LR},
         {"params": [named["1.weight"]], "weight_decay": 0.0 if name == "groups" else decay},
     ]
+    # Muon takes matrices only; the other groups stay with AdamW.
     if name == "muon":
         muon = Muon(matrices, LR, decay, 0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
         return [muon, AdamW(split, LR, weight_decay=decay)]
@@ -121,7 +125,7 @@ def test_every_optimizer_takes_the_steps_of_torchs_own_classes_on_one_process(st
 
 
 def leave_out(session: Session) -> list[str]:
-    """What a step with a NaN on one rank has changed, the first one and one after others."""
+    """Return ``STEP NAME`` for each value that a step changed. In steps 0 and 2 one rank has a NaN."""
     made = built(session, "fsdp", CONFIGS["muon"], skip_bad_steps=True)
     changed: list[str] = []
     for step in range(3):

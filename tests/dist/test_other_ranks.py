@@ -1,4 +1,7 @@
-"""A run that ends within an epoch on 4 ranks, and again on 2, goes on with 3: as if nobody had disturbed it."""
+"""A run that goes on with another number of ranks.
+
+It ends within an epoch on 4 ranks, and again on 2, and goes on with 3 as if it had been undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ def train(
 
 
 def together(ranks: list[Seen]) -> dict[int, list[Any]]:
-    """The global batches of an attempt, by position; every rank must have done the same steps."""
+    """Return the global batches of an attempt, by step. All ranks must have made the same steps."""
     (steps,) = {tuple(seen) for seen in ranks}
     return {step: sorted(row for seen in ranks for row in seen[step]) for step in steps}
 
@@ -129,7 +132,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]
 
 
 def go_through(run_dir: Path, end: str, *more: Any) -> tuple[list[int], dict[int, list[Any]]]:
-    """Three attempts of 4, 2 and 3 ranks: the step that each began with, and the batches of the steps that count."""
+    """Make three attempts of 4, 2 and 3 ranks. Return their first steps, and the batches of the steps that count."""
     counts: dict[int, list[Any]] = {}
     starts = []
     for attempt, (ranks, how, in_step) in enumerate([(4, end, 6), (2, "dies", 11), (3, None, 0)], 1):

@@ -1,7 +1,7 @@
-"""fp16 and bf16 sent by DDP's hooks, as over NCCL: beside the same sent after the backward pass, bit for bit.
+"""fp16 and bf16 sent by DDP's hooks, beside a send after the backward pass.
 
-There is no NCCL here. The hooks are the same over gloo, where each call waits. What they enqueue on which stream of a
-GPU is noted with stand-ins for torch.cuda's streams.
+Both give the same bits. The hooks are those for NCCL, which is not here: over gloo each call waits. Stand-ins for
+torch.cuda's streams note the calls that the hooks enqueue on each stream of a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def as_over_nccl(group: Any = None) -> str:
 def both(
     session: Session, kind: str, train: TrainConfig, criterion: Any, model: Any
 ) -> tuple[list[Tensor], list[Tensor], dict[str, float], list[int]]:
-    """Return the weights by both ways, the hooks' figures, and the buckets that the hooks have sent."""
+    """Return the weights of both ways, the hooks' figures, and the buckets they sent."""
     config = StrategyConfig("ddp", compression=kind)
     late = trained(session, config, train, criterion, model)
     assert isinstance(late._layout, Compressed)  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_bf16_has_the_bits_that_it_has_when_sent_after_the_backward_pass(train: 
 
 @pytest.mark.parametrize(("kind", "criterion"), [("fp16", cross_entropy), ("bf16", token_loss)])
 def test_other_blocks_and_later_weights_change_only_the_rounding(kind: str, criterion: Any) -> None:
-    """fp16's blocks of 256 values lie otherwise in DDP's buckets; a weighted loss is weighed after it was sent."""
+    """In DDP's buckets fp16's blocks of 256 values are cut differently. A weighted loss is weighed after the send."""
     for late, early, *_ in run_ranks(3, both, kind, TrainConfig(), criterion, plain_model):
         for one, other in zip(late, early, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)

@@ -1,4 +1,7 @@
-"""A job of one's own by its path, with keys of its own: two ranks on this machine, from submit to TensorBoard."""
+"""A user's own job by its path, with own keys, from submit to TensorBoard.
+
+It runs two ranks on this machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of one's own (``toolkit.start``) trains as the same loop without us, and goes on bit for bit."""
+"""A user's own loop (``toolkit.start``) trains as without us. It goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Kind = Callable[[TrainingRun], Iterator[None]]
 
 
 def ddp(run: TrainingRun) -> Iterator[None]:
-    """Nested epochs over a DataLoader, with a scheduler by the epoch, an average, and what each rank counts."""
+    """Nested epochs over a DataLoader, with an epoch scheduler, an average, and each rank's counts."""
     model = DistributedDataParallel(net())
     optimizer = AdamW(model.parameters(), lr=0.01)
     warm, rest = LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 5)
@@ -94,7 +94,7 @@ def ddp(run: TrainingRun) -> Iterator[None]:
 
 
 class Smoothness(Metric):
-    """The mean of the batches' own values, weighed by the number of updates where a batch is added by ``forward``."""
+    """The mean of the batches' own values. ``forward`` weighs it by the number of updates."""
 
     full_state_update = False
 
@@ -110,7 +110,7 @@ class Smoothness(Metric):
 
 
 def metrics(run: TrainingRun) -> Iterator[None]:
-    """torchmetrics over many batches: counts that two share, a list of all scores, and a mean over updates."""
+    """torchmetrics over many batches: shared counts, a list of scores, and a mean over updates."""
     model = DistributedDataParallel(net())
     optimizer = SGD(model.parameters(), 0.01)
     counts = MetricCollection({"accuracy": BinaryAccuracy(), "recall": BinaryRecall()})
@@ -172,7 +172,7 @@ def gan(run: TrainingRun) -> Iterator[None]:
 
 
 class Endless(IterableDataset):  # type: ignore[type-arg]
-    """A stream whose length nobody knows: 9 batches of one sample and noise, in each epoch."""
+    """A stream without a length: 9 batches of one sample and noise, in each epoch."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.rand(8) + number for number in range(9))
@@ -193,7 +193,7 @@ def stream(run: TrainingRun) -> Iterator[None]:
 
 
 def stateful(run: TrainingRun) -> Iterator[None]:
-    """torchdata's loader, which goes to its place at once, in an order that each epoch draws anew."""
+    """torchdata's loader, which goes to its place at once. Each epoch draws its order anew."""
     model = DistributedDataParallel(net())
     optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
     loader = StatefulDataLoader(dataset(), 6, shuffle=True, drop_last=True)
@@ -219,7 +219,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
 
 
 def made(session: Session, kind: str, folder: Path, stops: Iterable[int | None]) -> dict[str, Tensor]:
-    """Train in several attempts: each but the last is given up after so many steps, as a killed one is."""
+    """Train in an attempt for each of ``stops``. A number of steps ends it as a kill would; None is the end."""
     for stop in stops:
         run = begun(session, folder)
         for steps, _ in enumerate(KINDS[kind][0](run), 1):
@@ -262,14 +262,14 @@ def test_where_the_newest_checkpoint_is_damaged_it_goes_on_from_the_one_before(k
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """By step, what the loop itself gave to ``run.log``; times and rates are no two runs' own."""
+    """Return the loop's own figures of ``run.log`` by step. Times and rates would differ between runs."""
     lines = [json.loads(line) for line in (folder / "tensorboard/metrics.jsonl").read_text().splitlines()]
     names = {"step", *(f"train/{name}" for name in ("loss", "lr", "area", "smoothness", "accuracy", "recall"))}
     return [{name: line[name] for name in names & {*line}} for line in lines if "train/loss" in line]
 
 
 def without_us(session: Session) -> dict[str, Tensor]:
-    """What the loop in ``ddp`` is without any of our calls; the dropout masks are set to ours."""
+    """Train as in ``ddp`` without any of our calls. The dropout masks are set to ours."""
     prepare(3)
     model = DistributedDataParallel(net())
     optimizer = AdamW(model.parameters(), lr=0.01)
@@ -280,7 +280,7 @@ def without_us(session: Session) -> dict[str, Tensor]:
     for epoch in range(5):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset(), 6, sampler=sampler):
-            reseed(3, next(step), session.rank)
+            reseed(3, next(step), session.rank)  # the seed that we give each step
             loss = cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -335,7 +335,7 @@ class Odd:
 
 
 def refuse(session: Session, folder: Path) -> list[str]:
-    """What each wrong call says."""
+    """Return the message of each wrong call."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def fails(call: Callable[[TrainingRun], Any]) -> str:

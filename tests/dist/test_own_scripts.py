@@ -1,4 +1,7 @@
-"""Loops as PyTorch's own pages show them, brought to toolkit.start() by at most ten lines, stop and come back."""
+"""Loops as PyTorch's own pages show them stop and come back.
+
+At most ten changed lines bring them to toolkit.start().
+"""
 
 from __future__ import annotations
 

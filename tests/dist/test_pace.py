@@ -1,4 +1,7 @@
-"""Own step times on real ranks: one has a slow forward pass, all the others wait for it, and it is it that is named."""
+"""Own step times on real ranks: the rank with a slow forward pass is named.
+
+All other ranks wait for it in each step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter server alone can get wrong: cut weights, tickets out of order, dead workers at every point."""
+"""Risks of a parameter server: cut weights, tickets out of order, workers dead anywhere."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_run_without_its_dead_workers_has_the_bits_of_the_run_with_all(
 
 
 def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_path: Path) -> None:
-    """Two pushes a step: with the seventh header it dies over server 0, with the eighth over server 1."""
+    """A step has two pushes. At the seventh header the worker dies over server 0, at the eighth over server 1."""
     from tests.dist.test_trainer import plain_model as plain
 
     whole, section = tmp_path / "whole", config(servers=2)
@@ -282,7 +282,7 @@ def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_pa
 
 
 def be_slow(_: int) -> None:
-    """A server that gives the others time for a step between its gradients and its weights."""
+    """Be a server with a pause between gradients and weights. Others make a step meanwhile."""
     plain_send = Mail.send
 
     def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
@@ -294,7 +294,7 @@ def be_slow(_: int) -> None:
 
 
 def test_a_dead_workers_share_is_computed_with_the_weights_of_both_servers(tmp_path: Path) -> None:
-    """The other server is a step ahead, and asks for a share of it while the slow one's weights are missing."""
+    """The other server is a step ahead. It asks for a share of it while the slow one's weights are missing."""
     from tests.dist.test_trainer import plain_model as plain
 
     section, deaths = config(servers=2), {0: (be_slow, 0), 3: (die_before_a_step, 4)}
@@ -305,7 +305,7 @@ def test_a_dead_workers_share_is_computed_with_the_weights_of_both_servers(tmp_p
 
 
 def stop_after_a_death(session: Session, run_dir: Path) -> int:
-    """Rank 2 dies, then rank 1 wants all to stop, so the agreement has to do without it."""
+    """Rank 2 dies, then rank 1 asks all to stop. The agreement has to do without rank 2."""
     if session.rank == 2:
         die_before_a_step(3)
     plain_at = Loader.at
@@ -349,9 +349,9 @@ def test_ddp_and_a_parameter_server_go_on_from_each_others_checkpoints(tmp_path:
 
 
 def run_ahead(session: Session, section: StrategyConfig, until: int) -> list[int]:
-    """Worker 1 does nothing before worker 2 has begun ticket ``until``; how far worker 2 was ahead at each beginning.
+    """Return by how many tickets worker 2 was ahead at each of its beginnings.
 
-    Worker 1 counts a ticket before it pushes it, so the servers never know of more than is counted."""
+    Worker 1 waits for ticket ``until`` of worker 2. It counts each ticket first: servers know of no uncounted one."""
     strategy = build_strategy(section, session)
     strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
     leads = []
@@ -394,7 +394,7 @@ def test_an_asynchronous_run_of_one_worker_takes_the_steps_of_one_process(optimi
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_asynchronous_training_learns_and_loses_no_ticket_to_a_death_or_a_resume(tmp_path: Path, mode: str) -> None:
-    """Digits are classified as well as with ddp; each ticket of each step is applied once, whoever computes it."""
+    """Digits are classified as well as with ddp. Each ticket of each step is applied once, by any worker."""
     section = config(mode=mode, staleness=3)
     first = run_ranks(4, learn, tmp_path, section, 60, {}, limit_s=120)
     assert first[0].metrics["eval/accuracy"] > 0.85

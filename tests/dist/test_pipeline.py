@@ -111,7 +111,7 @@ class Mask(nn.Module):
 
 
 def draw(session: Session, schedule: str) -> dict[int, list[tuple[float, ...]]]:
-    """The masks of two steps, by the number of the layer, first those of the one step and then of the other."""
+    """Return the masks of two steps by the layer's number, the first step's first."""
     masks: list[Mask] = []
 
     def model() -> nn.Module:
@@ -124,7 +124,7 @@ def draw(session: Session, schedule: str) -> dict[int, list[tuple[float, ...]]]:
     strategy = make(session, config, model, size=8)
     held = [number for number, mask in enumerate(masks) if f"weights/{number}.weight" in strategy.live()]
     for mask in masks:
-        mask.drawn.clear()
+        mask.drawn.clear()  # those of priming
     for step in (7, 8):
         reseed(3, step, strategy.share.index)
         strategy.step(part(strategy.share, 0, 8), 0.0)
@@ -236,6 +236,7 @@ def test_a_checkpoint_has_each_tensor_once_and_fills_replicas_and_other_strategi
     records = manifest.read(folder).tensors
     assert records.keys() == saved.keys()
     assert all(sum(1 for each in record.parts if each.size_bytes) == 1 for record in records.values())
+    # Of two replicas of a stage only one writes it.
     assert {each.file for record in records.values() for each in record.parts if each.size_bytes} == {
         manifest.file_name(0),
         manifest.file_name(2),

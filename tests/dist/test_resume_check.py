@@ -1,4 +1,7 @@
-"""`toolkit resume-check` says IDENTICAL where it is, and with each cure switched off finds what it was good for."""
+"""`toolkit resume-check` says IDENTICAL only if it is true.
+
+With each cure switched off it finds the difference that the cure prevents.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def plain_model() -> nn.Module:
 
 
 def from_its_own_start(plain_at: Callable[[Loader, int], Any]) -> Callable[[Loader, int], Any]:
-    """A loader that does not know where it was: it counts the batches that it has given since it was made."""
+    """Return a loader's ``at`` that ignores the step. It counts the batches since the loader was made."""
     given: dict[int, int] = {}
 
     def at(self: Loader, step: int) -> Any:
@@ -106,7 +109,7 @@ def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | 
 
 
 def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: bool, small: bool) -> Any:
-    """One attempt; with ``dies`` rank 1 loses its data in step ``DIES_IN``, and nothing is saved on the way out."""
+    """Make one attempt. With ``dies`` rank 1 loses its data in step ``DIES_IN``, and nothing is saved at the end."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
     if off is not None:
         CURES[off][0]()

@@ -1,4 +1,4 @@
-"""Steps left out as the loop sees them: the receipt, the way back to a checkpoint, kills on it, when it gives up."""
+"""Skipped steps in the loop: receipt, rollback to a checkpoint, kills, and giving up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRUNING = replace(ROLLING, pruning=PruningConfig(0.5, start_step=2, end_step=9, 
 
 @contextmanager
 def spoilt(bad: Iterable[int], dies_at: int | None = None) -> Iterator[None]:
-    """On the last share a NaN in the batches of the steps ``bad``; on all the disk fails in step ``dies_at``."""
+    """Put a NaN into the last share's batches of the steps ``bad``. All ranks' disks fail in step ``dies_at``."""
     plain_at, bad = Loader.at, set(bad)
 
     def at(self: Loader, step: int) -> Any:

@@ -1,4 +1,7 @@
-"""What a run leaves where others may look: secrets are planted, and every file, command line and variable searched."""
+"""Traces of a run's secrets where others may look.
+
+Secrets are planted, and every file, command line and variable is searched.
+"""
 
 from __future__ import annotations
 

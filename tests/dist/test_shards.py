@@ -1,6 +1,7 @@
-"""Parquet as Spark writes it, four ranks that train on it, a killed rank, and three that go on: every sample once.
+"""Training on Parquet as Spark writes it: every sample once.
 
-Spark itself writes the files where pyspark and Java are installed; else pyarrow writes the same folders.
+Four ranks train, one is killed, and three go on. Spark itself writes the files where pyspark and Java are installed;
+else pyarrow writes the same folders.
 """
 
 from __future__ import annotations

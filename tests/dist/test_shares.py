@@ -75,7 +75,7 @@ def nothing(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float]:
 def train(
     session: Session, run_dir: Path, steps: int, data: DataConfig = AUTO, seconds: Any = SECONDS, dataset: Any = Images
 ) -> tuple[list[int], dict[str, Tensor], list[list[int]]]:
-    """How many samples this rank had in each step, the weights at the end, and which samples they were."""
+    """Return this rank's sample counts by step, its final state, and its samples."""
     session = in_run(session, run_dir)
     config = TrainConfig(epochs=100, max_steps=steps, seed=3, log_every=2, accumulate=2)
     prepare(config.seed)
@@ -83,6 +83,7 @@ def train(
     loader = build_loader(dataset(), data, strategy.share, seed=3)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    # Own times made of the samples alone let the test know how shares must move.
     clock = TimedBySamples(seconds[session.rank]) if seconds else None
     strategy.own_time = clock or strategy.own_time
     counts, seen, plain_at = list[int](), list[list[int]](), loader.at

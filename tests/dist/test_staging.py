@@ -1,4 +1,7 @@
-"""Ranks on this machine that run from a copy of their environment, and without one where it is damaged."""
+"""Ranks on this machine that run from a copy of their environment.
+
+Where the copy is damaged they run without it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ print(json.dumps({"marker": marker.__file__, "prefix": sys.prefix, "data": str(t
 
 
 def small_environment(prefix: Path) -> Path:
-    """Make one with a module of its own; all others come from the environment of the tests. Return its Python."""
+    """Make an environment with a module of its own, and return its Python. Others come from the tests' own."""
     venv.create(prefix, symlinks=True, with_pip=False)
     site = next(prefix.glob("lib/*/site-packages"))
     (site / "marker.py").write_text("")

@@ -1,4 +1,4 @@
-"""What happens between gradients and weights, beside torch's own: clipping, steps left out, fp16, averages, pruning."""
+"""The update of weights, beside torch's own: clipping, skipped steps, fp16, averages, pruning."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def tensors(strategy: Strategy) -> dict[str, Tensor]:
-    """Return a copy on the CPU of the state, as far as it is tensors; of sharded ones the whole."""
+    """Return the tensors of the state as copies on the CPU. Sharded ones are whole."""
     entries = {name: entry for name, entry in strategy.state().items() if isinstance(entry.value, Tensor)}
     return {name: whole(entry).clone().cpu() for name, entry in entries.items()}
 
@@ -140,7 +140,7 @@ def test_clipping_is_torchs_on_one_process_however_gradients_lie_and_shares_diff
 
 
 def norm_on_a_mesh(session: Session) -> tuple[float, float, float]:
-    """Of tensors that a mesh of 2 x 2 ranks cuts in every way; two sizes divide by nothing."""
+    """Return norms of tensors. A mesh of 2 x 2 ranks cuts them in every way, and their sizes are odd."""
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(2)
     wholes = [torch.randn(5, 7) for _ in range(5)]
@@ -168,7 +168,7 @@ BAD = {0: NOT_FINITE, 5: NOT_FINITE, 25: SPIKE}
 
 
 def spoil(share: int, step: int, batch: Batch) -> Batch:
-    """On one rank alone: a NaN in steps 0 and 5, and a loss a thousand times too large in step 25."""
+    """Spoil one rank's batch. It is not finite in steps 0 and 5, and a thousand times too large in step 25."""
     factor = {0: torch.nan, 5: torch.inf, 25: 1e3}.get(step, 1.0)
     return Batch((batch.inputs * (factor if share == 1 else 1.0), batch.targets), batch.positions, batch.global_count)
 

@@ -1,4 +1,7 @@
-"""Clipping, steps left out, averages and pruning where a rank has some layers of a model, or some of a layer."""
+"""Clipping, skipped steps, averages and pruning where a rank has a part of a model.
+
+It has some layers, or some of a layer.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ def test_clipping_is_torchs_on_one_process_though_no_rank_has_the_whole_gradient
 
 
 def left_out(session: Session, config: StrategyConfig) -> Any:
-    """On the samples of one share only: a NaN in steps 0 and 5, and a loss a thousand times too large in step 25."""
+    """Spoil one share in steps 0, 5 and 25, as ``spoil`` does. Return verdicts, changes and the state."""
     options: dict[str, Any] = {"skip_bad_steps": True, "spike_factor": 10.0, "ema_decay": DECAY}
     strategy = built(config, session, "adamw", layered_model, **options)
     is_last = strategy.share.index == strategy.share.count - 1
@@ -194,7 +197,7 @@ ALL = {
 
 
 def resumed(session: Session, config: StrategyConfig, options: dict[str, Any] = ALL) -> list[str]:
-    """Names of what differs after six steps, the last three of which another object made that was filled between."""
+    """Return the names that differ after six steps. After three, a second object was filled and went on."""
     first, second = (built(config, session, "adamw", layered_model, **options) for _ in range(2))
     train(first, range(3))
     start = tensors(first)

@@ -1,4 +1,4 @@
-"""The gate over torch's TCPStore, each thread on a connection of its own, as in production."""
+"""The gate over torch's TCPStore, with a connection for each thread, as in production."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_transport_does_what_the_gate_is_promised(store: TCPStore) -> None:
 
 
 def test_ranks_stop_together_over_many_rounds(store: TCPStore) -> None:
-    """Four ranks at speeds of their own; saves and at last a stop, asked for on any of them and from outside."""
+    """Four ranks have speeds of their own. Any of them asks for saves, and the supervisor at last for a stop."""
     gates = [Gate(rank, 4, connector(store)) for rank in range(4)]
     agreed: list[list[tuple[str, int]]] = [[] for _ in gates]
 
@@ -69,6 +69,7 @@ def test_ranks_stop_together_over_many_rounds(store: TCPStore) -> None:
     def ask() -> None:
         for i in range(10):
             gates[i % 4].request("save")
+            # Two requests before a save is handed out would count as one.
             wait_for(partial(all_agreed_on, i + 1), LIMIT_S, "a save on all ranks")
         propose(StoreTransport(store.clone()), 4, STOP, by="the supervisor")
 
@@ -100,7 +101,7 @@ def test_losing_the_store_ends_the_run_with_an_error() -> None:
 
 
 def stop_by_signal(session: Session) -> tuple[str | None, int]:
-    """Trains in lock step, by a real collective, until rank 1 signals itself in step 5."""
+    """Train in lock step by a collective, until rank 1 signals itself in step 5."""
     import torch
 
     gate = Gate(session.rank, session.world_size, connector(session.store), prefix="test/stop")

@@ -1,4 +1,4 @@
-"""The store host as the supervisor starts it: the connections that it bears, and how many a rank has."""
+"""The store host as the supervisor starts it: its connections, and those of a rank."""
 
 from __future__ import annotations
 

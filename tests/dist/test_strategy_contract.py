@@ -1,4 +1,7 @@
-"""The contract of every strategy: the steps of one process, exact resume, exact evaluation, equal first values."""
+"""The contract of every strategy.
+
+It is the steps of one process, exact resume, exact evaluation, and equal first values.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ def test_what_gloo_cannot_carry_between_gpus_is_refused(name: str) -> None:
 def continue_training(
     session: Session, name: str, starts: list[dict[str, Tensor]] | None, first: int, last: int
 ) -> list[dict[str, Tensor]]:
-    """Steps ``first`` to ``last`` - 1, from this rank's of ``starts`` or the beginning; the state after each."""
+    """Make steps ``first`` to ``last`` - 1, from this rank's start, if any. Return the state after each."""
     strategy = built(name, session, noisy_model, size=25, accumulate=2)
     live = strategy.state()
     if starts is not None:
@@ -230,7 +233,7 @@ class RandomFeatures(nn.Module):
 
 
 def drawn_model(seed: int) -> nn.Module:
-    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    """Return a model with values from an own generator. A job need not seed it alike on all ranks."""
     draw = torch.Generator().manual_seed(seed)
     model = nn.Sequential(RandomFeatures(draw), *(nn.Linear(8, n, bias=False) for n in (8, 8, CLASSES)))
     for parameter in model.parameters():

@@ -1,4 +1,7 @@
-"""A training on streams that is killed ends like the undisturbed one; another number of ranks is refused."""
+"""A killed training on streams ends like the undisturbed one.
+
+Another number of ranks is refused.
+"""
 
 from __future__ import annotations
 

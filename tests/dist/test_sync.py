@@ -29,7 +29,7 @@ OVERRIDES = ["train.epochs=40", "train.log_every=5", "checkpoint.every_steps=40"
 def test_after_five_kills_the_copy_equals_the_file_point_by_point(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake tracker refuses a step that is not new, as wandb does, and is away in the middle of some batches."""
+    """The fake tracker refuses a step that is not new, as wandb does. It fails in the middle of some batches."""
     server: dict[str, dict[tuple[int, str], float]] = {}
     trackers: list[FakeTracker] = []
     outcome: list[Any] = []

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run that was killed five times, by each of its own readers."""
+"""A run that was killed five times, as each reader of TensorBoard shows it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Points = Mapping[str, list[tuple[int, float]]]
 
 
 def attempt(session: Session, run_dir: Path, number: int, kill_after: int | None) -> None:
-    """One attempt of the real trainer; all its ranks get a SIGKILL in the middle of a step."""
+    """Make one attempt of the real trainer. All its ranks get a SIGKILL in mid-step."""
     plain_sink, plain_at = sinks.TensorBoardSink, Loader.at
 
     def with_clock(folder: Path, purge_step: int) -> sinks.TensorBoardSink:
@@ -73,6 +73,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     assert LONGER.epochs * 50 // BATCH == STEPS
     for number, kill in enumerate(KILLS, 1):
         first = newest_step(run.checkpoints) or 0
+        # All ranks kill themselves, so none can return a result.
         with pytest.raises(AssertionError, match="ended without an answer"):
             run_ranks(2, attempt, run.path, number, kill)
         times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}

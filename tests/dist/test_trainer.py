@@ -174,7 +174,7 @@ def stop_in_evaluation(
     judge: Any = judge,
     hooks: Hooks | None = None,
 ) -> int:
-    """Rank 1 alone is signalled, in the ``number``-th evaluation; returns the step at which this rank stopped."""
+    """Signal rank 1 alone, in the ``number``-th evaluation. Return the step at which this rank stopped."""
     calls = 0
 
     def judge_and_stop(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
@@ -185,7 +185,7 @@ def stop_in_evaluation(
                 session.gate.request(STOP)
             wait_for(is_cut, 20, "the stop to be seen in the evaluation")
             if judge is judge_by_a_draw:
-                return None
+                return None  # it was cut; the real judge sees that by itself
         return judge(strategy, is_cut)
 
     with pytest.raises(StoppedError) as stopped:
@@ -243,7 +243,7 @@ def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any
 
 
 def stop_at(session: Session, run_dir: Path, step: int, name: str | StrategyConfig = "ddp") -> int:
-    """Every rank is signalled, before it starts its ``step``-th step, at its own time and twice."""
+    """Signal every rank twice, before it starts its ``step``-th step, at its own time."""
     plain_at, signalled_at = Loader.at, step
 
     def at(self: Loader, step: int) -> Any:
@@ -292,7 +292,7 @@ def test_the_loss_that_is_logged_is_the_mean_of_the_global_loss_over_the_window(
 
 
 def train_by_the_clock(session: Session, run_dir: Path) -> tuple[Result, dict[str, Tensor]]:
-    """Ranks whose steps take as long as they like, and which save by rank 0's clock alone."""
+    """Train ranks whose steps differ in length. They save by rank 0's clock alone."""
     plain_at = Loader.at
 
     def at(self: Loader, step: int) -> Any:
@@ -359,7 +359,7 @@ def test_a_resume_as_another_run_is_refused_with_each_key_and_both_values(undist
 
 
 def wait_in_vain(session: Session, run_dir: Path) -> list[str]:
-    """What rank 0 is told that waits for rank 1 in a group with the session's limit, and in one with its own."""
+    """Return rank 0's errors after waits for rank 1. One group has the session's limit, one its own."""
     groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in (2, 3)]
     train(replace(session, timeout=timedelta(seconds=2)), run_dir, replace(CONFIG, max_steps=1))
     said = []

@@ -1,4 +1,4 @@
-"""The wheel, installed where there is no checkout: it holds all that the package reads, and runs a job."""
+"""The wheel, installed without a checkout: it has all its files, and runs a job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(installed: I
 
 
 def test_a_script_of_ones_own_trains_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
-    """The one of docs/loop.md, with a network and a data set; the copy of the package that runs is the wheel's."""
+    """The script is that of docs/loop.md, with a network and a data set. It imports the wheel's package."""
     (block, *_) = blocks("docs/loop.md", "python")
     script = block.replace("with toolkit.start()", f"{PARTS}\nprint('from', toolkit.__file__)\nwith toolkit.start()")
     (tmp_path / "train.py").write_text(script.replace("10_000", "12"))

@@ -1,13 +1,14 @@
-"""Log tails with the cause that a reader of the whole thread would name, and how often `toolkit why` names it.
+"""Log tails with their true causes, and the score of `toolkit why` on them.
 
-The files in ``why/`` hold cases, each from a line ``== RULE | SOURCE`` to the next. RULE is the id of the rule that is
-right, or ``-`` if no cause can be told from these lines. SOURCE is the public thread (``owner/repository#number``) that
-shows the error, or ``ours``. The characteristic lines are as there; the rest is shortened, and hosts, paths, times and
-numbers are made up.
+The true cause is the one that a reader of the whole thread would name. The files in ``why/`` hold cases, each from a
+line ``== RULE | SOURCE`` to the next. RULE is the id of the right rule, or ``-`` if these lines show no cause. SOURCE
+is the public thread (``owner/repository#number``) that shows the error, or ``ours``. The characteristic lines are those
+of the thread. The rest is shortened, and hosts, paths, times and numbers are made up.
 
-``seen`` are the cases by which rules were written. No rule was written by a case in ``held_out``, and no thread is in
+Rules were written from the cases in ``seen``. No rule was written from a case in ``held_out``, and no thread is in
 both. Three earlier parts were held out, and became ``seen`` when their misses were mended. When they were first scored,
-128 of 136 named causes were right, 50 of 56 and 46 of 49: so of 289 unseen ones, with the present part, 271 (93.8 %).
+128 of 136, 50 of 56 and 46 of 49 named causes were right. With the present part that makes 271 of 289 unseen ones
+(93.8 %).
 """
 
 from __future__ import annotations

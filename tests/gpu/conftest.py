@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def note(request: pytest.FixtureRequest) -> Note:
-    """Take the figures of a test, which are in the record whether it passes or fails."""
+    """Take the figures of a test. The record has them whether the test passes or fails."""
     return lambda name, value: request.node.user_properties.append((name, float(value)))
 
 
@@ -43,7 +43,7 @@ def pytest_runtest_makereport(
 
 
 class Record:
-    """Keep the tests' reports, those of xdist's workers too, and write the record at the end."""
+    """Keep the tests' reports, also from xdist's workers, and write the record."""
 
     def __init__(self) -> None:
         self._tests: list[figures.Tested] = []

@@ -1,4 +1,4 @@
-"""The record of ``make gpu``: what was tested on which machine, with which figures, as JSON and as a table."""
+"""The record of ``make gpu`` as JSON and as a table: machine, tests and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIABLE = "TOOLKIT_GPU_FIGURES"
 
 @dataclass
 class Tested:
-    """One test: its outcome as pytest has it, its seconds, and the figures that it has measured."""
+    """One test: its outcome as pytest has it, its seconds, and its figures."""
 
     name: str
     outcome: str

@@ -1,4 +1,4 @@
-"""What one process does with its GPU: copies to it and from it, measuring, forks, exported programs, resumes."""
+"""One process with its GPU: copies both ways, measuring, forks, exported programs, resumes."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def test_the_stopwatch_has_the_time_of_the_gpu_and_none_of_the_host(note: Any) -
     watch = stopwatch(DEVICE)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    # The host's time is that of the calls alone: the kernel runs while the host goes on.
     host_s = 0.0
     began.record()
     for _ in range(5):

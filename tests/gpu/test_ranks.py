@@ -1,4 +1,4 @@
-"""Ranks on GPUs: the process group, the device of each, and trainings beside the same written by hand."""
+"""Ranks on GPUs: their process group, their devices, and trainings beside hand-written ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_training_has_the_losses_of_a_loop_by_hand(name: str) -> None:
 
 
 def others_contexts(session: Session) -> list[int]:
-    """Return the GPUs of other ranks on which this process has a context, once a thread has waited for a copy."""
+    """Return other ranks' GPUs on which this process has a context. Before, a thread has waited for a copy."""
     state = {"w": Replicated(torch.ones(1 << 20, device=session.device))}
     _, wait = Staging().copy(state, session.rank)
     thread = threading.Thread(target=wait)
@@ -92,7 +92,7 @@ def race(session: Session, name: str) -> dict[str, float]:
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["resnet50", "gpt"])
 def test_our_loop_is_as_fast_as_the_bare_one(name: str, note: Any) -> None:
-    """The goals: 0.99 of the bare loop, and for the GPT an MFU of 45 %."""
+    """The goal is 0.99 of the bare loop. For the GPT it is also an MFU of 45 %."""
     (found, *_) = run_ranks(world(), race, name, job=DistConfig(), limit_s=900)
     for figure, value in found.items():
         note(figure, value)
@@ -113,7 +113,7 @@ def timm_race(session: Session) -> dict[str, float]:
 
 @pytest.mark.alone
 def test_our_loop_is_as_fast_as_the_bare_one_for_a_model_of_timm(note: Any) -> None:
-    """timm's own training script is not in its package, so its model is trained by both loops."""
+    """Both loops train timm's model, because its own training script is not in the package."""
     pytest.importorskip("timm", reason="timm is not installed")
     (found, *_) = run_ranks(world(), timm_race, job=DistConfig(), limit_s=900)
     for figure, value in found.items():

@@ -1,4 +1,7 @@
-"""Scripts on a GPU that are stopped and killed end bit for bit as undisturbed ones do, dropout's numbers included."""
+"""Scripts on a GPU that are stopped and killed end as undisturbed ones.
+
+They agree bit for bit, dropout's random numbers included.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Steps per second of our loop beside the bare one, for models of real size; MFU where the GPU's peak is known.
+"""Steps per second of our loop beside the bare one, for models of real size.
 
-The bare loop is what anyone would write: DDP, autocast, a fused optimizer, batches that are page-locked already. Ours
-is the Trainer with its loader, seeds, metrics and agreement. Both take turns in the same processes.
+MFU is measured where the GPU's peak is known. The bare loop is the usual one: DDP, autocast, a fused optimizer, batches
+that are page-locked already. Ours is the Trainer with its loader, seeds, metrics and agreement. Both take turns in the
+same processes.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def images(model: Callable[[], nn.Module], edge: int, samples: int, precision: s
 
 
 def full_size(name: str, device: torch.device) -> Work:
-    """Return ``resnet50`` or ``gpt`` at the size of a GPU; smaller batches for one of less than 60 GB."""
+    """Return ``resnet50`` or ``gpt`` at the size of a GPU. With less than 60 GB batches are smaller."""
     memory = torch.cuda.get_device_properties(device).total_memory
     part = 1 if memory > 60e9 else 4
     if name == "gpt":
@@ -178,7 +179,7 @@ def full_size(name: str, device: torch.device) -> Work:
 
 
 class Kept:
-    """Batches that are in memory already: what is measured is the loop and not the reading of a data set."""
+    """Batches that are in memory already. So the loop is measured, without the reading of a data set."""
 
     def __init__(self, work: Work) -> None:
         inputs, targets = work.batch(work.samples * KEPT)
@@ -206,8 +207,9 @@ def timed(train: Callable[[int], None], device: torch.device) -> Round:
 
 
 def bare(work: Work, session: Session) -> Round:
-    """Return the loop that anyone would write."""
+    """Return the usual loop, written by hand."""
     device = session.device
+    # Page-locked already: the copies of a step then overlap with its computing.
     batches = [
         tuple(tensor.pin_memory() if device.type == "cuda" else tensor for tensor in batch)
         for batch in Kept(work).batches
@@ -267,9 +269,9 @@ def ours(work: Work, session: Session) -> Round:
 
 
 def race(session: Session, make: Callable[[torch.device], Work], steps: int, rounds: int) -> dict[str, float]:
-    """Return samples per second of both loops over all ranks, ours as a part of the bare one's, and its MFU.
+    """Return samples per second of both loops over all ranks, their ratio, and the MFU.
 
-    Every rank calls it. The part is the median of the rounds' ratios.
+    Every rank calls it. The ratio of ours to the bare one is the median of the rounds' ratios. The MFU is ours.
     """
     work = make(session.device)
     apply_gpu_settings(work.train)

@@ -1,4 +1,4 @@
-"""What ranks do on their devices: trainings of a few steps, each with the same by hand on one device; reports."""
+"""Trainings of a few steps on the ranks' devices, the same by hand, and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS, SAMPLES = 6, 16
 
 @dataclass(frozen=True)
 class Case:
-    """A training, and how far its losses may be from those of the loop by hand, relatively."""
+    """A training, and the tolerated relative distance of its losses from the hand-written loop's."""
 
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -93,7 +93,7 @@ def batch_of(case: Case, share: Share, step: int, device: torch.device) -> Batch
 
 
 def train(session: Session, case: Case) -> dict[str, Any]:
-    """Make the steps of ``case`` on all ranks; return the losses, and what else is to be looked at."""
+    """Make the steps of ``case`` on all ranks. Return the losses, the device, and whether the optimizer is fused."""
     made: list[torch.optim.Optimizer] = []
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -130,6 +130,7 @@ def by_hand(session: Session, case: Case) -> list[float]:
         loss = nn.functional.cross_entropy(outputs.float(), targets)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
+        # The limit of clipping is for the true gradients, so they are unscaled first.
         scaler.unscale_(optimizer)
         if case.train.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.train.clip_norm)

@@ -1,8 +1,8 @@
-"""How each mechanism grows with the size of a run: one curve each, simulated on this machine.
+"""The cost of each mechanism over the size of a run, simulated on this machine.
 
-A module here that has ``CURVES`` is found by itself. A curve measures one size after the other and returns what it
-counted (calls, keys, bytes, files), which is the same on every machine, as whole numbers. Other numbers, and the
-seconds beside them, are of this machine.
+Each module here that has ``CURVES`` is found by itself. A curve measures one size after the other. It returns its
+counts (calls, keys, bytes, files) as whole numbers, which are the same on every machine. Other numbers, and the seconds
+beside them, are of this machine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def table(curve: Curve, points: Sequence[Point]) -> str:
 
 
 def rows(curve: Curve, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """The curve as rows of a file of results, a row for each cell of its table."""
+    """Yield the curve as rows of a file of results, one for each cell."""
     for point in points:
         size = f"{point.size:,} {curve.unit}"
         for column, value in point.columns.items():

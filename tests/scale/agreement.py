@@ -1,4 +1,7 @@
-"""What all ranks tell: a stop that is proposed and decided, through torch's own store; their progress, by agents."""
+"""Messages of all ranks: a stop through torch's own store, and progress by agents.
+
+The stop is proposed and decided.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def stop(ranks: int) -> Mapping[str, float]:
 
 
 def digests(ranks: int) -> Mapping[str, float]:
-    """A second of all ranks' progress: what one agent does for its ranks, and the supervisor for all nodes."""
+    """Measure a second of all ranks' progress. An agent handles its ranks, the supervisor all nodes."""
     node = NodeProgress()
     reports = [RankReport(1, rank, "in a step", 123_456, 2).as_bytes() for rank in range(A_NODE)]
     began = time.process_time()
@@ -79,6 +82,7 @@ def digests(ranks: int) -> Mapping[str, float]:
     told_s = time.process_time() - began
     assert digest is not None
     ends = [AuthenticatedLink(b"secret", role) for role in ("agent", "supervisor")]
+    # A link sends messages only once it has the other side's greeting.
     for end, other in (ends, reversed(ends)):
         end.receive(other.greeting)
     message = {"is": "alive", "progress": asdict(digest)}

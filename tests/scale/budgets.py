@@ -1,6 +1,7 @@
-"""Whether a run is given up for its size: a month of random failures, each judged by the real rules.
+"""Whether the retry budget gives up a run because of its size.
 
-All failures are the run's own fault here, which is the worst case: those of nodes that can be replaced are free.
+The real rules judge each failure of a random month. All failures are the run's own fault here, which is the worst case:
+those of nodes that can be replaced cost nothing of the budget.
 """
 
 from __future__ import annotations

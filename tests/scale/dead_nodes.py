@@ -1,4 +1,4 @@
-"""Nodes that say nothing, each asked whether it is there: one time-out for all, by the real kernel on loopback."""
+"""The search for silent nodes: one time-out for all, by the real kernel on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = "127.0.0.1"
 
 @contextmanager
 def silent_network() -> Iterator[int]:
-    """A port on which ``HERE`` answers. On all other addresses of this machine the kernel drops what comes."""
+    """Yield a port on which ``HERE`` answers. The kernel drops connections to all other loopback addresses."""
     with socket.socket() as here, socket.socket() as elsewhere, socket.socket() as first, socket.socket() as second:
         for each in (here, elsewhere):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

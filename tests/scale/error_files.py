@@ -1,4 +1,4 @@
-"""What failing ranks wrote about themselves, read by the supervisor at the end of an attempt."""
+"""Error files of failing ranks, read by the supervisor at the end of an attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is behind in a run that hangs: each node digests its own stacks, over a file system of 0.5 ms a file."""
+"""The search for the rank behind a hang. Each node digests its own stacks, at 0.5 ms a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKS = WAITS.replace("torch/distributed/c10d.py", "jobs/mine.py").replace("all_
 
 
 class Nodes:
-    """Agents whose ranks all wait but the last; notes how long the slowest of them took, for they work side by side."""
+    """Agents of ranks that all wait but the last. They work side by side, so the slowest one's time counts."""
 
     silent_hosts = ()
 

@@ -1,6 +1,7 @@
-"""The connections of all agents to one supervisor: its real side, and nodes that speak as real agents do.
+"""The connections of all agents to one supervisor, whose side is the real one.
 
-One process plays the nodes: each has a connection of its own, sends a digest of eight ranks a second, and answers.
+One process plays the nodes, which speak as real agents do: each has a connection of its own, sends a digest of eight
+ranks a second, and answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ WATCHED_S, LIMIT_S = 10.0, 300.0
 
 
 def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
-    """Be the agents of ``hosts`` until the supervisor closes their connections. In ``moves`` is the time, in ms."""
+    """Be the agents of ``hosts`` until the supervisor closes their connections.
+
+    ``moves`` of a digest has the time of sending in ms, from which the supervisor's side computes its age.
+    """
     open_files.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
     links: dict[socket.socket, AuthenticatedLink] = {}
@@ -46,6 +50,7 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
         connection.sendall(link.greeting + link.send(here | {"host": host}))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
+    # The nodes send at even distances within a second, as agents that started at random do.
     due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
     while links:
         for key, _ in selector.select(0.01):
@@ -128,6 +133,7 @@ def serve(nodes: int) -> Mapping[str, float]:
         answers = agents.ask({host: {"do": "hear_ranks"} for host in hosts}, LIMIT_S)
         asked_s = time.monotonic() - began
         began = time.monotonic()
+        # The supervisor reads the end of the connection, as when the node's agent has died.
         agents.links.call(lambda: agents.links._peers["node1"].connection.shutdown(socket.SHUT_RD))
         lost_s = user.lost.get(timeout=LIMIT_S) - began
         used_kb = _resident_kb() - before_kb
@@ -144,7 +150,10 @@ def serve(nodes: int) -> Mapping[str, float]:
 
 
 def _watch(events: SimpleQueue[Any], nodes: int) -> tuple[float, float]:
-    """Do once a second what the watchdog does; return the age of the oldest progress, and the CPU time of a second."""
+    """Merge all progress once a second, as the watchdog does.
+
+    Return the age of the oldest progress, and the CPU time of a second.
+    """
     digests: dict[str, Digest] = {}
     oldest_s, began_s, ends = 0.0, _cpu_s(), time.monotonic() + WATCHED_S
     while (left_s := ends - time.monotonic()) > 0:
@@ -159,6 +168,7 @@ def _watch(events: SimpleQueue[Any], nodes: int) -> tuple[float, float]:
         except Empty:
             pass
         assert progress.merge(digests.values()) is not None
+        # Until each node has sent once, there is no oldest progress of all.
         if len(digests) == nodes:
             oldest_s = max(oldest_s, time.time() - min(digest.moves for digest in digests.values()) / 1000)
     return oldest_s, (_cpu_s() - began_s) / WATCHED_S

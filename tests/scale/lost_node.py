@@ -1,4 +1,7 @@
-"""The end of an attempt that lost one of its nodes, from srun's first word to the verdict, by the real supervisor."""
+"""The end of an attempt that lost one of its nodes, by the real supervisor.
+
+It is measured from srun's first message to the verdict.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ RANKS_A_NODE = 8
 
 def end(nodes: int) -> Mapping[str, float]:
     def dies(ranks: Ranks) -> None:
+        # The dead node's ranks never report an exit; all others are killed with it.
         ranks.answers_kill = False
         ranks.events.put(NodeFailed("node1"))
         for node in range(nodes):
@@ -48,6 +52,7 @@ def end(nodes: int) -> Mapping[str, float]:
     ):
         run = rundir.create("scale", Path(folder))
         fsio.write_atomic(run.config, configs.dump_config(config))
+        # The supervisor leaves its signal handlers behind, and this process goes on.
         before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
         code = supervisor.Supervisor(run, config, allocation, Ranks(dies), slurm).run()
         for number, handler in before.items():

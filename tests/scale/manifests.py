@@ -1,4 +1,4 @@
-"""The manifest of sharded state: put together from what each rank has written, checked, encoded and decoded."""
+"""The manifest of sharded state: merged from all ranks' parts, checked, encoded and decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TENSORS, COLUMNS = 20, 4
 
 
 def put_together(ranks: int) -> Mapping[str, float]:
-    """Tensors that are cut by half of the ranks along each dimension: most parts begin in the same row or column."""
+    """Merge tensors cut along both dimensions, where many parts share a row or a column."""
     written = [_written(rank, ranks // COLUMNS) for rank in range(ranks)]
     manifest = writer._merge(1, ranks, {}, written)
     raw = manifest.encode()

@@ -1,4 +1,7 @@
-"""The orders by which the agents start the ranks of an attempt: one for each node, with agents that only count them."""
+"""The orders by which agents start the ranks of an attempt, one for each node.
+
+The agents here only count the orders.
+"""
 
 from __future__ import annotations
 

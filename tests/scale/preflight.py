@@ -1,6 +1,6 @@
-"""The checks of all nodes before a run starts: the batch host's side of them, and the verdict.
+"""The preflight of all nodes: the batch host's side, and the verdict.
 
-The nodes' answers lie in memory: how fast a disk of this machine makes files is not what is measured.
+The nodes' answers are in memory, so that this machine's disk is not measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A save of a minute: how often the ranks that wait for rank 0 ask the store, all together."""
+"""A save of a minute: how often all waiting ranks together ask the store."""
 
 from __future__ import annotations
 

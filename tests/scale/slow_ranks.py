@@ -1,9 +1,9 @@
-"""How often a rank that is a little slower is named, and how often one that is well.
+"""How often a slightly slower rank is named, and how often a healthy one.
 
-The own times of a step are made up: ranks on equal hardware differ by a percent, a window's mean varies by four, with
-what disturbs a window disturbing the next one too. Twice a day something slows a rank, its node, or all of them: for
-a minute at most to twice the time (a cold start, a burst on the shared disk), or for ten minutes by up to a fifth. What
-is slow for longer, or by more, is no false alarm.
+The own times of a step are made up. Ranks on equal hardware differ by a percent. A window's mean varies by four
+percent, and half of a window's deviation goes on in the next one. Twice a day something slows a rank, its node, or all
+ranks: for a minute at most to twice the time (a cold start, a burst on the shared disk), or for ten minutes by up to a
+fifth. A rank that is slow for longer, or by more, is no false alarm.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def named(times: np.ndarray) -> dict[int, float]:
 
 
 def planted(ranks: int, seed: int, slower: float = 1.1) -> float | None:
-    """Return the hours until the one slow rank was named; None if it was not, or another one was."""
+    """Return the hours until the slow rank was named, or None if it never was."""
     rng = np.random.default_rng(seed)
     times = own_times(rng, ranks, HOURS * round(3600 / WINDOW_S))
     slow = int(rng.integers(0, ranks))
@@ -63,7 +63,7 @@ def planted(ranks: int, seed: int, slower: float = 1.1) -> float | None:
 
 
 def detection(ranks: int) -> Mapping[str, float]:
-    """Count the plantings that were named, and false alarms in a month of a job that is well."""
+    """Count the named planted ranks, and a healthy job's false alarms in 100 node-days."""
     hours = [planted(ranks, seed) for seed in range(100)]
     found = sorted(hour for hour in hours if hour is not None)
     days = 800 / ranks  # 100 node-days

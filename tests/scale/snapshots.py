@@ -1,4 +1,4 @@
-"""The copy of a project's sources: how often the file system is asked, by path, for each file."""
+"""The copy of a project's sources, in calls by path to the file system."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from tests.scale import Curve
 from toolkit.launch.submission import snapshot
 
-#: What takes a path, or changes what a path leads to. ``fstat`` of an open file is answered without the server.
+#: Calls that take a path or change a file. ``fstat`` of an open file is answered without the server.
 CALLS = [(os, name) for name in ("stat", "lstat", "open", "chmod", "fchmod", "access", "readlink", "mkdir", "rename")]
 CALLS += [(io, "open")]
 
 
 def counted(project: Path, code: Path, files: int) -> Counter[str]:
-    """The calls of a copy of ``project`` with ``files`` files more, 50 to a folder, by name."""
+    """Count the calls of a copy of ``project``, by name. It has ``files`` more files, 50 to a folder."""
     for number in range(files):
         path = project / f"package{number // 50}/module{number}.py"
         path.parent.mkdir(exist_ok=True)
@@ -30,6 +30,7 @@ def counted(project: Path, code: Path, files: int) -> Counter[str]:
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            # An int is a descriptor: such a call goes to the server only if it changes the file.
             count[name] += not isinstance(args[0], int) or name == "os.fchmod"
             return function(*args, **kwargs)
 

@@ -1,9 +1,9 @@
-"""Imports from a shared disk and from the nodes' copies of an environment: a file server that is played, real calls.
+"""Imports from a shared disk, and from the nodes' copies of an environment.
 
-What a process asks of the shared disk is counted in a real one, which imports from a real environment, and from a real
-copy of it. So is the work of unpacking, and of passing a package on from one node to the next over the loopback. The
-real code decides which node takes it from which, and does so for each node. The file server is played: it answers one
-call after the other, and each call has a way to go. So is the network.
+The calls to the shared disk are those of a real process, which imports from a real environment and from a real copy of
+it. The work of unpacking is real, and so is that of passing a package on from one node to the next over the loopback.
+The real code decides for each node from which node it takes the package. The file server and the network are simulated:
+the server answers one call after the other, and each call also takes its time on the way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ print(json.dumps([paths, time.process_time()]))
 
 @dataclass(frozen=True)
 class Import:
-    """What one process does: the bytes of each call to the shared disk, and CPU seconds of its own."""
+    """One process's import: the bytes of each call to the shared disk, and CPU seconds."""
 
     calls: Sequence[int]
     cpu_s: float
@@ -71,7 +71,7 @@ class Work:
 
 @cache
 def real_imports() -> tuple[Import, Import, Package, Work]:
-    """Import from an environment and from its copy; return both, the package, and the work for a copy."""
+    """Import from an environment and from its copy. Return both, the package, and the work for a copy."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix, node = folder / "shared/venv", folder / "node"
@@ -86,6 +86,7 @@ def real_imports() -> tuple[Import, Import, Package, Work]:
         began = time.thread_time()
         copy = copying.copy(made, [node])
         unpack_s = time.thread_time() - began
+        # The locks keep a copy from being evicted while a run uses it; nothing evicts here.
         for lock in copy.locks:
             os.close(lock)
         imports = [_import(python / "bin/python", folder / "shared") for python in (prefix, copy.path)]
@@ -94,7 +95,7 @@ def real_imports() -> tuple[Import, Import, Package, Work]:
 
 
 def _passed_on(made: Package, node: Path) -> tuple[float, float]:
-    """Pass a package on from one node to another, and return the CPU seconds of both."""
+    """Pass a package on from one node to another. Return the CPU seconds of taker and giver."""
     listening, secret, took = socket.create_server(("127.0.0.1", 0)), b"s" * 32, dict[str, float]()
     here = NodeAddress("127.0.0.1", listening.getsockname()[1])
 
@@ -132,7 +133,7 @@ def _import(python: Path, shared: Path) -> Import:
 
 
 def served(nodes: int, calls: Sequence[int]) -> float:
-    """Return after how many seconds the last of ``nodes`` has all answers; each asks one call after the other."""
+    """Return the seconds until all of ``nodes`` have all answers. Each makes one call after the other."""
     free_at = last = 0.0
     waiting = [(0.0, node, 0) for node in range(nodes)]
     while waiting:
@@ -147,14 +148,14 @@ def served(nodes: int, calls: Sequence[int]) -> float:
 
 @dataclass
 class Tree:
-    """The nodes that have each taken a package; ``above``: the node that each has taken it from."""
+    """Nodes that have each taken a package. ``above`` is the node from which each has taken it."""
 
     above: list[int | None]
     disk_reads: int
 
 
 def real_tree(nodes: int) -> Tree:
-    """Have each node take a small package, by the real code, with a thread for each node's process."""
+    """Have each node take a small package, by the real code. A thread stands for each node's process."""
     order, listening = CopyOrder({}), [socket.create_server(("127.0.0.1", 0)) for _ in range(nodes)]
     numbers = {each.getsockname()[1]: number for number, each in enumerate(listening)}
     above, reads, from_disk = list[int | None](), list[str](), copying.from_disk
@@ -199,7 +200,7 @@ def real_tree(nodes: int) -> Tree:
 
 
 def spread(tree: Tree, made: Package, work: Work) -> tuple[float, float]:
-    """Return after how many seconds the last node has all of the package, and has it unpacked."""
+    """Return the seconds until all nodes have the package, and until all have unpacked it."""
     nodes, pieces = range(len(tree.above)), made.size_bytes // PIECE_BYTES + 1
     below = {above: [node for node in nodes if tree.above[node] == above] for above in nodes}
     # When each node has the piece, has given it, may use the network again, has taken it, and has unpacked it.
@@ -227,6 +228,7 @@ def start(nodes: int) -> Mapping[str, float]:
     tree = real_tree(nodes)
     there_s, copied_s = spread(tree, made, work)
     import_s = served(nodes, own.calls) + own.cpu_s
+    # The cost of a copy on one node, to which the whole run's is compared.
     one_s = spread(Tree([None], 1), made, work)[1] + import_s
     reads_s = served(nodes, [READ_BYTES] * (made.size_bytes // READ_BYTES + 1))
     return {

@@ -1,4 +1,4 @@
-"""The Slurm that the stories run on: one box for the session, and boxes of other kinds on request."""
+"""The Slurm of the stories: one box for the session, and other boxes on request."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def make_box() -> Iterator[BoxFactory]:
 
 
 def start_box(stack: ExitStack, **options: Any) -> Box:
-    """A running box that comes down with `stack`; skips (or fails, if Slurm is required) where none can stand."""
+    """Return a running box that ends with `stack`. Skip, or fail if Slurm is required, where none can run."""
     chosen = {"slurm": os.environ.get("TOOLKIT_BOX_SLURM"), "profile": os.environ.get("TOOLKIT_BOX_PROFILE")}
     options = {**{key: value for key, value in chosen.items() if value}, **options}
     try:
@@ -70,7 +70,7 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
 def visit_with_small_disk(
     make_box: BoxFactory, request: pytest.FixtureRequest, folder: Path, size: str
 ) -> Iterator[tuple[Site, Path]]:
-    """A site whose runs lie on a shared disk of this size, and that disk; nothing is ever done to ``traces`` beside."""
+    """Yield a shared disk of this size and a site with its runs on it. No fault touches its ``traces``."""
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(disk)], check=True)

@@ -1,12 +1,12 @@
-"""Random schedules of faults and commands over short runs, and what must hold of each run whatever happens to it.
+"""Random schedules of faults and commands over short runs, and the invariants of each run.
 
-* A run that nobody ended goes on, or ``status``, ``why`` and ``result.json`` say what a person must do.
-* A run that somebody ended never trains again, until somebody resumes it.
+* A run that no user ended goes on, or ``status``, ``why`` and ``result.json`` say what a person must do.
+* A run that a user ended never trains again, until a user resumes it.
 * At no time do two jobs or two supervisors write one run.
-* Completed means that rank 0 said so.
+* A run is completed only if rank 0 said so.
 
-A schedule is drawn from one seed. Several run at a time on one box, for most of the time of each is waiting; what is
-done to the cluster (a preemption, a full disk, a dead node) is done to all of them.
+A schedule is drawn from one seed. Several run at a time on one box, because each spends most of its time in waits. A
+fault of the cluster (a preemption, a full disk, a dead node) hits all of them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ MOMENTS = (
 
 
 def wait_for_the_moment(it: Watched) -> None:
-    """A random time after the run has come into a random state, if it does within some seconds."""
+    """Wait until a random time after the run enters a random state. After some seconds go on without it."""
     state, deadline = it.dice.choice(MOMENTS), time.monotonic() + it.dice.uniform(0, 15)
     while state is not None and it.run.status().state != state and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -143,7 +143,7 @@ def submit(it: Watched, project: Path) -> None:
 
 
 def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
-    """One schedule to its end. Raises what was violated."""
+    """Play one schedule to its end. The result lists the violations; an exception counts as one."""
     it = Watched(cluster, f"s{seed}", random.Random(seed), traces)
     observer = threading.Thread(target=it.observe, daemon=True)
     try:
@@ -152,6 +152,7 @@ def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
         for _ in range(it.dice.randint(1, 4)):
             wait_for_the_moment(it)
             action = it.dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+            # A run that has completed by itself is over: nothing more is done to it.
             if it.run.result() is None or it.ended:
                 it.actions.append(action)
                 act(it, action)
@@ -166,7 +167,7 @@ def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
 
 
 def settle(it: Watched) -> None:
-    """Wait for the end; a run that stands still gets what its texts say that it needs, and must complete then."""
+    """Wait for the end. A run that stands still gets the help that its texts ask for, and must complete then."""
     for _ in range(ADVICE):
         it.wait_until_at_rest()
         it.check_trace()
@@ -202,7 +203,7 @@ def check_completed(it: Watched) -> None:
 
 
 def check_that_it_stays_ended(it: Watched) -> None:
-    """It is at rest: no line more in twice the time that a requeue takes, and that it has ended is said."""
+    """Check that an ended run says so and writes no more. Twice the time of a requeue is waited for."""
     it.toolkit("status", "--json")
     if not any(word in it.output for word in ("stopped", "cancelled", "failed", "CANCELLED")):
         raise Violation(f"somebody has ended it, and its status is {it.output}")

@@ -19,7 +19,7 @@ END_S = 240
 
 @dataclass(frozen=True)
 class Site:
-    """A user at the login node of the box, with a runs folder of their own."""
+    """A user at the box's login node, with a runs folder of their own."""
 
     box: Box
     folder: Path
@@ -79,7 +79,7 @@ class Site:
         return ownership.jobs_of(run)[0]
 
     def give(self, folder: Path) -> None:
-        """Make the user of a strict site the owner of what root has made: ranks may write there, too."""
+        """Give root's folder to the user of a strict site. Ranks may then write there, too."""
         if self.user:
             self.box.run(["chown", "-R", self.user, str(folder)])
 

@@ -1,4 +1,4 @@
-"""The box itself: that it is a cluster, that it can be broken, and that nothing of it stays behind."""
+"""The box itself: it is a cluster, can be broken, and leaves nothing behind."""
 
 import os
 import signal
@@ -208,7 +208,7 @@ def reachable(box: Box, node: str) -> bool:
 
 
 def machine_traces() -> dict[str, object]:
-    """What a box could leave on the machine itself, and a second one of somebody else's would not change."""
+    """Return the places where a box could leave something on the machine. Another user's box changes none of them."""
     links = subprocess.run(["ip", "-oneline", "link"], capture_output=True, text=True, check=True).stdout
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     names = [line.split(":")[1] for line in links.splitlines()]

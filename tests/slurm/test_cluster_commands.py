@@ -69,7 +69,7 @@ def test_an_uneven_arbitrary_step_tells_every_rank_its_place(box: Box, shared: P
 
 
 def test_a_step_on_part_of_an_allocation_stands_where_its_host_file_says(box: Box, shared: Path) -> None:
-    order = ["node3", "node1", "node3"]
+    order = ["node3", "node1", "node3"]  # not in the order of the allocation, and without its node2
     (shared / "hosts").write_text("\n".join(order) + "\n")
     supervisor = f"""
 import os
@@ -128,6 +128,7 @@ def test_a_batch_script_is_alone(box: Box, shared: Path) -> None:
 
 
 def test_a_job_is_shown_requeued_and_cancelled(box: Box, shared: Path) -> None:
+    # The comment and the spaces would mislead a naive parser; a second requeue and a second cancel must do no harm.
     story = f"""
 import time
 def until(job, state):
@@ -156,6 +157,7 @@ print(json.dumps([s.available(), rows, {{k: v and v.state for k, v in statuses.i
 
 
 def test_one_element_of_an_array_is_requeued_and_signalled(box: Box, shared: Path) -> None:
+    # Element 1 must stay as it is while element 0 is requeued, and only its step is killed then.
     story = f"""
 import time
 def until(job, condition):

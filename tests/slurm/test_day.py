@@ -1,4 +1,6 @@
-"""A day on a cluster: a sweep of many runs, while nodes die, jobs are preempted, the disk fills and Slurm restarts.
+"""A day on a cluster: a sweep of many runs under faults.
+
+Nodes die, jobs are preempted, the disk fills and Slurm restarts.
 
 ``make soak`` plays it with TOOLKIT_DAY_RUNS runs, 300 by default. TOOLKIT_SEED repeats the order of the faults.
 """
@@ -152,7 +154,7 @@ def goes_on_from_its_last_checkpoint(run: RunDir) -> None:
 
 
 def release_held(site: Site) -> None:
-    """Release what Slurm holds, as an administrator does: nodes that died refuse jobs of before their death."""
+    """Release held jobs, as an administrator does. A node that died refuses jobs from before its death."""
     box = site.box
     with suppress(BoxError, subprocess.TimeoutExpired):
         away = box.run(["sinfo", "--noheader", "--states=drain", "--format=%N"]).stdout.split()
@@ -170,7 +172,7 @@ def rows_of(site: Site) -> list[dict[str, Any]]:
 
 
 def slurms_word(site: Site) -> Mapping[str, Sequence[tuple[str, float, float]]]:
-    """Return each start of each job as accounting has it: the state in which it ended, its begin and its end."""
+    """Return each start of each job as accounting has it: final state, begin and end."""
     argv = ["sacct", "--duplicates", "--allocations", "--allusers", "--noheader", "--parsable2", "--starttime=today"]
     out = site.box.run([*argv, "--format=JobID,State,Start,End"], env={"SLURM_TIME_FORMAT": "%s"}).stdout
     starts: dict[str, list[tuple[str, float, float]]] = {}
@@ -184,7 +186,7 @@ def slurms_word(site: Site) -> Mapping[str, Sequence[tuple[str, float, float]]]:
 def attempts_as_slurm_has_them(
     run: RunDir, starts: Mapping[str, Sequence[tuple[str, float, float]]]
 ) -> list[AttemptRecord]:
-    """Return the run's attempts, each of which was in a start of its job; one of these has completed."""
+    """Return the run's attempts. Assert that each was in a start of its job, and that one start completed."""
     attempts = run.attempts()
     own = {str(attempt.job_id): starts[str(attempt.job_id)] for attempt in attempts}
     assert [state for each in own.values() for state, _, _ in each].count("COMPLETED") == 1, (run.path, own)

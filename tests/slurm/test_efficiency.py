@@ -1,4 +1,4 @@
-"""What a job on two nodes has used of what it asked for, compared with Slurm's answers and the kernel's."""
+"""The use of a two-node job's request, beside Slurm's answers and the kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random faults of every kind over one long run, which must end with the weights of a run that nobody disturbed.
+"""Random faults of every kind over one long run.
+
+It must end with the weights of an undisturbed run.
 
 ``make soak`` makes TOOLKIT_FAULTS faults, 50 by default, on each of its four kinds of box: 200 in all. TOOLKIT_SEED
 repeats a sequence of faults (not its exact moments: those are the machine's, too), TOOLKIT_FAULT_KINDS ("node cut off,
@@ -72,7 +74,7 @@ RECOVERY_S = 400
 
 
 class Disturber:
-    """Makes faults in a run, one after the other, and waits each time until the run gets on again."""
+    """Make faults in a run, one after the other. After each, wait until the run makes progress again."""
 
     def __init__(self, site: Site, run: RunDir, dice: random.Random) -> None:
         self.site, self.run, self.dice = site, run, dice
@@ -88,9 +90,10 @@ class Disturber:
         return wait_for(lambda: ranks_on(self.site, node), START_S, f"a rank on {node}")[0]
 
     def disturb(self, kind: str) -> None:
-        """One fault of this kind at a random moment, to the end of its consequences."""
+        """Make one fault of this kind at a random moment. Wait until the run has recovered."""
         moment = "checkpoint" if kind == "rank killed in a save" else self.dice.choice(MOMENTS)
         self._await(moment)
+        # A recovered run has ended its attempt, unless the fault passes, and has made a save interval of new steps.
         closed, best = len(self.run.attempts()), self._best()
         began = time.monotonic()
         say(f"{kind}, at step {self.run.step()} of attempt {self.status.attempt} ({moment}, {self.status.nodes})")
@@ -103,6 +106,7 @@ class Disturber:
             has_ended = len(self.run.attempts()) >= closed + ends
             return has_ended and self._is_training() and self.run.step() > best + SAVE_EVERY
 
+        # A node returns at a random time, or once the run does without it, so that later faults find all nodes.
         if mend is not None:
             back = time.monotonic() + self.dice.uniform(1, LONGEST_ABSENCE_S)
             try:
@@ -120,7 +124,7 @@ class Disturber:
         wait_for(self._nodes_are_well, END_S, "nodes that are well")
 
     def _say_what_is_known(self) -> None:
-        """For whoever reads why a run did not get on: nothing of the box is left then."""
+        """Print the state of queue, nodes and logs. A reader of the failure has no box to look at."""
         for command in (["squeue", "--all"], ["sinfo", "-NRl"], ["sinfo", "-Nl"], ["scontrol", "show", "job"]):
             say(f"{' '.join(command)}:\n{self.site.box.run(command, check=False).stdout}")
         say(f"status.json: {self.status}")
@@ -248,7 +252,7 @@ def submit(site: Site, folder: Path, name: str, *overrides: str) -> RunDir:
 
 
 def ends_with_the_weights_of_an_undisturbed_run(site: Site, draw: Callable[[random.Random], list[str]]) -> None:
-    """A run with the drawn faults stops where it is then, is resumed, and completes a few steps later."""
+    """Play the drawn faults, stop the run, and resume it to its end. The end is a few steps later."""
     seed = int(os.environ.get("TOOLKIT_SEED", random.randrange(10**6)))
     print(f"TOOLKIT_SEED={seed}")
     dice, folder = random.Random(seed), project(site)
@@ -266,7 +270,7 @@ def ends_with_the_weights_of_an_undisturbed_run(site: Site, draw: Callable[[rand
 
 
 def finish(site: Site, run: RunDir) -> int:
-    """Stopped, its end set to a few steps later, resumed and completed; the number of its steps."""
+    """Stop the run, set its end a few steps later, and resume it. Return the number of its steps."""
     site.run("toolkit", "stop", run.id)
     assert wait_for(run.result, END_S, "a result").state == "stopped"
     steps = run.attempts()[-1].step_end + SAVE_EVERY

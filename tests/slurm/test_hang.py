@@ -1,6 +1,6 @@
-"""Ranks that hang on a real Slurm: the one that is behind is named with its node, and the run completes in its job.
+"""Ranks that hang on a real Slurm: the one behind is named with its node.
 
-That the result is an undisturbed run's is tested in ``tests/dist/test_local_hangs.py``.
+The run completes in its job. ``tests/dist/test_local_hangs.py`` tests that the result is an undisturbed run's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Scripts of other libraries and loops of one's own, preempted and killed on a real Slurm, end as undisturbed ones."""
+"""Scripts of other libraries and own loops, preempted and killed on a real Slurm.
+
+They end as undisturbed ones.
+"""
 
 from __future__ import annotations
 

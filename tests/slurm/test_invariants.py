@@ -1,4 +1,6 @@
-"""A run that nobody ended goes on; one that somebody ended does not; it has one writer: see tests/slurm/schedules.py.
+"""The invariants of tests/slurm/schedules.py under random schedules.
+
+A run that no user ended goes on, one that a user ended does not, and each has one writer.
 
 ``make soak`` plays TOOLKIT_SCHEDULES schedules, 300 by default, on each of its four kinds of box. TOOLKIT_SEED repeats
 one (not its exact moments: those are the machine's, too).
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.slurm
 def cluster(
     make_box: Callable[..., Box], request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[Cluster, Path]]:
-    """A box with a small shared disk, where the runs are, and a folder that nothing is ever done to."""
+    """Yield a box with its runs on a small disk, and a folder without faults."""
     for site, disk in visit_with_small_disk(make_box, request, tmp_path, "192m"):
         with closing(Cluster(site, disk)) as cluster:
             yield cluster, site.folder / "traces"

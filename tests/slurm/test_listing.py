@@ -1,4 +1,7 @@
-"""What waits in a real queue: reasons as squeue gives them, and one call for many commands; what lives stays."""
+"""Waiting jobs of a real queue, with squeue's reasons and one call for many commands.
+
+The runs of live jobs are kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run of two nodes is asked while it trains: its stacks, other values, a profile; these outlive what Slurm does."""
+"""Requests to a training run of two nodes: its stacks, other values, a profile.
+
+They survive requeues by Slurm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job on a real Slurm, through both doors, and what happens when it is disturbed."""
+"""The main job on a real Slurm, submitted in both ways, undisturbed and disturbed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sbatch_trains_on_four_nodes(site: Site, tasks_per_node: int) -> None:
 
 
 def test_sbatch_takes_a_config_and_overrides_and_the_allocation_wins(site: Site) -> None:
-    """Three tasks on two nodes, where the config speaks of four nodes with one task each."""
+    """The allocation has three tasks on two nodes. The config asks for four nodes with one task each."""
     script = ["sbatch/ddp_4node.sh", "configs/digits_ddp.yaml", "optim.lr=0.2", *SHORT]
     job = site.sbatch("--nodes=2", "--ntasks=3", *script)
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
@@ -83,7 +83,7 @@ def test_submit_waits_and_reports(site: Site) -> None:
 
 
 def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
-    """With the environment taken as up to date: the box has no way to a package registry."""
+    """make takes the environment as up to date. The box cannot reach a package registry."""
     out = site.run("make", "--old-file=.venv/ready", "train")
     assert "Slurm job" in out
     assert "accuracy: 0.9" in out
@@ -113,7 +113,7 @@ def main(config):
 
 
 def test_what_was_submitted_is_what_runs_and_odd_texts_and_folders_arrive_unharmed(site: Site) -> None:
-    """The job is held in the queue while its sources are broken; no shell must read the comment and the folder."""
+    """The job is held in the queue while its sources are broken. No shell must expand the comment and the folder."""
     project = site.project(tiny=TINY)
     (project / "tiny.yaml").write_text("job: jobs.tiny\ncluster: {nodes: 2}\n")
     comment = 'it\'s "quoted" $(touch /tmp/hurt) `id` \\ ; #x'
@@ -169,6 +169,7 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     site.submit("configs/digits_ddp.yaml", "cluster.nodes=2", "train.epochs=120", "checkpoint.every_steps=20")
     run = site.only_run()
     reached(run, 60)
+    # The victim's environment tells its rank, which the record must name.
     victim = next(pid for pid, command in site.box.processes("node2") if "toolkit run" in command)
     rank = int(
         dict(p.split("=", 1) for p in Path(f"/proc/{victim}/environ").read_text().split("\0") if "=" in p)[

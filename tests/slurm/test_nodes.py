@@ -1,4 +1,6 @@
-"""Nodes that die or are cut off, with spares, with fewer nodes allowed, with neither; and a killed supervisor.
+"""Nodes that die or are cut off, and a killed supervisor.
+
+Runs have spares, may go on with fewer nodes, or neither.
 
 CI runs a sample; ``make soak`` all of them, on every Slurm version and profile.
 """
@@ -42,7 +44,7 @@ def start(site: Site, *overrides: str) -> RunDir:
 
 @contextmanager
 def killed(site: Site, node: str) -> Iterator[float]:
-    """``node`` is dead within, since the moment that is given; afterwards it is back and idle."""
+    """Keep ``node`` dead in the block. Yield the time of its death; afterwards it is back and idle."""
     site.box.kill_node(node)
     try:
         yield time.time()
@@ -52,7 +54,7 @@ def killed(site: Site, node: str) -> Iterator[float]:
 
 
 def ended_as_undisturbed(site: Site, run: RunDir) -> list[AttemptRecord]:
-    """The attempts of a run that completed, each going on from a checkpoint of the one before."""
+    """Return the attempts of a completed run. Each must have gone on from a checkpoint of the one before."""
     result = completed(site, run)
     assert result.step == STEPS
     assert run.status().progress.step == STEPS
@@ -168,7 +170,7 @@ def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[s
 
 
 def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: Site) -> None:
-    """Slurm 22.05 cannot start such a job, and 24.11 starts it where there is no run. Both end it for good."""
+    """Slurm 22.05 cannot start such a job. 24.11 starts it where the run has no folder. Both end it for good."""
     with without_runs_folder(site, "node1"):
         run = submit(site, slow_project(site, 0.0), "train.max_steps=20")
         assert site.box.wait_job(site.job_of(run), 180)["ExitCode"] in ("0:53", "1:0")
@@ -193,7 +195,7 @@ def drained(site: Site, node: str, reason: str) -> Iterator[None]:
 
 
 def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site: Site) -> None:
-    """Two runs at a time. Both end bit for bit as an undisturbed run, which the second one is."""
+    """Of two runs at a time, one moves to a spare and one stays. The bits at their ends are equal."""
     project = slow_project(site, 0.02, late_s=0.5)
     common = [f"train.max_steps={STEPS}", "cluster.time_min=30", "checkpoint.memory_every_steps=1"]
     site.run("toolkit", "submit", "slow.yaml", "name=moves", *SPARE, *common, nodes("node[1-3]"), cwd=project)
@@ -202,6 +204,7 @@ def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site
     reached(moves, 5)
     reached(stays, 5)
     with drained(site, "node2", "new fan, please"):
+        # After its first attempt the job gives node2 back to Slurm.
         attempts_of(moves, 1)
         job = site.job_of(moves)
         wait_for(lambda: hosts_of(site, job) == ["node1", "node3"], 30, "Slurm to have node2 back")
@@ -301,7 +304,7 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
 
 @pytest.mark.soak
 def test_a_batch_host_that_returns_as_slurm_gives_it_up_leaves_no_orphaned_job(site: Site) -> None:
-    """Its slurmd then ends what it has of the job; an srun there would end the agents' step on the other nodes."""
+    """The node's slurmd then ends its part of the job. An srun there would end the agents' step on other nodes."""
     run = start(site, *SPARE)
     job, since = site.job_of(run), time.time()
     site.box.cut_node("node1")

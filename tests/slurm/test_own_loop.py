@@ -1,4 +1,7 @@
-"""A script with a loop of its own, preempted and killed on a real Slurm, ends as the one that nobody disturbed."""
+"""A script with its own loop, preempted and killed on a real Slurm.
+
+It ends as an undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     site.preempt()
     second = run.rank_log(2, 0)
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
+    # The kill comes once the second attempt has resumed: both ways back are in one run.
     os.kill(ranks(site)[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
     assert (result.state, result.step) == ("completed", STEPS)

@@ -1,6 +1,6 @@
-"""What README.md and docs/ show at a prompt works as it stands there, on a real Slurm.
+"""The commands of README.md and docs/ work as printed, on a real Slurm.
 
-The size of a job is made to fit the box, and files that a page supposes are made; nothing else is changed.
+The size of a job is made to fit the box, and the files that a page assumes are made. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RUNS = {
 
 
 def script_of(page: str) -> str:
-    """The ``train.py`` that a page speaks of: its own where it shows one, else the loop of docs/loop.md."""
+    """Return the ``train.py`` of a page. It is the page's own or the loop of docs/loop.md."""
     if page == "job.md":
         return blocks("docs/job.md", "python")[0]
     loop = blocks("docs/loop.md", "python")[0].replace("10_000", "40")
@@ -66,7 +66,7 @@ def script_of(page: str) -> str:
 
 
 def project_of(site: Site, page: str) -> Path:
-    """A folder with what the page supposes: the checkout's configs and jobs, and files of the reader's own."""
+    """Make the folder that a page assumes. It has the checkout's configs and jobs, and the reader's files."""
     project = site.folder / "project"
     project.mkdir()
     for folder in ("configs", "jobs", "sbatch"):

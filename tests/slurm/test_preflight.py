@@ -1,4 +1,4 @@
-"""Sick nodes, and what `toolkit doctor` says of them: the right node with the right reason, and no other."""
+"""`toolkit doctor` on sick nodes: it names the right node and reason, and no other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def folder_stale(site: Site) -> Iterator[None]:
 
 @contextmanager
 def cpus_taken(site: Site) -> Iterator[None]:
-    """By as many loops as there are CPUs, and one that takes what the ranks of this node are promised."""
+    """Keep each CPU busy with a loop. One more loop takes the share that this node's ranks are promised."""
     with ExitStack() as stack:
         for _ in range((os.cpu_count() or 1) + 1):
             loop = stack.enter_context(site.box.popen(["sh", "-c", "while :; do :; done"], node=SICK))
@@ -153,7 +153,7 @@ def test_a_sick_node_is_named_with_the_reason_and_no_other(
 
 
 def test_inside_a_job_its_nodes_are_checked_beside_its_running_ranks(site: Site) -> None:
-    """Two ranks on each of four nodes hold all that the job has meanwhile; uneven requests are Slurm's business."""
+    """The ranks, two on each of four nodes, hold all of the job meanwhile. Uneven requests are left to Slurm."""
     script = site.folder / "job.sh"
     script.write_text(
         "#!/bin/bash\nsrun --ntasks=8 --cpus-per-task=1 sleep 600.5 & sleep_pid=$!\n"

@@ -1,4 +1,4 @@
-"""A secret of a run on Slurm: the ranks have it, and nothing else that anybody could look at."""
+"""A secret of a run on Slurm: the ranks have it, readable places do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `toolkit doctor` says of a site against its slurm.conf, and what it proves by a run."""
+"""The report of `toolkit doctor` on a site, beside its slurm.conf and a proof run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that run from their own copies of the environment, also where the copying is killed."""
+"""Nodes that run from their copies of the environment, also after a killed copy process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a start went, on a real Slurm: the parts add up to what the user's own clock and the script's have measured."""
+"""The parts of a start on a real Slurm.
+
+They add up to the time by the user's own clock and the script's.
+"""
 
 from __future__ import annotations
 

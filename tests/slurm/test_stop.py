@@ -1,4 +1,4 @@
-"""How a job ends, and comes back: preemption, time limit, cancellation, and the controller's own troubles.
+"""Jobs that end and come back: preemption, time limit, cancellation, faults of the controller.
 
 ``make test`` runs a sample. ``make soak`` runs all on every Slurm version and profile, and repeats the random ones.
 """
@@ -94,7 +94,7 @@ def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> RunResult:
 
 
 def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
-    """The run is preempted ``times`` times, all but the first at a random moment after its restart; nothing is lost."""
+    """Preempt a run ``times`` times. All but the first come at a random moment after a restart; nothing is lost."""
     print(f"seed {seed}")
     moments = random.Random(seed)
     run = submit(site, slow_project(site, 0.02), "train.max_steps=1500")
@@ -128,7 +128,7 @@ def test_preempted_ten_times_in_a_row_at_random_moments(site: Site) -> None:
 
 
 def came_back(run: RunDir) -> None:
-    """Preempted once (or again by the same job, if Slurm was quicker to restart the victim), with nothing lost."""
+    """Assert that a preempted run completed with nothing lost. A quick restart may have been preempted again."""
     *before, last = run.attempts()
     assert before
     assert {(a.cause, a.decision) for a in before} == {("preempted", "requeue")}, before
@@ -137,9 +137,9 @@ def came_back(run: RunDir) -> None:
 
 
 def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message(site: Site) -> None:
-    """Without grace KillWait alone lies between the first signal and the end, and a busy batch host needs longer.
+    """Without grace only KillWait separates the first signal from the end. A busy batch host needs longer.
 
-    The supervisor and its guard are stopped again and again: what Slurm sends first, a SIGCONT, lets them go on.
+    The supervisor and its guard are stopped again and again, as the SIGCONT that Slurm sends first lets them go on.
     """
     run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300", "cluster.partition=cancel")
     wait_for(lambda: run.step() >= 50, END_S, "step 50")
@@ -171,7 +171,7 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message
 
 @contextlib.contextmanager
 def held_up(site: Site, words: str) -> Iterator[None]:
-    """Stop all processes with ``words`` in their command again and again, so that they get nothing done."""
+    """Stop all processes with ``words`` in their command again and again. So none makes progress."""
     done = threading.Event()
 
     def hold_up() -> None:
@@ -190,7 +190,7 @@ def held_up(site: Site, words: str) -> Iterator[None]:
 
 
 def preempted_at_its_start(site: Site, words: str) -> str:
-    """Preempt the next job that starts before its supervisor, known by ``words``, can do anything; its job id."""
+    """Preempt the next job at its start, and return its id. ``words`` name the supervisor, which can do nothing."""
 
     def running() -> str:
         return site.run("squeue", "--noheader", "--partition=cancel", "--states=RUNNING", "--format=%A").strip()
@@ -358,7 +358,7 @@ MOST_STEPS = 600
 
 
 def run_in_links(site: Site, steps: int, *delays_s: int) -> None:
-    """A run for each ``cluster.signal_delay_s``, all at once, with a limit of a minute and steps of 0.1 s."""
+    """Play a run for each ``cluster.signal_delay_s``, all at once. The limit is a minute, a step takes 0.1 s."""
     project, links = slow_project(site, 0.1), -(-steps // MOST_STEPS)
     size = [f"train.max_steps={steps}", "cluster.time_min=1"]
     for delay_s in delays_s:
@@ -430,7 +430,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
 
 
 def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(site: Site) -> None:
-    """The supervisor is stopped as soon as its verdict is written down, and goes on when its job is being cancelled."""
+    """The supervisor is stopped once its verdict is on disk. It goes on while its job is being cancelled."""
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000")
     reached(run, 50)
     job, supervisor = site.job_of(run), pid_of_supervisor(site, run)
@@ -526,7 +526,7 @@ def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Si
     for index in range(elements):
         assert (site.folder / f"state/{index}").read_text() == "60"
         counts = [int(line.split()[0]) for line in (site.folder / f"state/{index}.starts").read_text().splitlines()]
-        assert counts == sorted(counts)
+        assert counts == sorted(counts)  # no start began from less than the one before, as from a neighbour's state
     results = [json.loads(path.read_text()) for path in site.runs.glob("counter/*/result.json")]
     assert {result["state"] for result in results} == {"completed"}
     restarted = [result for result in results if result["attempts"] > 1]
@@ -610,7 +610,7 @@ def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None
 
 
 def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> None:
-    """One node, whose run folder is a small file system that is full for 30 s while it trains, then while it starts."""
+    """One node, whose run folder is a small disk. It is full for 30 s of training, and then while the job starts."""
     project = slow_project(site, 0.02)
     site.run("mkdir", str(site.runs))
     options = f"size=24m,mode=0755,uid={site.user or 'root'}"  # in a folder of root's, each user's runs have their own

@@ -1,4 +1,7 @@
-"""A node that is slow for long, really slow: its rank gets a fraction of the processor, by SIGSTOP and SIGCONT."""
+"""A node that is really slow, for long.
+
+Its rank gets a fraction of the processor, by SIGSTOP and SIGCONT.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ def slow_now(run: RunDir) -> list[Straggler]:
 
 def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: Site) -> None:
     project = slow_project(site, 0.02)
+    # QUICK shortens the span over which a rank must be slow, else the test would take minutes.
     (project / "jobs/quick.py").write_text(QUICK)
     size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify=[sh, -c, 'echo $TOOLKIT_STATE']"]
     site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)

@@ -1,4 +1,7 @@
-"""Every way to share the work, on four nodes of a real Slurm: preempted in the middle, it comes back and learns on."""
+"""Every strategy on four nodes of a real Slurm.
+
+Preempted in the middle, the run comes back and learns on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A sweep on a real Slurm: an array with a limit, a preemption, a point that fails and is run again, the best point."""
+"""A sweep on a real Slurm, as an array with a limit.
+
+It has a preemption, a failed point that runs again, and a best point.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A second user of the cluster: on the network of a run, in a shared folder, and with sources of their own."""
+"""A second user of the cluster, as an attacker.
+
+They are on the network of a run, in a shared folder, and have sources of their own.
+"""
 
 from __future__ import annotations
 

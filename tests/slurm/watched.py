@@ -1,4 +1,4 @@
-"""One run of a random schedule: what is done to it, what is seen of it, and what must hold meanwhile."""
+"""One run of a random schedule: actions on it, observations of it, and invariants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Violation(AssertionError):
 
 
 class Cluster:
-    """The box that all schedules share; at most one fault of the cluster at a time."""
+    """The box that all schedules share, with at most one cluster fault at a time."""
 
     def __init__(self, site: Site, disk: Path) -> None:
         self.site = site
@@ -53,7 +53,7 @@ class Cluster:
         self._watcher.join()
 
     def _watch(self) -> None:
-        """Note which jobs there are, by name; keep the last answer while the controller is away."""
+        """Note all jobs by name. Keep the last answer while the controller is away."""
         while not self._stopping.wait(1.0):
             with suppress(BoxError, subprocess.TimeoutExpired):
                 jobs: dict[str, list[tuple[str, str]]] = {}
@@ -64,7 +64,7 @@ class Cluster:
                 self._administrate()
 
     def _administrate(self) -> None:
-        """What an administrator does: nodes that are back serve again, and jobs that they refused are released."""
+        """Act as an administrator: resume nodes that are back, and release jobs that they refused."""
         box = self.site.box
         if self.fault.acquire(blocking=False):
             try:

@@ -1,4 +1,4 @@
-"""`toolkit report` in a headless Chromium: it loads nothing, fits the window, and has both colour schemes."""
+"""`toolkit report` in a headless Chromium: it loads nothing, fits, and has both colour schemes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def complaints(tab: Tab) -> list[str]:
 
 
 def test_the_page_fits_both_widths_and_both_colour_schemes(run: RunDir, program: str, tmp_path: Path) -> None:
+    # Names and texts without a place for a line break would widen a page that does not wrap them.
     other = made("a-name-of-a-run-that-is-long-and-has-no-place-to-break-it-anywhere-at-all")
     log(other, {step: {"train/loss": 3.0, EVIL: 1.0} for step in (10, 20)})
     hosts = "a-node-with-a-long-name-[001-080]"

@@ -1,4 +1,4 @@
-"""A thousand runs of 64 ranks each: one stop step for all of them, and nobody hangs."""
+"""A thousand runs of 64 ranks: all ranks stop at one step, and none hangs."""
 
 from __future__ import annotations
 

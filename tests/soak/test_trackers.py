@@ -173,7 +173,7 @@ def test_a_killed_command_neither_loses_nor_doubles(mlflow: Any, tmp_path: Path,
 
 
 def test_a_server_that_is_away_costs_nothing(mlflow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as probe:
+    with socket.socket() as probe:  # a port on which nothing listens, until the server below does
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"

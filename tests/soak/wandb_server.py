@@ -1,6 +1,7 @@
-"""A server that the real wandb sends to: the part of its interface that runs with a history need, in memory.
+"""A server in memory to which the real wandb sends runs with a history.
 
-It keeps the lines of a run's history at the offsets that wandb gives them, and answers GraphQL by the query's name.
+It has only the part of wandb's interface that such runs need. It keeps the lines of a run's history at the offsets that
+wandb gives them, and answers GraphQL by the query's name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class WandbServer:
     def __init__(self) -> None:
         self.histories: dict[str, list[dict[str, Any]]] = {}
         self.deleted: list[str] = []
-        #: So many lines of history are taken; then it does not answer.
+        #: How many more lines of history it takes. It refuses all others with 400.
         self.lines_left = math.inf
         self.unknown: list[str] = []
         server = self
@@ -39,6 +40,7 @@ class WandbServer:
                 if self.path.startswith("/graphql"):
                     self.reply({"data": server.query(json.loads(raw))})
                 elif self.path.endswith("/file_stream"):
+                    # The run's id is the last but one part of the path.
                     is_taken = server.take(self.path.split("/")[-2], json.loads(raw))
                     self.reply({}, 200 if is_taken else 400)
                 else:
@@ -74,7 +76,7 @@ class WandbServer:
         return found
 
     def take(self, run: str, content: dict[str, Any]) -> bool:
-        """Take lines of history at their offset, as the real server does; False if it takes no more."""
+        """Write lines of history at their offset, as the real server does. False if it takes no more."""
         part = content.get("files", {}).get("wandb-history.jsonl")
         if part is None:
             return True
@@ -98,6 +100,7 @@ class WandbServer:
             "entity": {"id": "e", "name": ENTITY},
             "entityName": ENTITY,
         }
+        # The names are those of the queries that wandb's client sends.
         if name in ("Viewer", "GetViewer", "GetDefaultEntity"):
             return {
                 "viewer": {
