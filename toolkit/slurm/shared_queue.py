@@ -59,6 +59,7 @@ class QueueAnswer(FileRecord):
     jobs: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()  #: jobs that are over and that the controller may have forgotten
     gone: Mapping[str, Annotated[float, MOMENT]] = field(default_factory=dict)  #: unknown to all, and since when
+    missed: tuple[str, ...] = ()  #: ids that a process looked for in this answer and did not find
 
     def statuses(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         """Return the status of each job, None where Slurm does not know it. Jobs not asked about are missing."""
@@ -102,7 +103,23 @@ class SharedQueue:
             self._pause(0.1)
         if answer.error or answer.asker:
             raise SlurmError(answer.error or f"Slurm has not answered {answer.asker} yet")
-        return answer.statuses(wanted)
+        statuses = answer.statuses(wanted)
+        if len(statuses) < len(wanted):
+            self._note_missed(job_id for job_id in wanted if job_id not in statuses)
+        return statuses
+
+    def _note_missed(self, missed: Iterable[str]) -> None:
+        """Have the next question, whoever asks it, be about these jobs, too.
+
+        A job may have ended, and the controller may have forgotten it, before any process asked. Only accounting knows
+        it then, and that is asked about the jobs of the process that asks.
+        """
+        with self._locked():
+            answer = self._read()
+            every = tuple(dict.fromkeys((*answer.missed, *missed)))[-MOST_ACCOUNTED:]
+            # A process that asks at this moment would lose its place in the file, or overwrite the note.
+            if not answer.asker and every != answer.missed:
+                self._write(answer.replace(missed=every))
 
     def _is_due(self, answer: QueueAnswer, every_s: float) -> bool:
         """True if Slurm may be asked now. It is not asked too often, nor while another process asks."""
@@ -120,7 +137,8 @@ class SharedQueue:
             before = self._read()
             if not self._is_due(before, every_s):
                 return before
-            asked = before.replace(asked=self._now(), asker=_this_process(), calls=1, error="")
+            wanted = list(dict.fromkeys((*wanted, *before.missed)))
+            asked = before.replace(asked=self._now(), asker=_this_process(), calls=1, error="", missed=())
             self._write(asked)
         try:
             jobs = self._slurm.user_jobs()

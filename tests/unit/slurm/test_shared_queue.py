@@ -106,6 +106,25 @@ def test_the_end_of_a_job_is_remembered_where_accounting_is_off(tmp_path: Path) 
     assert site.process().show_jobs(["99"]) == {"99": None}
 
 
+def test_a_job_forgotten_before_any_look_is_found_by_the_question_of_another(site: Site) -> None:
+    """Each process asks accounting about its own jobs, and one whose answer is always fresh never asks."""
+    theirs, mine = (site.slurm.sbatch(["job.sh"]) for _ in range(2))
+    site.slurm.start(mine)
+    site.slurm.finish(mine, exit_code=1)
+    site.slurm.forget(mine)
+    other, process = site.process(), site.process()
+    other.show_jobs([theirs], every_s=30)
+    site.slurm.advance(10)
+    assert process.show_jobs([mine], every_s=30) == {}
+    site.slurm.advance(20)
+    other.show_jobs([theirs], every_s=30)
+    site.slurm.advance(10)
+    calls = site.calls
+    found = process.show_jobs([mine], every_s=30)[mine]
+    assert found is not None
+    assert (found.state, site.calls) == ("FAILED", calls)
+
+
 def test_a_job_that_is_requeued_after_its_end_waits_again(site: Site) -> None:
     job = site.slurm.sbatch(["job.sh"])
     site.slurm.start(job)
