@@ -32,7 +32,7 @@ def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T 
     while True:
         try:
             return call()
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:  # a call may also read the run's folder
             log.warning("%s: %s", what, error)
             # A refusal will not pass; only silence is waited out.
             if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,21 @@ def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == 0
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_file_server_that_is_away_for_a_moment_does_not_prevent_a_requeue(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    errors = [OSError(errno.EIO, "Input/output error")] * failures
+
+    def asked(run: RunDir) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(stop_request, "asked", asked)
+    assert requeued(run, FakeSlurm()) is JobFate.REQUEUED
+    assert not errors
 
 
 def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir) -> None:

@@ -143,7 +143,7 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
                 seen = look()
             if seen in _SETTLED:
                 return seen
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:  # ``look`` reads the run's folder, too
             log.warning("the job cannot be requeued: %s", error)
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + ENDING_S)
