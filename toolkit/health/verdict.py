@@ -115,17 +115,18 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
     by_host = {node.name: list(node.findings or ()) for node in nodes}
     for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes), *_speeds(nodes)):
         by_host[host].append(finding)
-    bad_texts: dict[str, list[str]] = {}
-    for findings in by_host.values():
+    # A node may have several bad findings of one check: of each check that it did not get through, for example.
+    bad_texts: dict[str, dict[str, str]] = {}
+    for host, findings in by_host.items():
         for finding in findings:
             if finding.severity == "bad":
-                bad_texts.setdefault(finding.check, []).append(finding.text)
+                bad_texts.setdefault(finding.check, {})[host] = finding.text
     # What is bad on every node is not held against any single one. Where there is only one node, only some checks can
     # say that the node is not the cause.
     common: dict[str, str] = {}
     for check, texts in bad_texts.items():
         if len(texts) == len(nodes) and (len(nodes) > 1 or check in NOT_THE_NODES):
-            common[check] = texts[0]
+            common[check] = next(iter(texts.values()))
     return NodesReport(
         hosts=tuple(by_host),
         findings={host: tuple(findings) for host, findings in by_host.items()},

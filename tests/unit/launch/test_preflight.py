@@ -283,6 +283,16 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     assert reads == [], "a look at each node's file takes seconds on a file server: one listing tells"
 
 
+def test_several_findings_of_one_node_are_not_taken_for_a_fault_of_every_node() -> None:
+    """A starved node does not get through any of its checks, each of which then says the same."""
+    slow, ok = Finding("answer", "bad", "none", "does not get through its checks"), Finding("answer", "ok", "in time")
+    starved, well = [slow, slow, slow], [ok]
+    one = judge([Heard("node1", starved), Heard("node2", well), Heard("node3", well)], 1.0)
+    assert (set(one.bad), one.common) == ({"node1"}, ())
+    both = judge([Heard("node1", starved), Heard("node2", starved)], 1.0)
+    assert (both.bad, both.common) == ({}, (slow.text,))
+
+
 def test_a_node_that_answers_at_once_is_not_behind_those_that_answer_late() -> None:
     """A late answer does not tell when its clock was read. Before, the early one was 10 s "behind the others"."""
     nodes = [Heard(f"node{number}") for number in range(5)]
