@@ -35,7 +35,8 @@ class OnRequest:
         self._run = RunDir(session.run_dir)
         self._seen: set[str] = set()
         self._ahead: list[tuple[int, str, Any]] = []  #: values that hold from a later step on, by step
-        self._profile: StepProfile | None = None  #: of this rank
+        self._profile: StepProfile | None = None  #: of this rank, the newest
+        self._is_recording = False  #: whether that one still records, and does not just write its files
         self._profiled_until = 0  #: a rank, and all know it
         self._step = 0  #: the last one that had something to do
         self.next_step: float = math.inf  #: before it there is nothing to do
@@ -52,13 +53,13 @@ class OnRequest:
         while self._ahead and self._ahead[0][0] <= step:
             _, key, value = self._ahead.pop(0)
             self._set(step, {key: value})
-        if self._profile is not None and not self._profile.pass_step(step):
-            self._profile = None
+        if self._profile is not None and self._is_recording:
+            self._is_recording = self._profile.pass_step(step)
         self._step = step
         self._plan()
 
     def close(self) -> None:
-        """End a profile that is being made."""
+        """End a profile that is being made, and wait a while for its files."""
         if self._profile is not None:
             self._profile.close(self._step)
 
@@ -82,6 +83,7 @@ class OnRequest:
                     self._profile = StepProfile(
                         folder, request.rank, step, request.steps, memory=request.memory, answer=answer
                     )
+                    self._is_recording = True
                 except Exception as error:  # the job's own profiler runs, for example
                     log.warning("no profile can be made: %s: %s", type(error).__name__, error)
                     answer(Answer(refused=f"no profile can be made: {error}"))
@@ -95,7 +97,7 @@ class OnRequest:
 
     def _plan(self) -> None:
         self.next_step = self._ahead[0][0] if self._ahead else math.inf
-        if self._profile is not None:  # each of its steps is marked
+        if self._is_recording:  # each of its steps is marked
             self.next_step = 0
 
     def _set(self, step: int, values: Mapping[str, Any]) -> None:

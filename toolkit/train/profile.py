@@ -43,6 +43,7 @@ class StepProfile:
         self._first, self._last, self._memory = first, first + steps, memory
         self._step = ExitStack()  #: the entry of the step in progress
         self._thread: threading.Thread | None = None
+        self._has_failed = False
         self._on_gpu = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
@@ -65,7 +66,7 @@ class StepProfile:
 
     def close(self, step: int) -> None:
         """End the profile early, after ``step`` steps: the training ends. Wait a while for the files."""
-        if self._thread is None:
+        if self._thread is None and not self._has_failed:
             try:
                 self._step.close()
                 self._end(step)
@@ -124,6 +125,7 @@ class StepProfile:
         return path
 
     def _fail(self, error: Exception) -> None:
+        self._has_failed = True
         log.warning("the profile has failed, the training goes on: %s: %s", type(error).__name__, error)
         if self._thread is None:  # it may still record, which slows the steps
             with suppress(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -243,6 +244,31 @@ def test_a_second_profile_is_refused_while_one_is_made(run: RunDir) -> None:
     assert Path(file) == run.path / "profiles/step-00000005-rank-0.json.gz"
     answer = rank.ask(9, profile_of(2, rank=1))
     assert "there is no rank 1" in ((answer and answer.refused) or "")
+
+
+def test_the_files_of_a_profile_of_the_last_steps_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written by a thread, which ends with the process."""
+    is_closing, write, close = threading.Event(), profile.StepProfile._write, profile.StepProfile.close
+
+    def write_late(*args: Any) -> None:
+        is_closing.wait(10.0)
+        write(*args)
+
+    def close_noting(*args: Any) -> None:
+        is_closing.set()
+        close(*args)
+
+    monkeypatch.setattr(profile.StepProfile, "_write", write_late)
+    monkeypatch.setattr(profile.StepProfile, "close", close_noting)
+    rank = Rank(run)
+    asked = user_request.put(run, profile_of(2))
+    rank.carry_out(5, asked)
+    rank.rates(6, 8)
+    assert user_request.answer_to(run, asked) is None
+    rank.on_request.close()
+    answer = user_request.answer_to(run, asked)
+    assert answer is not None
+    assert (answer.step, answer.steps, len(answer.files)) == (5, 2, 1)
 
 
 def test_a_disk_that_is_full_costs_only_the_profile(tmp_path: Path) -> None:
