@@ -127,10 +127,14 @@ class SecondPlace:
                     with file_errors("creating", self.checkpoints.folder):
                         fsio.make_dir(self.checkpoints.folder)
                     _copy(CheckpointFolder(path.parent), path, self.checkpoints, self._note)
-                    self.checkpoints.prune()
             except CheckpointError as error:
-                if path.exists():  # else it was pruned meanwhile: there is a newer one
+                if _is_there(path):  # else it was pruned meanwhile: there is a newer one
                     log.error("%s has no copy in %s: %s", path, self.checkpoints.folder, error)
+                continue
+            try:
+                self.checkpoints.prune()
+            except CheckpointError as error:
+                log.warning("%s: older copies cannot be removed: %s", self.checkpoints.folder, error)
 
     def _refuse_of_others(self) -> None:
         """Raise CheckpointError where another user may write.
@@ -148,6 +152,14 @@ def _start(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, name="second-place", daemon=True)
     thread.start()
     return thread
+
+
+def _is_there(path: Path) -> bool:
+    """True unless the path is known to be gone. A disk that is away raises OSError, which would end the thread."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder, note: Callable[[], None]) -> Path:
