@@ -82,8 +82,8 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
 
     It gets one task on one node, of the kind that the run's config asks for. Raises RequestError.
     """
-    if args.images is not None or args.output is not None:
-        raise RequestError("--submit: the figures are written into the run; leave out --images and --output")
+    if args.images is not None or args.output is not None or args.json:
+        raise RequestError("--submit: the figures are written into the run; leave out --images, --output and --json")
     cluster = load_config(run.config, site=False).cluster
     extra = {key: value for key, value in cluster.extra.items() if not is_for_one_job(key)}
     gpus = min(1, cluster.gpus_per_node)

@@ -126,7 +126,7 @@ def _on_screen(watch: Watch, names: Sequence[str], pressed: Callable[[float], st
             size = shutil.get_terminal_size()
             live.update(picture(watch.rows(), names, size.columns, size.lines), refresh=True)
             key = pressed(max(0.0, begun + READ_EVERY_S - time.monotonic()))
-            if key in ("q", "Q", "\x03", "\x1b"):
+            if key[:1] in ("q", "Q", "\x03") or key == "\x1b":  # an arrow key begins with Esc, too
                 return
 
 
@@ -186,6 +186,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
-        yield lambda seconds: os.read(fd, 1).decode(errors="replace") if select.select([fd], [], [], seconds)[0] else ""
+        yield (
+            lambda seconds: os.read(fd, 64).decode(errors="replace") if select.select([fd], [], [], seconds)[0] else ""
+        )
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

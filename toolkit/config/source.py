@@ -87,9 +87,10 @@ class PythonSource:
 
     def comment_at(self, node: ast.stmt) -> str:
         """Return the comment of a statement. It stands after it, or in lines before it that begin with ``#:``."""
-        # A statement of several lines may have its comment after the first or the last.
+        # A statement of several lines may have its comment after any of them, mostly after the last or the first.
         last = node.end_lineno or node.lineno
-        trailing = next((self._comments[line][1] for line in (last, node.lineno) if line in self._comments), "")
+        lines = (last, *range(node.lineno, last))
+        trailing = next((self._comments[line][1] for line in lines if line in self._comments), "")
         if trailing:
             return trailing
         above: list[str] = []

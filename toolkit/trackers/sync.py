@@ -169,7 +169,7 @@ class RunSync:
         received = self._tracker.received((begun.step or 0) + 1 if begun.end else 0)
         if isinstance(received, int):
             # Whole lines arrive one after another. What is in them is known only of those that the file still has.
-            is_wrong = not is_batch_there and received > (begun.step or -1)
+            is_wrong = not is_batch_there and received > (-1 if begun.step is None else begun.step)
             newest, has = received, lambda step, tag: step <= received
         else:
             # The copy is wrong if it has a value that the file has not.

@@ -60,7 +60,7 @@ def information(index: int, minor: int, model: str = "NVIDIA H100 80GB HBM3") ->
 
 def nodes_of(near: list[list[int]]) -> list[int]:
     """Return the NUMA node of each group of CPUs."""
-    return [{cpu % 2 for cpu in own}.pop() for own in near]
+    return [node for own in near for (node,) in [{cpu % 2 for cpu in own}]]  # fails for CPUs of several nodes
 
 
 def torchs_choice(root: Path, gpu_count: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

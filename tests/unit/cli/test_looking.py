@@ -41,6 +41,25 @@ def clock(seconds: float, form: str = "%H:%M:%S") -> str:
     return time.strftime(form, time.localtime(AT + seconds))
 
 
+def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run.logs / "supervisor.log"
+    log.parent.mkdir(exist_ok=True)
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    log.write_bytes(b"caf" + first)
+    (run.path / "result.json").unlink()
+
+    def go_on(seconds: float) -> None:
+        """Write the rest while the reader waits for it, and end the run."""
+        log.write_bytes(b"caf" + first + second + b"\r\nend " + first)
+        run.write_result(RunResult(RunState.COMPLETED))
+
+    monkeypatch.setattr(time, "sleep", go_on)
+    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
+    assert capsys.readouterr().out == "café\nend \ufffd"
+
+
 # ------------------------------------------------------------------------------------------------------------- compare
 
 

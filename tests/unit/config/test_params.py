@@ -54,6 +54,9 @@ class Params:
     plan: dict[str, float] = field(default_factory=dict)
     block: Block = field(default_factory=Block)
     last: Block = field(default_factory=lambda: Block(heads=8))
+    long: int = field(
+        default=1,  # over several lines
+    )
     KINDS: ClassVar[int] = 3
     made: int = field(init=False, default=0)
 
@@ -88,6 +91,7 @@ def test_a_config_has_every_key_of_its_job_resolved(job: Path) -> None:
         "plan": {"a.b": 2.0},
         "block": {"heads": 2, "dropout": None},
         "last": {"heads": 8, "dropout": None},
+        "long": 1,
     }
     assert repr(config.params) == repr(expected)  # 1 is not 1.0
     validate(config)
@@ -241,6 +245,7 @@ def test_the_comment_and_the_type_of_a_key_are_known(tmp_path: Path) -> None:
     assert facts["act"] == ("'relu' | 'gelu'", "")
     assert facts["kernel"] == ("int | list[int]", "")
     assert facts["prompt"] == ("str | None", "")
+    assert facts["long"] == ("int", "over several lines")
     assert "KINDS" not in facts
     block = hints_of(params)["block"].__dataclass_fields__["dropout"]
     assert declared(block).comment == "what is dropped, of each block"

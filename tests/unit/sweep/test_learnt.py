@@ -79,6 +79,11 @@ def test_fewer_points_are_there_where_the_values_allow_no_more() -> None:
     assert sent.new == 6
 
 
+def test_a_range_of_too_many_values_is_refused_before_they_are_made() -> None:
+    with pytest.raises(RequestError, match=r"--optuna: train\.seed: 1,000,000,001 points are more than"):
+        submit(FakeSlurm(), "train.seed=0..1000000000", optuna=4, metric="eval/loss")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -4,6 +4,8 @@ Without options it is the supervisor's log: starts, failures, verdicts. The
 newest attempt counts if no other is named.
 """
 
+import codecs
+import io
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -51,14 +53,17 @@ def run(args: Namespace) -> None:
     if not path.exists():
         there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
         raise RequestError(f"{path}: no such log; there are: {', '.join(there) or 'none yet'}")
-    with path.open(errors="replace") as file:
+    # While a log grows, the last character may be half written: the decoder keeps its bytes for the next read.
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    with path.open("rb") as file:
         while True:
             # Look for the end before the read: nothing written since is missed.
             ended = not args.follow or of.result() is not None
-            text = file.read()
-            sys.stdout.write(text)
+            data = file.read()
+            is_last = ended and not data
+            sys.stdout.write(decoder.decode(data, final=is_last))
             sys.stdout.flush()
-            if not text and ended:
+            if is_last:
                 return
-            if not text:
+            if not data:
                 time.sleep(0.3)

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="*", metavar="RUN", help="default: the ten newest runs")
     parser.add_argument("--all", action="store_true", help="all runs; the default with a filter")
     selection.add_arguments(parser)
-    parser.add_argument("--sort", metavar="COLUMN", default="run", help="a column, metric or config key; default: run")
+    parser.add_argument("--sort", metavar="COLUMN", help="a column, metric or config key; default: run")
     parser.add_argument("--reverse", action="store_true", help="the highest first")
     columns = "separated by commas: columns of the table, metrics and config keys"
     parser.add_argument("--columns", metavar="NAMES", help=columns)
@@ -45,16 +45,17 @@ def run(args: Namespace) -> None:
     cache = run_rows.cache_of(rundir.runs_root()) if args.all or selection.is_asked(args) else None
     rows = selection.by_state(show.status_rows(runs, cache), args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))
-    if columns.needs_config((*names, args.sort)):
+    sort = args.sort or "run"
+    if columns.needs_config((*names, sort)):
         cache = cache or run_rows.RowCache(None)
         kept = [rundir.RunDir(Path(row["path"])) for row in rows]
         for row, config in zip(rows, cache.configs(kept), strict=True):
             row["config"] = config
-    columns.check((*names, args.sort), rows)
+    columns.check((*names, sort), rows)
     if cache is not None:
         cache.save()
-    if args.sort != "run" or args.reverse:
-        rows = columns.in_order(rows, args.sort, args.reverse)
+    if args.sort or args.reverse:  # else they are in the order of their names, or in the one asked for
+        rows = columns.in_order(rows, sort, args.reverse)
     if args.json:
         print(show.as_json(rows))
         return
