@@ -42,9 +42,9 @@ def draw(
 ) -> list[Values]:
     """Return new points, until the sweep has ``count``. There are fewer where no more exist. Raises RequestError."""
     refuse_many(count, "this sample")
-    for key, axis in axes.items():
+    for name, axis in axes.items():
         if isinstance(axis, Discrete):  # Optuna takes such values as a list
-            refuse_many(len(axis), f"--optuna: {key}")
+            refuse_many(len(axis), f"--optuna: {name}")
     if count < 1:
         raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
     try:
