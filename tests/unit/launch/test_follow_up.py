@@ -107,6 +107,14 @@ def test_a_run_that_may_lose_nodes_keeps_them_in_its_follow_up_job_too(run: RunD
     assert ("--no-kill" in submitted(run, slurm, running(slurm))) == (key is not None)
 
 
+def test_another_gres_of_the_config_does_not_cost_the_follow_up_job_its_gpus(run: RunDir) -> None:
+    """Of a flag that is given twice sbatch takes the last."""
+    run.config.write_text(dump_config(load_config(None, ["cluster.extra={gres: nvme:1}"], site=False)))
+    slurm = FakeSlurm()
+    options = submitted(run, slurm, running(slurm, "--gres=nvme:1,gpu:4"))
+    assert [option for option in options if option.startswith("--gres")] == ["--gres=nvme:1,gpu:4"]
+
+
 def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         monkeypatch.delenv(name)

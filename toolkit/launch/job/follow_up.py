@@ -110,17 +110,18 @@ def command(run: RunDir) -> str:
 
 def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
     """Yield sbatch's options for another job like the present one."""
-    for option, name in _VARIABLE_OF.items():
-        if environ.get(name):
-            yield f"--{option}={environ[name]}"
-    yield from row.options
+    present = [f"--{option}={environ[name]}" for option, name in _VARIABLE_OF.items() if environ.get(name)]
+    present += row.options
+    yield from present
+    # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
+    given = {option.partition("=")[0] for option in present}
     # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
     if may_lose_nodes(config, whole_number(environ, "SLURM_JOB_NUM_NODES", 1)):
         yield "--no-kill"
     for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")
-        if not is_for_one_job(flag) and value is not False:
+        if f"--{flag}" not in given and not is_for_one_job(flag) and value is not False:
             yield f"--{flag}" if value is True else f"--{flag}={value}"
     if row.time_limit_s is not None:
         yield f"--time={max(1, round(row.time_limit_s / 60))}"
