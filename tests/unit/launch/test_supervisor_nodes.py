@@ -1010,3 +1010,13 @@ def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one_of_several(
     allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus_per_node=gpus, job_id="1")
     assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
     assert asked == ([HOSTS] if is_asked else [])
+
+
+def test_a_job_without_the_gpus_of_the_config_says_so(
+    run: RunDir, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = JobConfig()
+    config.cluster.gpus_per_node = 4
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert "cluster.gpus_per_node: the config asks for 4, and Slurm gives this job none" in caplog.text
