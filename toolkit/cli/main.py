@@ -10,9 +10,11 @@ import argparse
 import errno
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from toolkit import __version__
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
@@ -52,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolkitError as error:
         print(f"toolkit: error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `toolkit logs ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
     except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
     except OSError as error:
         if args.command in ("run", "supervise"):  # a job's own error: its log needs the traceback
             raise
+        if isinstance(error, BrokenPipeError) and _has_lost_reader(sys.stdout):  # `toolkit logs ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_DONE
         # What the system refused, where, and what to do about the usual errors.
         where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         advice = ""
@@ -70,6 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"{where or 'the current folder'}: {error.strerror or error}{advice}"
         print(f"toolkit: error: {text}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """True if ``stream`` is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(stream, 0)  # an error is reported without being asked for
+    return poll.poll(0) != []
 
 
 def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.cli.commands import logs as logs_command
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.launch.record import stop_request
 from toolkit.launch.record.stop_request import Intent
 from toolkit.run_files import RunResult, RunStatus
@@ -274,3 +276,35 @@ def test_tensorboard_is_given_names_and_short_paths(
     (argv,) = called
     assert argv[argv.index("--logdir_spec") + 1] == f"digits/{run.id}:digits/{run.id}/tensorboard"
     assert Path.cwd() == tmp_path / "runs"
+
+
+def run_command(command: str, body: str, stdout: int) -> subprocess.CompletedProcess[str]:
+    """Run ``toolkit COMMAND`` in a process of its own. ``body`` is what the command does."""
+    code = f"""if True:
+        import sys
+        from importlib import import_module
+        from toolkit.cli import main as cli
+        def run(args):
+            {body}
+        import_module("toolkit.cli.commands.{command}").run = run
+        sys.exit(cli.main(sys.argv[1:]))
+    """
+    argv = [sys.executable, "-c", code, command, "x"]
+    return subprocess.run(argv, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("command", "says"), [("run", "Traceback"), ("exec", "toolkit: error: ")])
+def test_a_connection_that_breaks_is_no_success(command: str, says: str) -> None:
+    done = run_command(command, "raise BrokenPipeError(32, 'Broken pipe')", subprocess.DEVNULL)
+    assert done.returncode == EXIT_FAILED
+    assert says in done.stderr
+
+
+def test_a_reader_who_has_seen_enough_is_no_failure() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run_command("logs", "print('x', flush=True)", writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (EXIT_DONE, "")
