@@ -27,7 +27,8 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import changes, ownership, stop_request
+from toolkit.launch.record.changes import Change
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import executors, handle, submit
@@ -160,6 +161,17 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
         attach(run).wait(5)
     assert resume(run).job_id == "4"
+
+
+@pytest.mark.parametrize("override", ["optim.lr=0.1", "optim={lr: 0.1}"])
+def test_a_resume_ends_what_was_set_for_the_keys_that_it_gives(run: RunDir, slurm: FakeSlurm, override: str) -> None:
+    """0.1 is also the value of the run's config, which the value set since has replaced."""
+    assert main(["cancel", run.id]) == EXIT_DONE
+    resume(run, ["optim.lr=0.1"])
+    assert main(["cancel", run.id]) == EXIT_DONE
+    changes.append(run, Change(1.0, {"optim.lr": 0.2, "train.log_every": 3}, step=5))
+    resume(run, [override, "retry={max_failures: 9}"])
+    assert changes.in_force(changes.read(run)) == [(5, "train.log_every", 3)]
 
 
 def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from yaml import MappingNode
+
 from toolkit import config as configs
 from toolkit import fsio, rundir, secret_values
 from toolkit.config import JobConfig
+from toolkit.config.layer_files import override_layer
 from toolkit.config.live import LIVE
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
@@ -53,8 +56,8 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
             if overrides:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
                 # A new value ends what `toolkit set` has given its key.
-                keys = [text.partition("=")[0] for text in overrides]
-                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in keys if key in LIVE})
+                given = _given_keys(overrides)
+                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in LIVE if key in given})
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
@@ -67,6 +70,16 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
     return sent
+
+
+def _given_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that arguments give, as in ``optim.lr=1`` or ``optim={lr: 1}``."""
+    keys = set()
+    for layer in map(override_layer, overrides):
+        for section, (_, node) in layer.pairs(layer.root).items():
+            if isinstance(node, MappingNode):
+                keys |= {f"{section}.{name}" for name in layer.pairs(node)}
+    return keys
 
 
 def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
