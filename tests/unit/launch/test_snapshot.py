@@ -109,6 +109,40 @@ def test_a_package_called_data_is_a_source_and_the_folder_data_is_not(project: P
     snapshot.take(project, code)
     assert (code / "jobs/data/set.py").exists()
     assert not [name for name in ("data", "runs", "jobs/.git") if (code / name).exists()]
+    left_out = json.loads((code / "SNAPSHOT.json").read_text())["left_out"]
+    assert left_out == dict.fromkeys(("data", "runs"), "a folder without modules, and outside git")
+
+
+@pytest.mark.parametrize("name", ["data/sets.py", "data/sets/__init__.py"])
+def test_a_package_called_data_at_the_top_is_a_source_too(project: Path, tmp_path: Path, name: str) -> None:
+    (project / name).parent.mkdir(parents=True)
+    (project / name).touch()
+    snapshot.take(project, tmp_path / "run/code")
+    assert (tmp_path / "run/code" / name).exists()
+
+
+def test_a_git_that_takes_too_long_leaves_no_source_out(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the files that it tracks, or those that it does not, were missing in the copy."""
+    git(project, "init", "-q")
+    monkeypatch.setattr(snapshot, "GIT_TIMEOUT_S", 0.0)
+    with pytest.raises(RequestError, match="`git ls-files` takes more than"):
+        snapshot.take(project, tmp_path / "run/code")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_repository_is_that_of_the_project_inside_a_hook_of_git_too(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (project, tmp_path / "other"):
+        folder.mkdir(exist_ok=True)
+        git(folder, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other/.git/index"))
+    (tmp_path / "other/.git/info/exclude").write_text("*.py\n")
+    snapshot.take(project, tmp_path / "run/code")
+    assert copied(tmp_path / "run/code") == {"jobs/a.py", "run.sh", ".gitignore"}
 
 
 def test_a_folder_that_a_repository_around_it_ignores_is_copied_all_the_same(project: Path, tmp_path: Path) -> None:
@@ -177,6 +211,26 @@ def test_no_secret_is_copied_and_each_is_named(
     left_out = json.loads((code / "SNAPSHOT.json").read_text())["left_out"]
     assert {".env", ".ssh", ".aws", "own.pem", "settings"} <= left_out.keys()
     assert all(f"{name} (may hold secrets)" in caplog.text for name in (".env", ".ssh", ".aws"))
+
+
+def test_a_private_key_is_in_no_diff_whatever_became_of_it(project: Path, tmp_path: Path) -> None:
+    """The copy leaves it out; where it was changed, removed or renamed, git's diff would show it."""
+    git(project, "init", "-q")
+    for name in ("changed.pem", "removed.pem", "renamed.key"):
+        (project / name).write_text("-----BEGIN PRIVATE KEY-----\n" + f"hunter2 of {name}\n" * 9)
+    git(project, "add", "-Af")
+    git(project, "commit", "-qm", "first")
+    with (project / "changed.pem").open("a") as file:
+        file.write("hunter2, too\n")
+    git(project, "mv", "renamed.key", "notes.txt")
+    with (project / "notes.txt").open("w") as file:
+        file.write("hunter2 of renamed.key\n" * 8)
+    (project / "removed.pem").unlink()
+    (project / "jobs/a.py").write_text("A = 2\n")
+    snapshot.take(project, tmp_path / "run/code")
+    diff = (tmp_path / "run/code/SNAPSHOT.diff").read_text()
+    assert "+A = 2" in diff
+    assert "PRIVATE KEY" not in diff
 
 
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])

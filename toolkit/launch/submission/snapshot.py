@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
@@ -21,8 +21,11 @@ MAX_BYTES = 200 * 2**20
 #: Left out where git does not tell what belongs to the project: these anywhere, ...
 SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".hypothesis"}
 SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
-#: ... and these at the top only: further down, `data` is as likely a package as data.
+#: ... and these at the top only, if they hold no modules: further down, `data` is as likely a package as data.
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
+#: Variables by which git takes another repository for the one that a file is in. git sets them for its hooks.
+GIT_PLACES = {"GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"}
+GIT_TIMEOUT_S = 60.0
 #: Never copied, even where git tracks them: programs keep passwords, keys and tokens in files of these names.
 SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", ".huggingface"}
 SECRET_FILES = (
@@ -47,7 +50,8 @@ def take(project: Path, code: Path) -> None:
     In a git checkout the project is what git tracks plus what it would not ignore, including submodules and other
     repositories in it; elsewhere it is every file outside well-known build and data folders. Secrets, runs, Slurm's
     outputs and core dumps are never copied. What else is left out is logged and noted. An existing copy is kept: a
-    restarted job runs what it ran before. Raises RequestError above 200 MiB, naming the largest files.
+    restarted job runs what it ran before. Raises RequestError above 200 MiB, naming the largest files, and where git
+    takes too long.
     """
     if code.exists():
         return
@@ -101,12 +105,20 @@ def job_environment(run: RunDir, environ: Mapping[str, str], token: str | None =
 
 
 def _git(folder: Path, *args: str) -> str | None:
+    """Return what git prints; None if it fails or is not there. Raises RequestError if it takes too long."""
+    command = ["git", "-C", str(folder), *args]
+    environ = {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=60, errors="surrogateescape"
+            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="surrogateescape", env=environ
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
+    except subprocess.TimeoutExpired:
+        raise RequestError(
+            f"{folder}: `git {args[0]}` takes more than {GIT_TIMEOUT_S:.0f} s; the disk may be busy: "
+            "submit again, or list large folders in .gitignore"
+        ) from None
     return done.stdout if done.returncode == 0 else None
 
 
@@ -127,7 +139,13 @@ class _ProjectFiles:
         self._add_all(project, "")
 
     def _add_all(self, folder: Path, prefix: str) -> None:
-        for name in _names(folder, is_top=not prefix):
+        names = _names_by_git(folder)
+        if not names:
+            skipped = set() if prefix else {name for name in SKIPPED_TOP_DIRS if _is_without_modules(folder / name)}
+            named = sorted(name for name in skipped if f"{name}/" != self._runs)
+            self.left_out |= dict.fromkeys(named, "a folder without modules, and outside git")
+            names = _walk(folder, SKIPPED_DIRS | skipped)
+        for name in names:
             self._add(folder / name, prefix + name)
 
     def _add(self, path: Path, name: str) -> None:
@@ -166,7 +184,7 @@ class _ProjectFiles:
             largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in three)
             raise RequestError(
                 f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
-                f"list data and outputs in .gitignore; the largest: {largest}"
+                f"list data and outputs in the .gitignore of a git repository; the largest: {largest}"
             )
 
     def _add_link(self, path: Path, name: str) -> None:
@@ -182,39 +200,47 @@ class _ProjectFiles:
             return
         # A folder above the project is not even looked into: it may hold the homes of all users, or a dead mount.
         is_above = self._project.is_relative_to(target)
-        # The first module is enough: a folder of data may be large.
-        if is_above or not any(next(target.glob(pattern), None) for pattern in ("*.py", "*/__init__.py")):
+        if is_above or not _has_modules(target):
             self.left_out[name] = f"a link to {target}, which is no Python package"
         else:
             self._copied[target] = name
             self._add_all(path, f"{name}/")
 
 
-def _names(folder: Path, *, is_top: bool) -> Iterator[str]:
-    """Yield the names that git tracks and would track.
+def _names_by_git(folder: Path) -> Iterable[str]:
+    """Return the names that git tracks and would track.
 
-    They are files, links, and folders that are repositories of their own. Yield all names in the folder where git lists
-    nothing (a folder that a repository around it ignores) or refuses (a folder that belongs to another user).
+    They are files, links, and folders that are repositories of their own. Return none where git lists nothing (a folder
+    that a repository around it ignores) or refuses (a folder that belongs to another user).
     """
-    tracked = _git(folder, "ls-files", "--cached", "-z") or ""
-    others = _git(folder, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    names = (name.rstrip("/") for name in (tracked + others).split("\0"))
+    # One call, so that there is no list without the other.
+    listed = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z") or ""
+    names = (name.rstrip("/") for name in listed.split("\0"))
     # for a submodule that was never filled git prints "./"
-    return iter(dict.fromkeys(name for name in names if name not in ("", ".")) or _walk(folder, is_top))
+    return dict.fromkeys(name for name in names if name not in ("", "."))
 
 
-def _walk(top: Path, is_top: bool) -> Iterator[str]:
+def _walk(top: Path, skipped_at_top: Set[str]) -> Iterator[str]:
+    """Yield the files and links below ``top``, except in build folders."""
     for folder, folders, files in os.walk(top):
         here = Path(folder)
-        skipped = SKIPPED_DIRS
-        if is_top and here == top:
-            skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS
+        skipped = skipped_at_top if here == top else SKIPPED_DIRS
         links = [name for name in folders if (here / name).is_symlink()]
         # os.walk goes on with the folders that are left in its list.
         folders[:] = [name for name in folders if name not in skipped and name not in links]
         for name in sorted([*files, *links]):
             if name not in skipped:
                 yield str((here / name).relative_to(top))
+
+
+def _is_without_modules(folder: Path) -> bool:
+    """True for a folder, no link to one, that holds no modules."""
+    return folder.is_dir() and not folder.is_symlink() and not _has_modules(folder)
+
+
+def _has_modules(folder: Path) -> bool:
+    """True if modules lie in the folder or in packages right below. The first is enough: data may be large."""
+    return any(next(folder.glob(pattern), None) for pattern in ("*.py", "*/__init__.py"))
 
 
 def _secret(name: str) -> str | None:
@@ -256,7 +282,9 @@ def _copy(source: Path, target: Path, *, is_program: bool) -> None:
 def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> None:
     """Write ``SNAPSHOT.json`` and ``SNAPSHOT.diff``: the commit, and what was changed since, without secrets."""
     revision = _git(project, "rev-parse", "HEAD")
-    changed = _git(project, "diff", "--name-only", "-z", "HEAD") if revision else None
+    # Under both its names: of a renamed file git would list only the new one.
+    diff_command = ("diff", "--no-renames", "HEAD")
+    changed = _git(project, *diff_command, "--name-only", "-z") if revision else None
     note = {
         "project": str(project),
         "git_sha": revision and revision.strip(),
@@ -266,8 +294,8 @@ def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> No
     fsio.write_json(code / "SNAPSHOT.json", note)
     if not changed:
         return
-    # The diff must not hold the secrets that the copy leaves out.
-    secret = [f":(exclude,top,literal){name}" for name in changed.split("\0") if _secret(name)]
-    diff = _git(project, "diff", "HEAD", "--", ":/", *secret)
+    # The diff must not hold the secrets that the copy leaves out, nor a private key that was in a file before.
+    secret = [name for name in changed.split("\0") if _secret(name) or name.endswith(".pem")]
+    diff = _git(project, *diff_command, "--", ":/", *[f":(exclude,top,literal){name}" for name in secret])
     if diff:
         fsio.write_atomic(code / "SNAPSHOT.diff", diff.encode(errors="surrogateescape"))
