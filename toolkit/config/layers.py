@@ -1,12 +1,13 @@
 """How the layers of a configuration merge.
 
-Later layers win: the defaults of schema.py, the site's defaults (``$TOOLKIT_SITE`` or ``~/.config/toolkit/site.yaml``),
-the file that ``extends:`` names, the file itself, ``key=value`` arguments. All of them are YAML 1.2, see yaml_core.py.
-A value may refer to others: ``${optim.lr}``, as OmegaConf reads it.
+Later layers win: the defaults of schema.py, some variables of sbatch, the site's defaults (``$TOOLKIT_SITE`` or
+``~/.config/toolkit/site.yaml``), the file that ``extends:`` names, the file itself, ``key=value`` arguments. Files and
+arguments are YAML 1.2, see yaml_core.py. A value may refer to others: ``${optim.lr}``, as OmegaConf reads it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,15 @@ from toolkit.config.references import MISSING, References, build, escaped, final
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
 from toolkit.config.source import read_source
 from toolkit.errors import ConfigError
+
+#: Variables in which a user's profile holds options of sbatch, by the keys of ``cluster``. sbatch itself does not get
+#: them: it would prefer them to the options in the script, which are those of the config.
+SBATCH_VARIABLES = {
+    "account": "SBATCH_ACCOUNT",
+    "partition": "SBATCH_PARTITION",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+}
 
 
 def load_config(
@@ -74,6 +84,9 @@ def merged_layers(
     is_script = path is not None and Path(path).suffix == ".py"
     layers = site_layers(site)
     merged: dict[str, Any] = asdict(JobConfig())
+    if site:
+        variables = {key: os.environ.get(name) for key, name in SBATCH_VARIABLES.items()}
+        merged["cluster"] |= escaped({key: value for key, value in variables.items() if value})
     if path is not None:
         merged["name"] = Path(path).stem
     if is_script:

@@ -31,6 +31,18 @@ def test_later_layers_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert config.name == "top"
 
 
+def test_sbatchs_variables_count_where_no_layer_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch itself does not get them: it would prefer them to the config."""
+    variables = {"SBATCH_ACCOUNT": "0755", "SBATCH_PARTITION": "gpu", "SBATCH_QOS": "", "SBATCH_CONSTRAINT": "${x}"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TOOLKIT_SITE", str(write(tmp_path, "site.yaml", "cluster: {partition: null}\n")))
+    cluster = load_config(None).cluster
+    assert (cluster.account, cluster.partition, cluster.qos, cluster.constraint) == ("0755", None, None, "${x}")
+    assert load_config(None, ["cluster.account=phys"]).cluster.account == "phys"
+    assert load_config(None, site=False).cluster.account is None, "a run keeps what its config.yaml has"
+
+
 def test_dumped_config_reads_back_equal(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/digits_ddp.yaml", ["cluster.extra.nodelist=n[1-2]", "train.max_steps=7"])
     assert load_config(write(tmp_path, "c.yaml", configs.dump_config(config))) == config
