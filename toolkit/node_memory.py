@@ -40,14 +40,28 @@ def oom_kills(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def _limited(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group that limits this process. Limits of groups above count, too."""
+    """Yield limit and use of each control group that limits this process. Limits of groups above count, too.
+
+    The page cache is no use: the kernel gives it up for a process that needs the memory.
+    """
     for group, is_first_version in _own_groups(proc, groups):
-        limit, use = "memory.max", "memory.current"
+        limit, use, prefix = "memory.max", "memory.current", ""
         if is_first_version:
-            limit, use = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limit, use, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # there is no limit
-                yield int((folder / limit).read_text()), int((folder / use).read_text())
+                yield int((folder / limit).read_text()), int((folder / use).read_text()) - _cached(folder, prefix)
+
+
+def _cached(group: Path, prefix: str) -> int:
+    """Return the bytes of files on disks that the kernel caches. 0 if unknown.
+
+    Files in shared memory are not among them: the kernel has those in its lists of anonymous memory.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sizes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(sizes.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return 0
 
 
 def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:

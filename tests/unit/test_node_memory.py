@@ -48,6 +48,30 @@ def test_the_least_limit_of_the_node_and_its_own_groups_counts(
 
 
 @pytest.mark.parametrize(
+    ("own", "folder", "prefix", "limit", "use"),
+    [
+        ("0::/job", "job", "", "memory.max", "memory.current"),
+        ("9:memory:/job", "memory/job", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_page_cache_is_free_and_shared_memory_is_not(
+    tmp_path: Path, own: str, folder: str, prefix: str, limit: str, use: str
+) -> None:
+    """A job that reads more than its limit has a control group full of the pages that it has read."""
+    proc, group = tmp_path / "proc", tmp_path / "groups" / folder
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {4000 * 1024} kB\nMemAvailable: {1000 * 1024} kB\n")
+    (proc / "self/cgroup").write_text(f"{own}\n")
+    group.mkdir(parents=True)
+    (group / limit).write_text(f"{64 * MIB}\n")
+    (group / use).write_text(f"{63 * MIB}\n")
+    mib = {"inactive_anon": 9, "active_anon": 4, "inactive_file": 30, "active_file": 20, "file": 59, "shmem": 9}
+    (group / "memory.stat").write_text("".join(f"{prefix}{name} {size * MIB}\n" for name, size in mib.items()))
+    assert node_memory.available_bytes(proc, tmp_path / "groups") == 51 * MIB
+
+
+@pytest.mark.parametrize(
     ("own", "mount", "file", "kills"),
     [
         ("0::/job/step", "0 0 0:1 / {groups} rw - cgroup2 x rw", "job/step/memory.events", 3),
