@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -38,8 +39,14 @@ def check_cluster(config: JobConfig) -> None:
             )
         # bash -n reads the lines without running them.
         if bash := shutil.which("bash"):
+            # In the C locale: bash warns of a locale that this machine lacks, and what it prints counts as an error.
             checked = subprocess.run(
-                [bash, "-n"], input="\n".join(cluster.setup) + "\n", capture_output=True, text=True
+                [bash, "-n"],
+                input="\n".join(cluster.setup) + "\n",
+                capture_output=True,
+                text=True,
+                errors="backslashreplace",
+                env={**os.environ, "LC_ALL": "C"},
             )
             if checked.stderr:
                 raise ConfigError(f"cluster.setup: these are no lines of bash: {checked.stderr.strip()}")

@@ -166,6 +166,13 @@ def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
     assert not Path("/tmp/not").exists()
 
 
+def test_lines_of_bash_are_fine_in_a_locale_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash warns of it, as do the locales that ssh takes along from a laptop."""
+    monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")
+    validate(load_config(None, ["cluster.setup=['echo é']"]))
+    assert refusal("cluster.setup=['if é']").startswith("cluster.setup: these are no lines of bash: ")
+
+
 def test_no_number_of_a_config_can_be_huge_or_none() -> None:
     """Every key that takes a number has limits."""
     for key in all_keys():
