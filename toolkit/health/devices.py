@@ -55,25 +55,24 @@ def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: 
     except (OSError, subprocess.SubprocessError) as error:
         text = f"{error}; the driver is not well: have the node drained"
         return [Finding("gpus", "bad", f"0 of {asked}", text)]
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    words = None if named is None else [word.strip() for word in named.split(",") if word.strip()]
     # Without nvidia-smi the device files are counted.
     if answer is None:
         files = max(len(list(dev.glob(pattern))) for pattern in DEVICES)
-        return [_count(asked, files, environ)]
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    words = None if named is None else named.split(",")
+        return [_count(asked, files if words is None else min(files, len(words)))]
     visible: list[Gpu] = []
     for line in answer.splitlines():
         index, uuid, used, total = (word.strip() for word in line.split(","))
         # The variable names GPUs by index, or by the beginning of their UUID.
-        if words is None or index in words or any(word and uuid.startswith(word) for word in words):
+        if words is None or index in words or any(uuid.startswith(word) for word in words):
             visible.append(Gpu(index, uuid, _number(used), _number(total)))
-    return [_count(asked, len(visible), {}), _leftovers(visible, ask)]
+    # A part of a GPU (MIG) counts as one. The memory of its GPU is used by other jobs, too.
+    parts = sum(word.startswith("MIG-") for word in words or ())
+    return [_count(asked, len(visible) + parts), _leftovers(visible, ask)]
 
 
-def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:  # it hides all others
-        there = min(there, len([word for word in named.split(",") if word]))
+def _count(asked: int, there: int) -> Finding:
     if there >= asked:
         return ok("gpus", str(there))
     text = (

@@ -256,6 +256,8 @@ def by_check(found: Sequence[Finding]) -> dict[str, Finding]:
         (4, {}, "ok", "4"),
         (2, {"CUDA_VISIBLE_DEVICES": "1,3"}, "ok", "2"),
         (2, {"CUDA_VISIBLE_DEVICES": "GPU-0a5c,GPU-2"}, "ok", "2"),
+        (2, {"CUDA_VISIBLE_DEVICES": "0, GPU-2a5c"}, "ok", "2"),
+        (2, {"CUDA_VISIBLE_DEVICES": "MIG-41b3,MIG-GPU-0a5c/1/0"}, "ok", "2"),
         (8, {}, "bad", "4 of 8"),
         (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, "bad", "2 of 4"),
         (4, {"CUDA_VISIBLE_DEVICES": ""}, "bad", "0 of 4"),
