@@ -82,9 +82,9 @@ class Programs:
         self.scontrol(CONFIG)
         self.add("sacctmgr", {"associations": ASSOCIATIONS, "show user": "lab1\n", "show qos": QOS})
 
-    def scontrol(self, config: str) -> None:
+    def scontrol(self, config: str, partitions: str = PARTITIONS) -> None:
         ping = "Slurmctld(primary) at login is UP\n"
-        self.add("scontrol", {"ping": ping, "show config": config, "show partition": PARTITIONS})
+        self.add("scontrol", {"ping": ping, "show config": config, "show partition": partitions})
 
     def add(self, name: str, answers: Mapping[str, str], code: int = 0, stderr: str = "") -> None:
         cases = "".join(f'*"{words}"*) printf %s {shlex.quote(text)};;\n' for words, text in answers.items())
@@ -227,7 +227,6 @@ def test_submit_refuses_what_would_wait_for_ever(
     profiled(age_s=40 * 86_400)
     site_checks.check_site(config)
     assert words in caplog.text
-    site_checks.check_site(load_config(None, [*override.split(), "cluster.extra.clusters=other"]))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -247,6 +246,16 @@ def test_a_qos_may_lift_a_limit_of_its_partition(
     for refused in ([override, "cluster.qos=normal"], ["cluster.nodes=5"]):  # the partition has four nodes in all
         with pytest.raises(ConfigError):
             site_checks.check_site(load_config(None, [partition, *refused]))
+
+
+def test_the_case_of_a_qos_does_not_matter(programs: Programs) -> None:
+    partitions = PARTITIONS.replace("AllowAccounts=ALL AllowQos=ALL", "AllowAccounts=ALL AllowQos=Low")
+    programs.scontrol(CONFIG, partitions)
+    profiled()
+    # The QOS low lifts the limit of the partition's time.
+    site_checks.check_site(load_config(None, ["cluster={partition: normal, qos: LOW, time_min: 1441}"]))
+    with pytest.raises(ConfigError, match="partition normal does not take 'Normal'; it takes Low"):
+        site_checks.check_site(load_config(None, ["cluster={partition: normal, qos: Normal}"]))
 
 
 def test_without_a_partition_the_default_ones_limits_only_warn(

@@ -6,7 +6,7 @@ Without the check Slurm would refuse the job, or hold it in the queue for ever.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from toolkit import logs
@@ -26,8 +26,8 @@ def check_site(config: JobConfig) -> None:
     Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
     default partition.
     """
-    profile, named = profile_here(), config.cluster.extra.get("clusters") or config.cluster.extra.get("cluster")
-    if profile is None or (named is not None and str(named) != profile.cluster):
+    profile = profile_here()
+    if profile is None:
         return
     # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
     has_partition = bool(config.cluster.partition)
@@ -73,7 +73,7 @@ def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str
     if not qos:
         for account in profile.associations:
             qos |= {account.default_qos} if account.default_qos else {*account.qos}
-    flags = {flag for record in profile.qos if record.name in qos for flag in record.flags}
+    flags = {flag for record in profile.qos if not _is_missing(record.name, qos) for flag in record.flags}
     reasons = [list(_misfits(config, part, flags)) for part in parts if part is not None]
     if reasons and all(reasons):
         yield reasons[0][0]
@@ -94,7 +94,7 @@ def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Itera
     if part.accounts and cluster.account and _is_missing(cluster.account, part.accounts):
         yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
     names = _qos_names(config)
-    if part.qos and names and not {*names} & {*part.qos}:
+    if part.qos and names and all(_is_missing(name, part.qos) for name in names):
         yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
 
 
@@ -103,9 +103,9 @@ def _qos_names(config: JobConfig) -> list[str]:
     return config.cluster.qos.split(",") if config.cluster.qos else []
 
 
-def _is_missing(account: str, accounts: Sequence[str]) -> bool:
-    """True if the account is not listed. Slurm keeps their names in lower case, and slurm.conf may have others."""
-    return account.lower() not in [name.lower() for name in accounts]
+def _is_missing(name: str, names: Iterable[str]) -> bool:
+    """True if the account or QOS is not listed. Slurm ignores the case of their names."""
+    return name.lower() not in [other.lower() for other in names]
 
 
 def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
@@ -116,5 +116,5 @@ def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
         yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
     names = [record.name for record in profile.qos]
     for name in _qos_names(config) if names else ():
-        if name not in names:
+        if _is_missing(name, names):
             yield f"cluster.qos: there is no {name!r}; {nearest(name, names)}there are: {listing(names)}"
