@@ -215,9 +215,9 @@ class Processes:
                 environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
             files = [os.devnull, process["log"], process["log"]]
             theirs: list[int] = []
-            if child.rank is None:
-                theirs = _make_pipes(child, files)
             try:
+                if child.rank is None:
+                    _make_pipes(child, files, theirs)
                 fsio.make_dir(Path(process["log"]).parent, parents=1)
                 pid = self._start_one(
                     ForkOrder(
@@ -346,16 +346,17 @@ def _start_program(order: ForkOrder, program: str) -> int:
         return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
 
 
-def _make_pipes(child: _Child, files: list[str]) -> list[int]:
-    """Make pipes for a child's standard input and output.
+def _make_pipes(child: _Child, files: list[str], theirs: list[int]) -> None:
+    """Make pipes for a child's standard input and output. Raises OSError.
 
-    ``child`` gets our ends, ``files`` the others. They are paths, which a fork of the zygote can open, too. Return
-    these ends, to be closed once the child has them.
+    ``child`` gets our ends, ``theirs`` the others, to be closed once the child has them. ``files`` gets the paths of
+    these, which a fork of the zygote can open, too.
     """
     reading, child.stdin = os.pipe()
+    theirs.append(reading)
     child.stdout, writing = os.pipe()
-    files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
-    return [reading, writing]
+    theirs.append(writing)
+    files[:2] = [f"/proc/{os.getpid()}/fd/{file}" for file in theirs]
 
 
 def _end_strays(own: Collection[int]) -> None:
