@@ -365,7 +365,7 @@ class Slurm:
 def settings_in(text: str) -> Settings:
     """Return the settings that `scontrol show config` prints."""
     # Slurm 24.11 prints (null) where 22.05 prints none.
-    found = dict(re.findall(r"^(\w+)\s*=\s*(?!\(null\))(\S+)", text, re.MULTILINE))
+    found = dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(?!\(null\))(\S+)", text, re.MULTILINE))
     default = Settings()
     return Settings(
         slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),

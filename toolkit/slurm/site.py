@@ -120,7 +120,7 @@ def _user_name() -> str:
 def _of_config(text: str) -> SiteProfile:
     """Return what `scontrol show config` says."""
     pairs: dict[str, str] = {}
-    for name, value in re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE):
+    for name, value in re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE):
         pairs.setdefault(name, "" if value == "(null)" else value)
     settings = settings_in(text)
     expire = re.search(r"cred_expire=(\d+)", pairs.get("AuthInfo", ""))

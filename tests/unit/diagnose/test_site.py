@@ -105,6 +105,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return Programs(tmp_path / "bin")
 
 
+def test_an_empty_setting_does_not_take_the_next_line_for_its_value(programs: Programs) -> None:
+    programs.scontrol(CONFIG.replace("(null)", ""))
+    profile = read_site(Slurm())
+    assert (profile.mpi_default, profile.cluster, profile.preempt_mode) == ("none", "alps", "REQUEUE")
+    assert profile.slurm == "24.11.5"
+
+
 def test_a_site_is_read_with_its_limits_accounts_and_preemption(programs: Programs) -> None:
     profile = read_site(Slurm())
     assert (profile.cluster, profile.slurm, profile.notes) == ("alps", "24.11.5", ())
