@@ -47,6 +47,12 @@ def test_outside_an_allocation_the_door_says_where_to_go() -> None:
         Allocation.slurm({})
 
 
+def test_a_heterogeneous_job_is_refused_since_its_other_nodes_would_idle() -> None:
+    with pytest.raises(RequestError, match=r"heterogeneous job of 2 components.*srun --het-group=0,1"):
+        Allocation.slurm({**BATCH, "SLURM_HET_SIZE": "2"})
+    assert Allocation.slurm({**BATCH, "SLURM_HET_SIZE": "1"}).world_size == 7
+
+
 def test_several_nodes_without_slurm_are_refused() -> None:
     with pytest.raises(RequestError, match=r"cluster\.nodes"):
         Allocation.local(ClusterConfig(nodes=2))

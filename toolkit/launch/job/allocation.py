@@ -92,6 +92,12 @@ class Allocation:
                 "`toolkit supervise` runs inside an allocation (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
                 "use sbatch or salloc, or `toolkit submit` from a login node"
             )
+        if whole_number(environ, "SLURM_HET_SIZE", 1) > 1:
+            raise RequestError(
+                f"this is a heterogeneous job of {environ['SLURM_HET_SIZE']} components, of which `toolkit supervise` "
+                "would use the first alone; submit a job of one component, or start the ranks with "
+                "`srun --het-group=0,1 toolkit run CONFIG`"
+            )
         hosts = tuple(hostlist.expand(environ["SLURM_JOB_NODELIST"]))
         tasks = _tasks(environ, len(hosts))
         # The CPUs asked for, else an even share on the node with the scarcest.
