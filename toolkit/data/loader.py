@@ -166,7 +166,9 @@ class Loader:
         )
         self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
-        self._sources = partial(_source, dataset, seed=seed, device=self._device, skips=skips, collate=collate)
+        self._sources = partial(
+            _source, dataset, seed=seed, device=self._device, skips=skips, collate=collate, order=self._given
+        )
         self._source: Source = self._sources(self._sampler, workers=workers)
         self._others: dict[Share, Source] = {}
 
@@ -304,10 +306,11 @@ def _source(
     device: torch.device,
     skips: bool = False,
     collate: Collate | None = None,
+    order: GivenOrder | None = None,
 ) -> Source:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
     gives_batches = isinstance(dataset, BatchedSamples) and collate is None
-    reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate)
+    reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
     # Tensors in memory draw nothing, and saving the generators takes 0.1 ms.

@@ -20,11 +20,12 @@ from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS
-from toolkit.data.permutation import hash64
+from toolkit.data.permutation import GivenOrder, hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
 from toolkit.errors import JobFailedError
@@ -136,13 +137,23 @@ class SampleReader(PartReader):
     """A reader of a part sample by sample. It first seeds the random generators from each sample's position.
 
     A sample whose loading raises ends the run. With ``skips`` another sample takes its place. The choice follows from
-    the seed, the position and the number tried there.
+    the seed, the position and the number tried there. It is one of the same epoch of the job's ``order``, if there is
+    one: the rest of the data set may be kept for evaluation.
     """
 
-    def __init__(self, dataset: Samples, seed: int, *, skips: bool = False, collate: Collate | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Samples,
+        seed: int,
+        *,
+        skips: bool = False,
+        collate: Collate | None = None,
+        order: GivenOrder | None = None,
+    ) -> None:
         super().__init__(seed, collate)
         self.dataset = dataset
         self.skips = skips
+        self._order = order
         #: What is left to do with the data of a batch; None: nothing.
         self.finish = dataset.finish if collate is None and isinstance(dataset, UnfinishedSamples) else None
 
@@ -163,7 +174,7 @@ class SampleReader(PartReader):
     def _sample(self, index: int, position: int, bad: list[BadSample]) -> Any:
         """Return sample ``index``, or the first good one drawn in its place. Add the bad ones to ``bad``."""
         for tried in range(TRIES):
-            chosen = index if not tried else hash64(_REPLACEMENT, self.seed, position, tried) % len(self.dataset)
+            chosen = self._replacement(position, tried) if tried else index
             # Written before the load: if the worker is killed, this says what it was loading.
             self.current[:] = [chosen, position]
             seed_sample(self.seed, position)
@@ -183,6 +194,13 @@ class SampleReader(PartReader):
             f"neither sample {index} (position {position} of the run) nor any of {TRIES - 1} drawn in its place can be "
             f"loaded, the last one because of {bad[-1].error}; see whether the storage is there"
         )
+
+    def _replacement(self, position: int, tried: int) -> int:
+        word = hash64(_REPLACEMENT, self.seed, position, tried)
+        if self._order is None:
+            return word % len(self.dataset)
+        size = self._order.n
+        return int(self._order.at(np.array([position // size * size + word % size]))[0])
 
 
 @dataclass(frozen=True)

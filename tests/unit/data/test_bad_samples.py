@@ -68,6 +68,21 @@ def test_another_position_draws_another_replacement() -> None:
     assert len(replaced.unique()) > 250  # of 500 draws out of 500, 316 are expected
 
 
+def test_a_replacement_comes_from_the_same_epoch_of_the_jobs_order() -> None:
+    """The samples that the order leaves out may be the evaluation's."""
+
+    def fold(epoch: int) -> range:
+        return range(10 * epoch, 10 * epoch + 10)
+
+    dataset = Damaged(1000, {3, 8, 11, 12, 19})
+    loader = Loader(dataset, global_batch_size=10, seed=3, share=Share(0, 1), max_bad_samples=100, order=fold)
+    for epoch in range(2):
+        batch = loader.at(epoch)
+        assert batch is not None
+        assert batch.bad
+        assert set(batch.targets.tolist()) <= {*fold(epoch)} - {*dataset.bad}
+
+
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "too many open files")], ids=repr)
 def test_a_machine_out_of_memory_or_files_is_no_bad_sample(error: Exception) -> None:
     with pytest.raises(JobFailedError, match=r"^sample 5 .*cannot be loaded"):
