@@ -369,18 +369,7 @@ class _WorkerStart:
         info = torch.utils.data.get_worker_info()
         assert info is not None
         reader: Any = info.dataset
-        reader.current = _Slots(self.current, 2 * worker)
-
-
-class _Slots:
-    """Two adjacent numbers in shared memory, assigned like a list's ``[:]``."""
-
-    def __init__(self, memory: Any, start: int) -> None:
-        self.memory = memory
-        self.start = start
-
-    def __setitem__(self, key: slice, values: list[int]) -> None:
-        self.memory[self.start : self.start + 2] = values
+        reader.current = np.frombuffer(self.current, np.int64)[2 * worker : 2 * worker + 2]
 
 
 @contextmanager
