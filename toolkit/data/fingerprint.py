@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,13 +36,21 @@ def digest(dataset: Any) -> str:
     if isinstance(files, list) and files and isinstance(files[0], tuple) and files[0] and isinstance(files[0][0], str):
         # Names are taken below the root: the digest must not depend on where the folder is.
         root = str(getattr(dataset, "root", ""))
-        return crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
-    if not callable(batch := getattr(dataset, "batch", None)) or not len(dataset):
+        # What follows the name is mostly the class, but may be anything, or nothing.
+        lines = [f"{name.removeprefix(root)}\0{' '.join(map(str, kind))}" for name, *kind in _some(files, NAMES)]
+        return crc([line.encode(errors="surrogateescape") for line in lines])
+    if not gives_batches(dataset) or not len(dataset):
         return ""
-    data = batch(np.array(_some(range(len(dataset)), SAMPLES)))
+    data = dataset.batch(np.array(_some(range(len(dataset)), SAMPLES)))
     tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
     whole = [value for value in tensors if not (value.is_floating_point() or value.is_complex())]
     return crc([value.contiguous().numpy().tobytes() for value in whole]) if whole else ""
+
+
+def gives_batches(dataset: Any) -> bool:
+    """True if ``dataset.batch(indices)`` returns samples. Hugging Face's ``batch(batch_size)`` groups them instead."""
+    batch = getattr(dataset, "batch", None)
+    return callable(batch) and next(iter(inspect.signature(batch).parameters), None) not in (None, "batch_size")
 
 
 def _some(items: Sequence[Any], most: int) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.config import choose
 from toolkit.data.batch_reader import BatchReader
-from toolkit.data.fingerprint import fingerprint
+from toolkit.data.fingerprint import fingerprint, gives_batches
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import BatchPart, EvalSampler, Order, Sampler, TrainSampler, eval_calls
 from toolkit.data.to_device import to_device
@@ -294,7 +294,7 @@ class _DeviceSource:
 
 def _uses_workers(dataset: Any) -> bool:
     """True for samples that are read one by one, or from files. Batches of tensors in memory need no worker."""
-    return isinstance(dataset, InBlocks) or not isinstance(dataset, BatchedSamples)
+    return isinstance(dataset, InBlocks) or not gives_batches(dataset)
 
 
 def _source(
@@ -309,12 +309,14 @@ def _source(
     order: GivenOrder | None = None,
 ) -> Source:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
-    gives_batches = isinstance(dataset, BatchedSamples) and collate is None
-    reader = (BatchReader if gives_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
+    in_batches = gives_batches(dataset) and collate is None
+    reader = (BatchReader if in_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
-    # Tensors in memory draw nothing, and saving the generators takes 0.1 ms.
-    source: Source = InlineSource(reader, sampler, draws=_uses_workers(dataset))
+    # Tensors in memory draw nothing, and saving the generators takes 0.1 ms. Where samples are loaded one by one, which
+    # ``skips`` may lead to, the reader seeds the generators.
+    draws = skips or not in_batches or _uses_workers(dataset)
+    source: Source = InlineSource(reader, sampler, draws=draws)
     if workers > 0 and _uses_workers(dataset):
         source = WorkerSource(reader, sampler, workers=workers, pin=device.type == "cuda")
     return _DeviceSource(source, device, reader.finish)

@@ -54,6 +54,16 @@ def test_of_a_folder_the_names_count_wherever_it_is() -> None:
     assert fingerprint(one) == fingerprint(moved) != fingerprint(other)
 
 
+def test_a_listed_file_may_come_with_several_values_or_none_and_any_name() -> None:
+    def of(*samples: tuple[object, ...]) -> str:
+        folder = Folder("/a", [])
+        folder.samples = list(samples)  # type: ignore[arg-type]
+        return fingerprint(folder)
+
+    assert of(("/a/x.png", 3)) == "1 samples, 773689d5", "stored in checkpoints"
+    assert len({of(("/a/x.png",)), of(("/a/x.png", 3)), of(("/a/x.png", 3, (0, 1))), of(("/a/\udcff.png", 3))}) == 4
+
+
 def test_any_other_data_set_says_it_itself_or_counts_by_its_size() -> None:
     assert fingerprint(Plain()) == "5 samples"
     assert fingerprint(Named()) == "5 samples, version 3"

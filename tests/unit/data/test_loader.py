@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from tests.unit.data.samples import Damaged, Noisy, Numbers
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader, eval_batches
+from toolkit.data.memory import InMemory
 from toolkit.data.permutation import order
 from toolkit.data.sampler import eval_calls
 from toolkit.errors import JobFailedError
@@ -114,6 +115,40 @@ def test_loading_leaves_the_process_generators_as_they_were(dataset: Any) -> Non
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[index]
+
+
+def test_a_batch_collated_or_loaded_singly_leaves_the_generators_too() -> None:
+    class Torn(InMemory):
+        def batch(self, indices: Any) -> Any:
+            if len(indices) > 1:
+                raise OSError("torn")
+            return super().batch(indices)
+
+    pixels, classes = torch.zeros(9, 1, 2, 2), torch.arange(9)
+    collated = loader(InMemory(pixels, classes), collate=default_collate)
+    for source in (collated, loader(Torn(pixels, classes), max_bad_samples=1)):
+        before = torch.get_rng_state()
+        assert len(batch_at(source, 0)) == 8
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class Grouping(Noisy):
+    """A data set with a method like that of Hugging Face's ``Dataset``."""
+
+    def batch(self, batch_size: int, drop_last_batch: bool = False) -> None:
+        raise AssertionError("it does not take indices")
+
+
+class WithSize(Noisy):
+    batch = 32
+
+
+@pytest.mark.parametrize("kind", [Grouping, WithSize])
+def test_a_batch_that_takes_no_indices_is_not_asked_for_samples(kind: Any) -> None:
+    source = loader(kind(9))
+    assert torch.equal(batch_at(source, 0).inputs, batch_at(loader(Noisy(9)), 0).inputs)
+    assert source.fingerprint() == "9 samples"
+    assert [len(batch) for batch in eval_batches(kind(9), Share(0, 1), 5) if batch is not None] == [5, 4]
 
 
 def test_collation_is_torchs_own() -> None:
