@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -143,7 +143,6 @@ class Loader:
         if run_order is None and isinstance(dataset, InBlocks):
             run_order = dataset.block_order(seed, global_batch_size)
         self.dataset_size = len(dataset) if self._given is None else self._given.n
-        self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
         self.data_wait_s = 0.0
         self.max_bad_samples = max_bad_samples
@@ -211,11 +210,16 @@ class Loader:
     def global_samples(self, step: int) -> list[int]:
         """Return the samples of all shares in ``step``. They are indices of the data set, in the run's order."""
         if self._parts is not None:
-            shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
-            return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]
+            return [sample for sampler in self._all_samplers for sample in sampler.at(step).indices.tolist()]
         start = step * self.global_batch_size
         found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
         return found
+
+    @cached_property
+    def _all_samplers(self) -> list[TrainSampler]:
+        # Kept, because each finds the samples of its part among all of the data set.
+        parts = self._parts or 0
+        return [self._samplers(share=Share(index, parts)) for index in range(parts)]
 
     def restore(self, state: Json) -> None:
         """Do nothing: the step number is enough, see :meth:`state`."""

@@ -118,7 +118,6 @@ class StreamLoader:
                 f"use {share.count} or more"
             )
         self.dataset_size = dataset_size
-        self.steps_per_epoch = dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
         #: Seconds that the last ``at`` kept its caller waiting, including the fetch itself.
         self.data_wait_s = 0.0

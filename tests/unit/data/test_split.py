@@ -123,6 +123,20 @@ def test_the_config_builds_it_and_a_checkpoint_knows_the_number_of_parts() -> No
     assert build_loader(Numbers(20), config, Share(0, 0), seed=3).at(0) is None
 
 
+def test_the_parts_are_found_once_for_the_samples_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = [Loader(Numbers(40), global_batch_size=8, seed=3, share=Share(i, 2), split="hash") for i in range(2)]
+    expected = [[sample for loader in loaders for sample in loader.samples(step)] for step in range(3)]
+    asked: list[Share] = []
+
+    def counted(size: int, share: Share, split: str) -> Any:
+        asked.append(share)
+        return samples_of(size, share, split)
+
+    monkeypatch.setattr("toolkit.data.split.samples_of", counted)
+    assert [loaders[0].global_samples(step) for step in range(3)] == expected
+    assert asked == [Share(0, 2), Share(1, 2)]
+
+
 @pytest.mark.parametrize("more", [{"split": "hash"}, {"share": "auto"}])
 def test_streams_keep_their_shares(more: Any) -> None:
     with pytest.raises(ConfigError, match="a stream of its own"):
