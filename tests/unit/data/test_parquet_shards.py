@@ -275,6 +275,27 @@ def test_a_null_is_no_number(tmp_path: Path) -> None:
         data.batch(np.arange(3))
 
 
+def test_a_null_does_not_change_the_type_of_the_values_beside_it(tmp_path: Path) -> None:
+    columns = {
+        "number": pa.array([1.5, 2.5, None, 4.5], pa.float32()),
+        "flag": pa.array([True, False, None, True]),
+        "pair": pa.array([[1, 2], [3, 4], None, [7, 8]], pa.list_(pa.int32(), 2)),
+        "list": pa.array([[1], [2], None, [4]], pa.list_(pa.int16())),
+        "holed": pa.array([[1], [2], [None], [4]], pa.list_(pa.int16())),
+        "text": pa.array(["a", "b", None, "d"]),
+        "nothing": pa.array([[1], [2], None, None], pa.list_(pa.int16())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    data = ShardedData(tmp_path)
+    assert [data[2][name] for name in columns] == [None, None, None, None, [None], None, None]
+    for name in columns.keys() - {"text", "nothing"}:
+        one = ShardedData(tmp_path, columns=[name])
+        without, mixed, single = (one.batch(np.array(rows))[name] for rows in ([0, 1], [3, 0], [3]))
+        assert without.dtype == mixed.dtype == single.dtype == data[3][name].dtype
+        assert mixed.tolist() == [plain(data[3][name]), plain(data[0][name])] == columns[name].take([3, 0]).to_pylist()
+    assert ShardedData(tmp_path, columns=["text"]).batch(np.array([3, 0])) == {"text": ["d", "a"]}
+
+
 def test_a_shard_that_changes_during_the_run_is_named(folder: Path) -> None:
     data = ShardedData(folder)
     pq.write_table(table(7000), folder / "part-2.parquet", row_group_size=30)

@@ -192,7 +192,8 @@ def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
     values: list[Any] = [None] * size
     for piece, group in zip(pieces, groups, strict=True):
         for value, place in zip(piece, group.tolist(), strict=True):
-            values[place] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            is_numpys = isinstance(value, (np.ndarray, np.generic))
+            values[place] = torch.from_numpy(np.array(value)) if is_numpys else value
     if all(isinstance(value, (str, bytes)) for value in values):
         return values
     return stacked([{name: value} for value in values])[name]

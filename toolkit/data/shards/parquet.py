@@ -74,7 +74,7 @@ class ParquetFormat:
         count = int(file.scan.rows[block])
         if table.num_rows != count:
             raise ValueError(f"it has {table.num_rows} rows, and its footer says {count}")
-        values = {name: _values(table.column(name)) for name in stored}
+        values = {name: _column(table.column(name)) for name in stored}
         for name, value in partitions_of(file.name):
             is_int = self._partitions.get(name) is int
             values[name] = np.full(count, int(value)) if is_int and value is not None else [value] * count
@@ -115,6 +115,17 @@ class ArrowTexts:
         return bytes(part) if self._are_bytes else str(part, "utf-8")
 
 
+class WithNulls:
+    """A column with nulls: its other values end to end, in the form of a column without nulls."""
+
+    def __init__(self, values: Any, is_null: NDArray[np.bool_]) -> None:
+        self._values, self._is_null = values, is_null
+        self._places = np.cumsum(~is_null) - 1
+
+    def __getitem__(self, number: int) -> Any:
+        return None if self._is_null[number] else _value(self._values, self._places[number])
+
+
 class ParquetBlock:
     """A row group in memory: numbers as arrays, everything else as Arrow has it."""
 
@@ -138,23 +149,39 @@ def _value(column: Any, number: int) -> Any:
         return torch.from_numpy(column[number, ...].copy())
     if isinstance(column, Ragged):
         return torch.from_numpy(column[number].copy())
-    return column[number] if isinstance(column, (list, ArrowTexts)) else column[number].as_py()
+    if isinstance(column, (list, ArrowTexts, WithNulls)):
+        return column[number]
+    scalar = column[number]
+    # Of lists that have nulls within, those without are what they are in other row groups.
+    elements = getattr(scalar, "values", None)
+    numbers = _numbers(elements) if hasattr(elements, "null_count") else None
+    return scalar.as_py() if numbers is None else torch.from_numpy(numbers.copy())
 
 
-def _values(chunks: Any) -> Any:
-    """Return a column in the form that a :class:`ParquetBlock` holds.
-
-    Numbers become an array (n,). Lists of numbers become an array (n, k), or Ragged if their lengths differ. Texts and
-    bytes become ArrowTexts. Other columns stay as Arrow has them, and so does a column with nulls: a null becomes None
-    there, and no number.
-    """
+def _column(chunks: Any) -> Any:
     import pyarrow as pa
 
     array = chunks.combine_chunks()
     array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
-    types = pa.types
-    if array.null_count:
+    if not array.null_count:
+        return _values(array)
+    # A null becomes None, and no number. It must not change the type of the values beside it.
+    try:
+        values = _values(array.drop_null())
+    except NotImplementedError:  # a type such as string_view, which stays as Arrow has it
         return array
+    return WithNulls(values, array.is_null().to_numpy(zero_copy_only=False))
+
+
+def _values(array: Any) -> Any:
+    """Return a column without nulls in the form that a :class:`ParquetBlock` holds.
+
+    Numbers become an array (n,). Lists of numbers become an array (n, k), or Ragged if their lengths differ. Texts and
+    bytes become ArrowTexts. Other columns stay as Arrow has them.
+    """
+    import pyarrow as pa
+
+    types = pa.types
     # Arrow's offsets have 32 bits, those of its large types 64.
     for kind, are_bytes, offset in (
         (pa.binary(), True, "i4"),
@@ -176,7 +203,7 @@ def _values(chunks: Any) -> Any:
             return array
         # Lists of one length are a table.
         lengths = np.diff(ends)
-        return flat.reshape(len(lengths), lengths[0]) if (lengths == lengths[0]).all() else Ragged(flat, ends)
+        return flat.reshape(len(lengths), lengths[0]) if len(np.unique(lengths)) == 1 else Ragged(flat, ends)
     numbers = _numbers(array)
     return array if numbers is None else numbers
 
