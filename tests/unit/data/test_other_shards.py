@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +139,16 @@ def test_a_tar_that_is_cut_off_anywhere_is_named_with_its_member(tars: Path) -> 
     refused(tars, "after member 000002.jpg: the next header is broken")
     path.write_bytes(b"no tar at all" * 100)
     refused(tars, "shard-0.tar: its samples cannot be counted")
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_a_sparse_member_of_a_tar_is_refused(tmp_path: Path, form: str) -> None:
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"x")
+    subprocess.run(["tar", f"--format={form}", "-ScC", tmp_path, "-f", tmp_path / "a.tar", "a.bin"], check=True)
+    refused(tmp_path, f"{tmp_path / 'a.tar'}: its samples", "member a.bin is stored as a sparse file")
 
 
 def test_an_error_of_a_transform_names_the_member(tars: Path) -> None:

@@ -77,6 +77,8 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
             for member in archive:
                 if not (member.isfile() or member.isdir()):
                     raise ValueError(f"member {member.name} is a link or device; put files into it")
+                if member.issparse():
+                    raise ValueError(f"member {member.name} is stored as a sparse file; pack it without tar's -S")
                 members.append(member)
         end = archive.offset
     with path.open("rb") as file:
