@@ -235,10 +235,22 @@ def test_a_torn_file_is_named(folder: Path) -> None:
 
 
 def test_folders_without_shards_or_samples_are_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "none", "none", "there are no shards")
+    with pytest.raises(DataMissingError, match="none: there is no such folder"):
+        ShardedData(tmp_path / "none")
     pq.write_table(table(0, 0), tmp_path / "empty.parquet")
     refused(tmp_path, "its shards hold no samples: empty.parquet")
     refused(tmp_path, "lanes: 0", lanes=0)
+
+
+def test_shards_below_a_link_are_found_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (data / "_old").mkdir(parents=True)
+    (data / "_old" / "a.parquet").write_bytes(b"")
+    refused(data, "there are no shards in it")
+    pq.write_table(table(0), elsewhere / "a.parquet")
+    (data / "linked").symlink_to(elsewhere, target_is_directory=True)
+    assert len(ShardedData(data)) == ROWS
 
 
 def damage(path: Path, group: int) -> None:

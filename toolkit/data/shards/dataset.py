@@ -5,7 +5,7 @@ Any sample may be asked for. Samples of one block are cheap together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from toolkit.config import catalog
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import BatchPart, Order
 from toolkit.data.shards.blocks import BlockReader
-from toolkit.data.shards.index import REFUSED, ShardFormat, ShardIndex, index_of
+from toolkit.data.shards.index import REFUSED, ShardFormat, ShardIndex, index_of, shard_names
 from toolkit.data.shards.mds import MdsFormat
 from toolkit.data.shards.order import BlockOrder
 from toolkit.data.shards.parquet import ParquetFormat
@@ -139,16 +139,12 @@ class MappedData:
 
 def _format_of(root: Path) -> ShardFormat:
     """Return the format of the shards below ``root``: the first that has files there."""
-    suffixes = {path.suffix for path in ([root] if root.is_file() else _files(root))}
+    suffixes = {(root / name).suffix for name in shard_names(root)}
     for kind in FORMATS:
         if kind.suffix in suffixes:
             return kind()
     known = ", ".join(kind.suffix for kind in FORMATS)
     raise ConfigError(f"{root}: there are no shards in it; known are files with the endings {known}")
-
-
-def _files(root: Path) -> Iterator[Path]:
-    return (path for path in root.rglob("*") if not path.name.startswith((".", "_")))
 
 
 def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] | None) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
     Files that have not changed are taken from the cache. Raises DataMissingError where there are no files or no
     samples, ConfigError for a damaged file.
     """
-    names = list(_names(root, kind.suffix))
+    names = list(shard_names(root, kind.suffix))
     if not names:
         raise DataMissingError(f"{root}: there are no {kind.suffix} files in it; shards are looked for in all folders")
     folder, cached = cache_dir(), None
@@ -184,8 +184,11 @@ def _checked(root: Path, files: list[ShardFile]) -> ShardIndex:
     return ShardIndex(root, files)
 
 
-def _names(root: Path, suffix: str) -> Iterator[str]:
-    """Yield the files below ``root`` in order. Names that begin with ``.`` or ``_`` are not data, as in Spark."""
+def shard_names(root: Path, suffix: str = "") -> Iterator[str]:
+    """Yield the files below ``root`` in order, also those below links.
+
+    Names that begin with ``.`` or ``_`` are not data, as in Spark.
+    """
     # A root that is a file has the empty name below itself.
     if root.is_file():
         yield ""
