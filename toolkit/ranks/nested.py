@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 #: Path of the outermost value.
 ROOT = "batch"
@@ -32,11 +33,19 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return ``tree`` with each tensor replaced. Lists of texts are not walked through: a batch may have long ones."""
+    """Return ``tree`` with each tensor replaced.
+
+    ``batch_sizes`` of packed sequences stay on the CPU. Lists of texts are not walked through: a batch may have long
+    ones.
+    """
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
+        if isinstance(leaf, PackedSequence):
+            sizes = leaf.batch_sizes
+            moved = (each if each is None or each is sizes else function(each) for each in leaf)
+            return PackedSequence(*moved)  # type: ignore[arg-type]  # only indices may be None
         return list(leaf) if isinstance(leaf, _Texts) else leaf
 
     return map_leaves(mapped, _marked(tree, ROOT, None))
@@ -48,9 +57,9 @@ def map_with_path(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of ``tree``, in the order of its containers."""
+    """Yield the leaves of ``tree``, in the order of its containers. Of packed sequences these are their tensors."""
     found = list[Any]()
-    map_leaves(found.append, tree)
+    map_leaves(lambda leaf: found.extend(leaf if isinstance(leaf, PackedSequence) else [leaf]), tree)
     yield from found
 
 
@@ -101,7 +110,8 @@ def _marked(tree: Any, path: str, ambiguous: int | None) -> Any:
 
 
 def _is_node(tree: Any) -> bool:
-    if isinstance(tree, _Texts):
+    # The rows of a packed sequence are not samples, and torch wants a part of it on the CPU.
+    if isinstance(tree, (_Texts, PackedSequence)):
         return False
     return isinstance(tree, (Mapping, list, tuple)) or (is_dataclass(tree) and not isinstance(tree, type))
 

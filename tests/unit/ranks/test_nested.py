@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
@@ -70,6 +71,16 @@ def batch_of(count: int, data: Any = None, **more: Any) -> Batch:
     return Batch(data, torch.arange(count), 64, **more)
 
 
+PACKED = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+
+
+def test_a_packed_sequence_is_moved_but_for_its_sizes() -> None:
+    moved = batch_of(2, {"words": PACKED}).to("meta")["words"]
+    assert type(moved) is PackedSequence
+    assert [each.device.type for each in moved] == ["meta", "cpu", "meta", "meta"]
+    assert list(nested.leaves([PACKED, 1])) == [*PACKED, 1]
+
+
 def test_a_batch_is_cut_at_every_depth_and_its_texts_with_it() -> None:
     first, second = batch_of(3).split(2)
     assert first["text"].name == ["s0"]
@@ -86,6 +97,7 @@ def test_a_batch_is_cut_at_every_depth_and_its_texts_with_it() -> None:
     [
         (batch_of(3, {"packed": torch.zeros(7)}), r"batch\['packed'\] has the shape \(7,\), and the batch has 3"),
         (batch_of(2, {"scale": torch.tensor(1.0)}), r"batch\['scale'\] has the shape \(\), and"),
+        (batch_of(2, {"words": PACKED}), r"batch\['words'\] is a PackedSequence, which has no rows"),
         (batch_of(2, {"size": 4}), r"batch\['size'\] is a int, which has no rows"),
         (batch_of(2, [torch.zeros(2), torch.zeros(2)], is_stacked=False), "batch is a list of 2, as many as there are"),
     ],
