@@ -9,7 +9,6 @@ systemd-tmpfiles then leaves alone.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -33,7 +32,6 @@ from toolkit.staging.whole import OWN_FOLDER, is_whole, mark
 UNUSED_S = 7 * 86_400.0
 #: A small file takes a block of the disk.
 FILE_BYTES = 4096
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROGRAM_TIMEOUT_S = 60
 #: Jobs that look for a copy at the same moment are through by then.
 OTHERS_WAIT_S = 5.0
@@ -283,7 +281,8 @@ def _unpack(package: Package, own: Path, source: Source) -> None:
 
 def _extract(summed: SummedFile, folder: Path, package: Package) -> None:
     if not package.is_archive:
-        _write(folder / PurePath(package.source).name, summed, fsio.FILE_MODE)  # type: ignore[arg-type]
+        target = folder / PurePath(package.source).name
+        _write(target, summed, fsio.FILE_MODE, package.mtime_ns)  # type: ignore[arg-type]
         return
     with tarfile.open(fileobj=summed, mode="r|", bufsize=BLOCK_BYTES) as tar:  # type: ignore[call-overload]
         for member in tar:
@@ -298,14 +297,15 @@ def _extract(summed: SummedFile, folder: Path, package: Package) -> None:
             else:
                 content = tar.extractfile(member)
                 assert content is not None
-                _write(target, content, 0o700 if member.mode & stat.S_IXUSR else fsio.FILE_MODE)
-                os.utime(target, (time.time(), member.mtime))  # cleaners remove what was not read for long
+                mode = 0o700 if member.mode & stat.S_IXUSR else fsio.FILE_MODE
+                _write(target, content, mode, int(member.mtime) * 10**9)
 
 
-def _write(path: Path, content: IO[bytes], mode: int) -> None:
+def _write(path: Path, content: IO[bytes], mode: int, mtime_ns: int) -> None:
     with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         while data := content.read(BLOCK_BYTES):
             file.write(data)
+    os.utime(path, ns=(time.time_ns(), mtime_ns))  # cleaners remove what was not read for long
 
 
 def _point_scripts(partial: Path, package: Package, copied: Path) -> None:

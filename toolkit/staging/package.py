@@ -58,6 +58,7 @@ class Package(FileRecord):
     bytes: int
     program: str | None = None  #: of an environment: its Python, relative to the source
     pack_s: float = 0.0
+    mtime_ns: int = 0  #: of a file that is its own package
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEnt
         bytes=sum(entry.size for entry in files),
         program=source.program,
         pack_s=round(time.monotonic() - began, 3),
+        mtime_ns=0 if is_archive else entries[0].mtime_ns,
     )
 
 

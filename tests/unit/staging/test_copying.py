@@ -99,6 +99,7 @@ def test_a_file_is_its_own_package(source: Path, node: Path, tmp_path: Path) -> 
     copy = copied(made, node)
     assert copy.name == "a.txt"
     assert copy.read_bytes() == (source / "a.txt").read_bytes()
+    assert copy.stat().st_mtime_ns == (source / "a.txt").stat().st_mtime_ns, "an index of its samples fits every copy"
 
 
 def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, tmp_path: Path) -> None:
