@@ -35,7 +35,7 @@ def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _encode_tensor(value, where, tensors)
-    if isinstance(value, (bytes, bytearray)):
+    if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     # Lists, and mappings with plain keys, are JSON already; other containers get a key with ``$``.
     if type(value) is list:
@@ -89,6 +89,7 @@ def _in_order(value: Iterable[Any]) -> list[Any]:
 #: Key, type, how to take it apart into items that are encoded, and how to put it together.
 _KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
     ("$tuple", tuple, list, tuple),
+    ("$bytearray", bytearray, lambda value: [bytes(value)], lambda items: bytearray(items[0])),
     ("$size", torch.Size, list, torch.Size),
     ("$dict", dict, _pairs, dict),
     ("$ordered", OrderedDict, _pairs, OrderedDict),

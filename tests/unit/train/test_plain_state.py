@@ -76,6 +76,7 @@ def test_any_tree_of_plain_values_comes_back_the_same(tree: Any) -> None:
         Counter({3: 2, 1: 1}),
         {1, 2, 3},
         frozenset({"a"}),
+        bytearray(b"\xff\x00"),
         deque([1, 2], maxlen=2),
         torch.Size([2, 3]),
         torch.arange(6).view(2, 3).t(),
