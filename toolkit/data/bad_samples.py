@@ -104,6 +104,6 @@ class BadSamples:
         which = listing([f"{bad}: {bad.error}" for bad in self._listed.values()])
         raise ConfigError(
             f"data.max_bad_samples: {len(self._listed)} samples cannot be loaded, more than {self._most}: {which}. "
-            f"All are in {self._path}. Mend them or set data.max_bad_samples higher, then resume; if it was the "
-            "storage that failed, remove that file first"
+            f"All are in {self._path}, and count again in a resume. If they are mended, or the storage that failed is "
+            "back, remove that file; else set data.max_bad_samples higher. Then resume"
         )
