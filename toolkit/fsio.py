@@ -60,6 +60,13 @@ def expand(path: str | Path) -> Path:
         return Path(path)
 
 
+def files_below(folder: Path, pattern: str = "*") -> Iterator[Path]:
+    """Yield the files below ``folder`` in order, except hidden ones and those in hidden folders."""
+    for path in sorted(folder.rglob(pattern)):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file():
+            yield path
+
+
 def size_text(count: float) -> str:
     """Return a number of bytes with three digits, in the largest fitting unit: ``1.5 GiB``."""
     units = iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

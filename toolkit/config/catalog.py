@@ -135,13 +135,9 @@ def text_files(root: str | None) -> list[Path]:
     Null means the Python files of the standard library.
     """
     folder = staged(fsio.expand(root or sysconfig.get_path("stdlib")).absolute())
-    files = []
-    for path in sorted(folder.rglob("*" if root else "*.py")):
-        parts = path.relative_to(folder).parts
-        is_hidden = any(part.startswith(".") for part in parts)
-        is_installed = root is None and not _NOT_OURS.isdisjoint(parts)
-        if path.is_file() and not is_hidden and not is_installed:
-            files.append(path)
+    files = list(fsio.files_below(folder, "*" if root else "*.py"))
+    if not root:
+        files = [path for path in files if _NOT_OURS.isdisjoint(path.relative_to(folder).parts)]
     if not files:
         raise DataMissingError(f"data.root: there are no text files below {folder}; give it a folder that holds some")
     return files

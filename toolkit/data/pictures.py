@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit import fsio
 from toolkit.config import ImageConfig, choose
 from toolkit.data.fingerprint import digest
 from toolkit.data.pixel_cache import PixelCache
@@ -244,11 +245,7 @@ def image_files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise RequestError(f"--images {folder}: no such folder")
-    found = []
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not is_hidden and path.suffix.lower() in SUFFIXES and path.is_file():
-            found.append(path)
+    found = [path for path in fsio.files_below(folder) if path.suffix.lower() in SUFFIXES]
     if not found:
         raise RequestError(f"--images {folder}: holds no images ({', '.join(sorted(SUFFIXES))})")
     return found

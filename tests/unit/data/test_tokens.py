@@ -149,6 +149,16 @@ def test_a_folder_of_other_inputs_is_refused_and_the_same_are_done(lines: Path, 
         tokenize([str(lines)], tmp_path / "mine", BYTES)
 
 
+def test_an_output_below_an_input_is_no_text_of_it(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lines.parent)
+    index = tokenize(["."], Path("tokens"), BYTES)
+    assert tokenize(["."], tmp_path / "in" / "tokens", BYTES) == index
+    with pytest.raises(RequestError, match="has files that this command has not written"):
+        tokenize(["."], tmp_path, BYTES)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -18,14 +18,19 @@ class Position(NamedTuple):
     offset: int
 
 
-def files(inputs: Sequence[str]) -> list[Path]:
-    """Return the files that ``inputs`` name; of folders all below them but hidden ones. Raises RequestError."""
+def files(inputs: Sequence[str], out: Path) -> list[Path]:
+    """Return the files that ``inputs`` name; of folders all files below them.
+
+    Hidden ones and those in ``out`` are left out. Raises RequestError where there are none.
+    """
     found: list[Path] = []
     for text in inputs:
         path = fsio.expand(text).absolute()
         if path.is_dir():
-            below = (each for each in sorted(path.rglob("*")) if each.is_file())
-            found += [each for each in below if not any(p.startswith(".") for p in each.relative_to(path).parts)]
+            # Where the output lies below an input, a second call would take it for a text.
+            root, written = path.resolve(), out.resolve()
+            left_out = path / written.relative_to(root) if root in written.parents else None
+            found += [each for each in fsio.files_below(path) if left_out not in each.parents]
         elif path.is_file():
             found.append(path)
         else:

@@ -109,7 +109,7 @@ def tokenize(
     give all their files. A shard has whole documents and ends with the one that reaches ``shard_tokens``. Raises
     RequestError for other inputs than those that the folder was begun with, and for a file that is no text.
     """
-    files = sources.files(inputs)
+    files = sources.files(inputs, out)
     request = _digest([encoder.name, str(encoder.end), field, str(shard_tokens), *sources.identity(files)])
     fsio.make_dir(out)
     with _locked(out):
