@@ -12,10 +12,12 @@ import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolkit import fsio, records
 from toolkit.records import COUNT, Record
@@ -35,7 +37,10 @@ class Sink:
         """Log values by tag (`train/loss`, ...) at `step`. A second call at the same step adds other tags."""
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Log how often each whole number came; `values` has the shape (n,) and any order."""
+        """Log how often each value came, or values near it; `values` has the shape (n,) and any order.
+
+        Those that are not finite are left out.
+        """
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         """Log the hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
@@ -113,9 +118,10 @@ class JsonlSink(Sink):
         self._append(step, fsio.finite({tag: float(value) for tag, value in values.items()}))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Add to the same line how often each number came, under the number."""
-        counts = Counter(int(value) for value in values.tolist())
-        self._append(step, {tag: {str(number): counts[number] for number in sorted(counts)}})
+        """Add to the same line how many values each bin has, under the middle of the bin. Empty ones are left out."""
+        numbers, edges = _binned(values)
+        counts = zip((edges[1:] + edges[:-1]) / 2, np.histogram(numbers, edges)[0].tolist(), strict=True)
+        self._append(step, {tag: {f"{middle:.12g}": count for middle, count in counts if count}})
 
     def _append(self, step: int, found: Mapping[str, Json]) -> None:
         # The last line is kept in memory and written again when values of the same step are added.
@@ -134,6 +140,19 @@ class JsonlSink(Sink):
         self._file.close()
 
 
+#: A histogram has a bin for each whole number if all values are whole and below this, else so many equal bins.
+_MOST_WHOLE, _EQUAL_BINS = 1000, 30
+
+
+def _binned(values: torch.Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return those of ``values`` that are finite, and the edges of their bins."""
+    numbers = values.detach().cpu().double().numpy()
+    numbers = numbers[np.isfinite(numbers)]
+    if ((numbers >= 0) & (numbers < _MOST_WHOLE) & (numbers % 1 == 0)).all():
+        return numbers, np.arange(numbers.max(initial=0.0) + 2) - 0.5
+    return numbers, np.histogram_bin_edges(numbers, _EQUAL_BINS)
+
+
 def _encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
@@ -148,11 +167,14 @@ def _end_of(path: Path, step: int | None) -> int:
 
     Long files, with a million lines, are searched from the end. The rest of a last line that a kill has left is
     dropped. A file with a damaged line in the part searched is kept under another name, and its undamaged lines are
-    written anew.
+    written anew. Only that takes room on the disk, which may be full.
     """
-    if step is None or not path.exists():
+    if step is None or not path.exists() or not path.stat().st_size:
         return 0
+    damage: list[str] = []
     if path.stat().st_size < _READ_WHOLE_BYTES:
+        records.read_lines(path, _LINE, damage)
+    if damage:
         return _written_anew(path, step)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
@@ -247,10 +269,11 @@ class TensorBoardSink(Sink):
         self._file.flush()
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Write a histogram with one bin for each whole number from 0 to the largest."""
-        edges = [number + 0.5 for number in range(-1, int(values.max()) + 1)]
-        self._add(step, self._summary.histogram(tag, values.numpy(), edges))
-        self._file.flush()
+        """Write a histogram. Without a finite value there is none."""
+        numbers, edges = _binned(values)
+        if numbers.size:
+            self._add(step, self._summary.histogram(tag, numbers, edges))
+            self._file.flush()
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         """Write to this run's own file. `SummaryWriter.add_hparams` makes a second run, shown as a second curve."""

@@ -275,6 +275,16 @@ def test_after_a_kill_on_a_full_disk_the_next_attempt_reads_what_is_whole(
     assert found == expected
 
 
+def test_a_resume_cuts_a_whole_file_without_writing_it_again(tmp_path: Path) -> None:
+    """A disk that is almost full has no room for a second copy."""
+    path = tmp_path / "metrics.jsonl"
+    log_steps(JsonlSink(path, None, Clock()), 1, 9, 1.0)
+    before = path.stat().st_ino
+    JsonlSink(path, 5, Clock()).close()
+    assert path.stat().st_ino == before
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
+
+
 def whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
@@ -291,3 +301,25 @@ def test_a_histogram_has_a_bin_per_whole_number_and_is_in_the_line_of_its_step(t
     assert (event.step, counts) == (10, {0.5: 1, 2.5: 2, 4.5: 1})
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (line["staleness/tickets"], line["train/loss"]) == ({"0": 1, "2": 2, "4": 1}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "bins", "largest"),
+    [
+        (torch.linspace(0, 1, 100), 30, 1.0),
+        (torch.linspace(-8, -2, 100, dtype=torch.bfloat16, requires_grad=True), 30, -2.0),
+        (torch.tensor([float("nan"), float("inf"), 2.0, 1.0]), 2, 2.0),
+        (torch.tensor([3e7, 0.0]), 2, 3e7),
+    ],
+    ids=["probabilities", "negative logits", "not finite", "large"],
+)
+def test_a_histogram_takes_any_numbers(tmp_path: Path, values: torch.Tensor, bins: int, largest: float) -> None:
+    sink = FanOut([TensorBoardSink(tmp_path / "events"), JsonlSink(tmp_path / "metrics.jsonl", None)])
+    sink.histogram(1, "scores", values)
+    sink.histogram(1, "none", values[:0])
+    sink.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    (event,) = seen_by_tensorboard(tmp_path / "events").Histograms("scores")
+    assert (len(line["scores"]), line["none"]) == (bins, {})
+    assert sum(line["scores"].values()) == event.histogram_value.num == int(values.isfinite().sum())
+    assert event.histogram_value.max == largest
