@@ -195,8 +195,7 @@ def shift_along_axes(rows: Tensor) -> float:
 def figure_of_first(session: Session, folder: Path) -> float:
     config = load_config("configs/gan.yaml", site=False)
     with closing(run_job.trainer_of(custom.Gan, config, None, in_run(session, folder))) as training:
-        judge = run_job.evaluation(training.job)
-        assert judge is not None
+        judge = run_job.evaluation(training.job, training.job.eval_set(), session.world_size)
         found = judge(training.strategy, lambda: False)
     assert found is not None
     return found["frechet"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ from tests.dist.strategy_cases import (
     snapshot,
 )
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
@@ -113,16 +115,20 @@ def test_an_evaluation_that_misses_a_sample_is_refused_with_both_numbers() -> No
     assert all("22 samples" in message and "23" in message for message in run_ranks(2, evaluate_too_few))
 
 
-def evaluate_one_sample(session: Session) -> str:
+def evaluate_classes_of_the_rank(session: Session) -> str:
     strategy = built("ddp", session)
-    with pytest.raises(ConfigError) as caught:
-        evaluate(strategy, [], 1, classification)
+
+    def recalls(model: Any, batch: Batch) -> dict[str, Tensor]:
+        return {f"recall_{session.rank}": torch.ones(len(batch))}
+
+    with pytest.raises(JobFailedError) as caught:
+        evaluate(strategy, eval_parts(strategy.share, 22, 4), 22, recalls)
     return str(caught.value)
 
 
-def test_an_eval_set_with_fewer_samples_than_ranks_is_refused() -> None:
-    expected = "the eval set has 1 samples, fewer than the 2 ranks; use fewer ranks"
-    assert run_ranks(2, evaluate_one_sample) == [expected] * 2
+def test_figures_that_not_every_rank_has_are_not_added_to_others() -> None:
+    for rank, message in enumerate(run_ranks(2, evaluate_classes_of_the_rank)):
+        assert f"the ranks' figures differ, those of this rank are recall_{rank}; return each figure" in message
 
 
 def send_over_gloo(session: Session, name: str) -> str:

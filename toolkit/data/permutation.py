@@ -127,7 +127,7 @@ class ShuffledOrder:
 
     def __init__(self, n: int, seed: int, *, repeats: int = 1, batch: int = 1) -> None:
         if n < 1:
-            raise ValueError(f"a training set of {n} samples has no order; it needs at least one")
+            raise ConfigError("data: the training set is empty; it needs at least one sample")
         self.n = n
         self.seed = seed
         self._repeats = repeats

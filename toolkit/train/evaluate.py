@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from toolkit.errors import ConfigError, RankLostError, ToolkitError
+from toolkit.errors import JobFailedError, RankLostError, ToolkitError
 from toolkit.ranks.batch import Batch
-from toolkit.strategies.objective import WEIGHT, Measure, Sums
+from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
 
 
@@ -23,30 +25,33 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Return the mean of each figure of ``measure``, equal on every rank.
 
-    All ranks must call it. Means are over all ``size`` samples, or by the figure's own weight. Of
-    :class:`~toolkit.strategies.objective.Rows` it returns those of all samples, in order.
+    All ranks must call it. Means are over all ``size`` samples, or by the figure's own weight; nan where that adds up
+    to 0. Of :class:`~toolkit.strategies.objective.Rows` it returns those of all samples, in order.
 
     ``is_cut`` is called after each batch. When it is true on any rank, the evaluation ends early and returns None on
     every rank. All ranks still enter the final sum, or those that were not cut would wait forever.
 
     ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
     None where its part has ended. Sums and counts are added in float64, in which counts are exact up to 2**53. Raises
-    ToolkitError when the ranks together did not see exactly ``size`` samples, and RankLostError on every rank when a
-    rank has died during it: the others take over its part in the next evaluation.
+    ToolkitError when the ranks together did not see exactly ``size`` samples, JobFailedError when not every batch has
+    the same figures, and RankLostError on every rank when a rank has died during it: the others take over its part in
+    the next evaluation.
     """
-    if size < strategy.share.count:
-        raise ConfigError(
-            f"the eval set has {size} samples, fewer than the {strategy.share.count} ranks; use fewer ranks"
-        )
     # A rank that dies from here on changes ``strategy.lost``, and makes this evaluation worthless.
     lost = strategy.lost
     strategy.settle()
     sums: dict[str, Tensor] = {}
     count = 0
     rows: list[Sums] = []
+    names: _Names | None = None
     cut = strategy.lost != lost  # a rank has died, and all know it before the first batch: none need be looked at
     for batch in () if cut else batches:
         part = strategy.evaluate(batch, measure)
+        if part.count or part.values:  # else this rank's part of the set has ended
+            here = sorted(part.values), sorted(part.rows)
+            if here != (names or here):
+                raise _differ(measure, f"for one batch it returned {_listed(names)}, for another {_listed(here)}")
+            names = here
         count += part.count
         if part.rows:
             rows.append(part)
@@ -57,8 +62,13 @@ def evaluate(
             cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
         if cut:
             break
+    # The sum below goes by the place of a name: with other names on one rank it would add up different figures.
+    digests = strategy.by_rank({_NAMES: 1.0 + crc32(repr(names[0]).encode()) if names else 0.0})[_NAMES]
+    if len(digests[digests > 0].unique()) > 1:
+        raise _differ(measure, f"the ranks' figures differ, those of this rank are {_listed(names)}")
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
-    totals = strategy.sum({**sums, _COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))})
+    ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
+    totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
     if strategy.lost != lost:
         raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
     counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
@@ -71,11 +81,11 @@ def evaluate(
             "the ranks' parts must tile the set without padding"
         )
     figures: dict[str, Any] = {}
-    for name, total in totals.items():
+    for name in sums or totals:  # in the job's order where this rank has samples
         if not name.endswith(WEIGHT):
             # A figure without a weight of its own is divided by the number of samples.
             weight = totals.get(name + WEIGHT, size)
-            figures[name] = total / weight if weight else 0.0
+            figures[name] = totals[name] / weight if weight else math.nan
     # Rows are gathered on all ranks or on none: a rank without samples has none of its own, and must join in.
     if has_rows:
         figures |= _gathered(strategy, rows)
@@ -83,7 +93,22 @@ def evaluate(
 
 
 #: Names that no figure of a measure has.
-_COUNT, _CUT, _ROWS = "\0count", "\0cut", "\0rows"
+_COUNT, _CUT, _ROWS, _NAMES = "\0count", "\0cut", "\0rows", "\0names"
+
+#: The names of what an evaluation returned for a batch: of the sums, and of the rows.
+_Names: TypeAlias = tuple[list[str], list[str]]
+
+
+def _listed(names: _Names | None) -> str:
+    sums, rows = names or ([], [])
+    return ", ".join([name.replace(WEIGHT, " (its weight)") for name in sums] + rows) or "none"
+
+
+def _differ(measure: Measure, what: str) -> JobFailedError:
+    return JobFailedError(
+        f"{where(measure)}: {what}; return each figure for every batch: toolkit.Loss.sum(values[mask].sum(), "
+        "mask.sum()) is a mean over some of the samples, of which a batch may have none"
+    )
 
 
 def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:

@@ -161,6 +161,10 @@ class OneProcess(AllNeeded):
         """Return the values themselves: there is one process."""
         return {name: float(value) for name, value in values.items()}
 
+    def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """Return each value alone: there is one process."""
+        return {name: torch.tensor([value], dtype=torch.float64) for name, value in self.sum(values).items()}
+
     def gather(self, value: Any) -> list[Any]:
         """Return the value alone: there is one process."""
         return [value]
@@ -173,10 +177,10 @@ def precision(trained: Trained) -> AbstractContextManager[object]:
 
 def figures(trained: Trained) -> dict[str, float]:
     """Return the figures of the job's own evaluation over its whole eval set, as ``eval/<name>``."""
-    evaluate = evaluation(trained.job)
-    if evaluate is None:
+    eval_set = trained.job.eval_set()
+    if eval_set is None:
         raise RequestError(f"job: {trained.config.job} of run {trained.run.id} has no eval_set() to evaluate on")
-    means = evaluate(cast(Strategy, OneProcess(trained)), lambda: False)
+    means = evaluation(trained.job, eval_set, ranks=1)(cast(Strategy, OneProcess(trained)), lambda: False)
     assert means is not None, "only a stop cuts an evaluation short, and there is none here"
     return {f"eval/{name}": value for name, value in means.items()}
 

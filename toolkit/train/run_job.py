@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from toolkit import logs
 from toolkit.config import JobConfig, live
+from toolkit.data.datasets import Dataset
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
-from toolkit.errors import JobFailedError, OnePassError
+from toolkit.errors import ConfigError, JobFailedError, OnePassError
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -55,7 +56,11 @@ class Training:
 
     def fit(self) -> Result:
         """Train to the last step; see :meth:`Trainer.fit`."""
-        return self.trainer.fit(evaluation(self.job), self.describe, _showing(self.job, self.strategy), self.job)
+        eval_set = self.job.eval_set()
+        if eval_set is None:
+            return self.trainer.fit(None, self.describe, hooks=self.job)
+        evaluate = evaluation(self.job, eval_set, self.strategy.share.count)
+        return self.trainer.fit(evaluate, self.describe, _showing(self.job, eval_set, self.strategy), self.job)
 
 
 def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
@@ -113,11 +118,14 @@ def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sa
     strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
 
 
-def evaluation(job: Job) -> Evaluate | None:
-    """Return a function that evaluates ``job`` on its eval set, on any number of ranks. None: it has no eval set."""
-    eval_set = job.eval_set()
-    if eval_set is None:
-        return None
+def evaluation(job: Job, eval_set: Dataset, ranks: int) -> Evaluate:
+    """Return a function that evaluates ``job`` on ``eval_set``, on ``ranks`` ranks or fewer.
+
+    Raises ConfigError for a set with fewer samples: each rank needs one.
+    """
+    if len(eval_set) < ranks:
+        few = f"{len(eval_set)} samples, fewer than the {ranks} ranks"
+        raise ConfigError(f"job: eval_set() has {few}; use fewer ranks, or add samples")
 
     def run_evaluation(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
         workers = job.config.data.workers
@@ -139,12 +147,12 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def _showing(job: Job, strategy: Strategy) -> Show:
-    """Return a function that logs what ``job`` shows of its first eval samples.
+def _showing(job: Job, eval_set: Dataset, strategy: Strategy) -> Show:
+    """Return a function that logs what ``job`` shows of the first samples of ``eval_set``.
 
     They are read once. Every rank calls it, because passes through the model may be joint.
     """
-    if type(job).show is Job.show or (eval_set := job.eval_set()) is None:
+    if type(job).show is Job.show:
         return lambda sink, step: None
     batch = next(eval_batches(eval_set, Share(0, 1), min(SHOWN, len(eval_set)), collate=job.collate))
     is_possible = True
@@ -171,9 +179,12 @@ def _show(job: Job, strategy: Strategy, batch: Batch | None, sink: Sink, step: i
     # The strategy calls ``look`` with the model in evaluation mode; there are no figures to sum.
     strategy.evaluate(batch, look)
     for tag, value in shown.items():
-        if isinstance(value, str):
-            sink.text(tag, value, step)
-        elif value.ndim == 4:
-            sink.images(tag, value.float(), step)
-        else:
-            sink.histogram(step, tag, value.flatten())
+        try:
+            if isinstance(value, str):
+                sink.text(tag, value, step)
+            elif value.ndim == 4:
+                sink.images(tag, value.float(), step)
+            else:
+                sink.histogram(step, tag, value.flatten())
+        except Exception as error:  # of TensorBoard, on rank 0 alone: it must not end the training
+            log.warning("the job's show(): %r is not logged: %r", tag, error)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.permutation import SORTED_MAX, ShuffledOrder, hash64, mix, mix_array, order
+from toolkit.errors import ConfigError
 
 
 def test_hash_is_splitmix64_as_published() -> None:
@@ -90,5 +91,5 @@ def test_large_orders_give_any_positions() -> None:
 
 
 def test_an_empty_training_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ConfigError, match="the training set is empty"):
         ShuffledOrder(0, 1)
