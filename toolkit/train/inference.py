@@ -204,8 +204,13 @@ def by_class(trained: Trained) -> list[dict[str, Any]]:
         here = batch.to(trained.device)
         args, kwargs = given_to_model(job.evaluate, here) or ((), {})
         with torch.no_grad(), precision(trained):
-            predicted = trained.model(*args, **kwargs).argmax(dim=1).cpu()
-        taken += torch.bincount(batch.targets * count + predicted, minlength=count * count)
+            outputs = trained.model(*args, **kwargs)
+        if outputs.shape[1] > count:
+            raise RequestError(
+                f"--per-class: `classes` of {trained.config.job} names {count}, and the model has {outputs.shape[1]} "
+                "outputs; name a class for each output"
+            )
+        taken += torch.bincount(batch.targets * count + outputs.argmax(dim=1).cpu(), minlength=count * count)
     table = taken.view(count, count)
     rows = []
     for number, name in enumerate(classes):

@@ -374,6 +374,13 @@ def test_the_figures_of_each_class_are_those_counted_by_hand(run: RunDir, capsys
         assert row["taken_for"] in ([None] if not wrong else [str(g) for g in wrong if wrong.count(g) == most(wrong)])
 
 
+def test_a_model_with_more_outputs_than_classes_has_no_figures_by_class(run: RunDir) -> None:
+    with inference.trained(run, checkpoints(run).list()) as trained:
+        trained.job.classes = ("0", "1")
+        with pytest.raises(RequestError, match="names 2, and the model has 10 outputs; name a class for each output"):
+            inference.by_class(trained)
+
+
 def most(values: list[int]) -> int:
     return max(values.count(value) for value in values)
 
