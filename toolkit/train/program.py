@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from toolkit import __version__, fsio, logs
 from toolkit.checkpoint.export import export as export_weights
@@ -59,11 +60,11 @@ def export(trained: Trained, target: Path, form: str, *, compiles: bool = False)
     Raises FileExistsError where the folder exists, CheckpointError for damage, and JobFailedError where torch.export
     cannot take the model or its program differs from the model. With ``both`` the weights are written even then.
     """
-    example = _example(trained)
+    example: Tensor | None = None
     model = trained.model.cpu()  # also where there is a GPU: a program is bound to the device that it was made on
     trial: Trial | None = None
     compiled: Trial | None = None
-    failure: JobFailedError | None = None
+    failure: JobFailedError | RequestError | None = None
     # The folder appears under its name only when it is complete.
     with fsio.new_path(target) as folder:
         fsio.make_dir(folder)
@@ -72,20 +73,21 @@ def export(trained: Trained, target: Path, form: str, *, compiles: bool = False)
             export_weights(
                 trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, weights=trained.weights
             )
-        if PROGRAM in FORMATS[form]:
-            try:
+        try:
+            example = _example(trained)
+            if PROGRAM in FORMATS[form]:
                 trial = write_program(model, example, folder / PROGRAM)
-                if compiles:
-                    compiled = compile_program(model, example, folder / PROGRAM, folder / COMPILED)
-            except JobFailedError as error:
-                if form == "program":
-                    raise
-                failure = error  # raised below, when the folder with the weights is complete
+            if compiles:
+                compiled = compile_program(model, example, folder / PROGRAM, folder / COMPILED)
+        except (JobFailedError, RequestError) as error:
+            if form == "program":
+                raise
+            failure = error  # raised below, when the folder with the weights is complete
         for name, text in trained.job.export_files().items():
             fsio.write_new(folder / name, text.encode())
         about = _about(trained, model, example, (trial, compiled), folder)
         fsio.write_json(folder / ABOUT, about)
-    if failure is not None:
+    if failure is not None and PROGRAM in FORMATS[form]:
         raise JobFailedError(f"{failure}\n{target} has what was written before that")
     return about
 
@@ -154,13 +156,22 @@ def _reason(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _tried(model: nn.Module, loaded: Callable[[Tensor], Tensor], example: Tensor, tolerance: float) -> Trial:
+def _tried(model: nn.Module, loaded: Callable[[Tensor], Any], example: Tensor, tolerance: float) -> Trial:
     # All samples, all but one, and one alone: the program must fit any number.
     sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
-    outputs = [(model(example[:size]), loaded(example[:size])) for size in sizes]
-    difference = max(float((one - other).abs().max()) for one, other in outputs)
-    largest = max(1.0, *(float(one.abs().max()) for one, _ in outputs))
-    return Trial(sizes, difference, tolerance * largest)
+    differences, largest = list[Tensor](), 1.0
+    for size in sizes:
+        for one, other in zip(_outputs(model, example[:size]), _outputs(loaded, example[:size]), strict=True):
+            # Equal infinities, as of masked logits, differ by nothing: inf - inf would be nan.
+            differences.append(torch.where(one == other, 0.0, one - other).abs().max())
+            largest = max(largest, float(one.abs().where(one.isfinite(), 0.0).max()))
+    return Trial(sizes, float(torch.stack(differences).max()), tolerance * largest)
+
+
+def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> list[Tensor]:
+    """Return all tensors that ``model`` returns, in any nesting, in float64."""
+    found = [output for output in tree_leaves(model(inputs)) if isinstance(output, Tensor)]
+    return [output.to(torch.promote_types(output.dtype, torch.float64)) for output in found]
 
 
 def _kept(trial: Trial, path: Path) -> Trial:
@@ -177,7 +188,7 @@ def _kept(trial: Trial, path: Path) -> Trial:
 
 @torch.no_grad()
 def _about(
-    trained: Trained, model: nn.Module, example: Tensor, trials: Sequence[Trial | None], folder: Path
+    trained: Trained, model: nn.Module, example: Tensor | None, trials: Sequence[Trial | None], folder: Path
 ) -> dict[str, Any]:
     config, job, manifest = trained.config, trained.job, trained.manifest
     digests: dict[str, str] = {}
@@ -199,7 +210,7 @@ def _about(
         "metrics": trained.recorded(),
         "classes": list(job.classes),
         "input": _tensor(example),
-        "output": _tensor(model(example)),
+        "output": None if example is None else _tensor(model(example)),
         "preprocessing": None if job.pictures is None else job.pictures.as_json(),
         "program": program,
         "compiled": compiled,
@@ -208,5 +219,8 @@ def _about(
     }
 
 
-def _tensor(example: Tensor) -> dict[str, Any]:
+def _tensor(example: Any) -> dict[str, Any] | None:
+    """Return the shape and the type. None where there is no example, or it is something else than one tensor."""
+    if not isinstance(example, Tensor):
+        return None
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}

@@ -270,6 +270,25 @@ def test_batch_statistics_and_dropout_are_those_of_the_evaluation(tmp_path: Path
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(inputs), model(inputs))
 
 
+class Masked(nn.Module):
+    """A model whose outputs are nested, of several types, and not all finite."""
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        known = inputs > 0
+        return {"logits": (inputs.masked_fill(known, -torch.inf), inputs * 2), "known": known}
+
+
+def test_outputs_may_be_nested_infinite_and_true_or_false(tmp_path: Path) -> None:
+    trial = program.write_program(Masked().eval(), torch.randn(8, 4), tmp_path / "model.pt2")
+    assert (trial.largest_difference, 0 < trial.bound < 1e-3) == (0.0, True)
+
+
+def test_a_nan_in_any_batch_makes_the_difference_nan() -> None:
+    """`max()` of Python leaves out a NaN that is not the first."""
+    trial = program._tried(nn.Identity(), lambda x: x if len(x) == 8 else x * torch.nan, torch.ones(8, 4), 1e-5)
+    assert not trial.largest_difference <= trial.bound
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -298,6 +317,23 @@ def test_the_weights_are_written_all_the_same(
     assert json.loads((tmp_path / "both/model.json").read_text())["program"] is None
     assert cli.main(["export", run.id, str(tmp_path / "alone"), "--format", "program"]) == EXIT_FAILED
     assert not (tmp_path / "alone").exists()
+
+
+@pytest.mark.parametrize("why", ["no eval set", "two arguments"])
+def test_weights_need_no_example(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
+) -> None:
+    if why == "no eval set":
+        monkeypatch.setattr("jobs.classify.Classify.eval_set", lambda job: None)
+    else:
+        monkeypatch.setattr(
+            "jobs.classify.Classify.evaluate", lambda job, model, batch: model(batch.inputs, batch.targets)
+        )
+    about = answer(capsys, "export", run.id, str(tmp_path / "weights"), "--format", "safetensors")
+    assert (about["input"], about["output"], [*about["sha256"]]) == (None, None, ["model.safetensors"])
+    assert cli.main(["export", run.id, str(tmp_path / "both")]) == EXIT_FAILED
+    assert "has what was written before that" in capsys.readouterr().err
+    assert (tmp_path / "both/model.safetensors").exists()
 
 
 def test_a_job_by_path_is_imported_with_its_neighbours_and_params_from_the_sources(run: RunDir) -> None:
