@@ -129,13 +129,16 @@ def page(told: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return ``file,class,probability`` as CSV. For a file that could not be read the last two are empty."""
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return ``file,class,probability`` as CSV, with each file's name byte for byte.
+
+    For a file that could not be read the last two are empty.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
+    return text.getvalue().encode(errors="surrogateescape")
 
 
 def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

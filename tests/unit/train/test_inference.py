@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,17 @@ def test_images_of_a_folder_are_classified_as_by_hand_and_a_torn_one_is_named(
         ("more/a.PNG", True),
     ]
     assert told[1]["class"] is None
+
+
+def test_the_name_of_an_image_need_not_be_utf8(run: RunDir, tmp_path: Path, capfdbinary: Any) -> None:
+    (folder := tmp_path / "scans").mkdir()
+    Image.new("L", (8, 8)).save(folder / os.fsdecode(b"caf\xe9.png"))
+    command = ["evaluate", run.id, "--images", str(folder)]
+    assert cli.main([*command, "--output", str(tmp_path / "found.csv")]) == EXIT_DONE
+    assert b"\ncaf\xe9.png," in (tmp_path / "found.csv").read_bytes()
+    capfdbinary.readouterr()
+    assert cli.main(command) == EXIT_DONE
+    assert b"\ncaf\xe9.png," in capfdbinary.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """judge a trained model on one device, or have it classify images"""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -76,7 +77,7 @@ def _classify(model: Any, args: Namespace, output: Any) -> int:
     if args.json:
         print(show.as_json({**model.as_json(), "predictions": rows}))
     elif output is None:
-        print(trained.as_csv(rows), end="")
+        sys.stdout.buffer.write(trained.as_csv(rows))
     else:
         print(f"{output}: {len(rows)} images")
     return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_DONE
