@@ -8,7 +8,7 @@ done before the next save begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,16 +120,18 @@ class Keep:
         stay = {*steps[: self.newest], *finite[:1]}
         if self.every:
             stay |= {step for step in steps if step % self.every == 0}
+        best = self.best_of(manifests)
+        return stay if best is None else {*stay, best}
+
+    def best_of(self, manifests: Iterable[Manifest]) -> int | None:
+        """Return the step of the best one that was evaluated; None: none was. Of equals it is the oldest."""
         ranked: list[tuple[float, int]] = []
         for manifest in manifests:
             figure = self.figure(manifest.meta.get("metrics") or {})
             # The metrics in a checkpoint whose own step was not evaluated are an earlier step's.
             if figure is not None and manifest.meta.get("evaluated") == manifest.step:
                 ranked.append((-figure, manifest.step))
-        if ranked:
-            _, best = min(ranked)
-            stay.add(best)
-        return stay
+        return min(ranked)[1] if ranked else None
 
     def figure(self, metrics: Mapping[str, Any]) -> float | None:
         """Return what a checkpoint with these metrics is worth; higher is better.

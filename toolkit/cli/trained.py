@@ -18,7 +18,7 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
-from toolkit.errors import CheckpointError, RequestError
+from toolkit.errors import RequestError
 from toolkit.launch.job.follow_up import is_for_one_job
 from toolkit.launch.record import awaited
 from toolkit.launch.submission.executors import choose_executor
@@ -48,21 +48,12 @@ def choose(run: RunDir, text: str) -> list[Path]:
 
 
 def _best(run: RunDir, keep: Keep) -> Path:
-    """Return the best checkpoint of those evaluated when they were saved. Of equals it is the oldest, as in `Keep`."""
-    checkpoints = CheckpointFolder(run.checkpoints)
-    ranked = []
-    for path in checkpoints.list():
-        try:
-            manifest = checkpoints.manifest(path)
-        except CheckpointError:
-            continue
-        figure = keep.figure(manifest.meta.get("metrics") or {})
-        if figure is not None and manifest.meta.get("evaluated") == manifest.step:
-            # The best first; of equals the oldest.
-            ranked.append((-figure, manifest.step, path))
-    if not ranked:
+    """Return the best checkpoint of those evaluated when they were saved."""
+    folder = CheckpointFolder(run.checkpoints)
+    best = keep.best_of(filter(None, map(folder.valid, folder.list())))
+    if best is None:
         raise RequestError(f"--checkpoint best: no checkpoint of run {run.id} was evaluated for {keep.best}")
-    return min(ranked)[-1]
+    return folder.path(best)
 
 
 def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
