@@ -15,6 +15,7 @@ from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
+from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.data.permutation import ShuffledOrder
@@ -70,11 +71,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 def saved(run_dir: Path) -> dict[int, bool]:
-    """Return for each checkpoint's step, newest first, whether its manifest calls its weights finite."""
+    """Return for each checkpoint's step, newest first, whether its weights are finite. Its manifest says the same."""
     checkpoints, found = CheckpointFolder(run_dir / "checkpoints"), {}
     for path in checkpoints.list():
         manifest = checkpoints.verify(path)
-        found[manifest.step] = bool(manifest.meta["finite"])
+        records = manifest.tensors
+        weights = [whole.read(path, name, record) for name, record in records.items() if name.startswith("model/")]
+        found[manifest.step] = all(bool(weight.isfinite().all()) for weight in weights)
+        assert (bool(weights), manifest.meta["finite"]) == (True, found[manifest.step])
     return found
 
 
