@@ -44,7 +44,7 @@ class Feed(Protocol):
 
 
 class OwnFeed:
-    """Batches of our loader. An epoch begins with the first batch that has a sample of it."""
+    """Batches of our loader. An epoch begins with the first batch that begins in it."""
 
     def __init__(self, loader: Loader, seed: Reseed) -> None:
         self._loader, self._seed = loader, seed
