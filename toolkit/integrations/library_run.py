@@ -138,7 +138,7 @@ class LibraryRun(TrainingRun):
         means = {tag: float(value) for tag, value in self._values.items()}
         self._values = {}
         life.metrics |= means
-        life.write({**means, **life.figures()})
+        life.write(means | self._figures(life))
 
     def _boundary(self) -> None:
         try:

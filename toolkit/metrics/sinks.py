@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,10 @@ class JsonlSink(Sink):
         self._last: dict[str, Json] = fsio.finite(json.loads(last)) if last else {}
         self._last_start = self._file.size - len(last)
         self._clock = clock
+
+    def tags(self, step: int | None) -> Collection[str]:
+        """Return the tags that the last line has, if it is that of `step`."""
+        return [*self._last] if step is not None and self._last.get("step") == step else ()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line. Add to the last one if it has the same step (an evaluation after a logging step)."""
@@ -231,10 +235,17 @@ class TensorBoardSink(Sink):
     nothing; here the time is at least the last file's plus one second. Its mode: 0600. Its flush: to the disk.
     """
 
-    def __init__(self, folder: Path, purge_step: int = 0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int = 0,
+        clock: Callable[[], float] = time.time,
+        logged: Collection[str] = (),
+    ) -> None:
         """Open a new file that drops older files' steps from `purge_step` on; 0 drops all.
 
         What is logged again for a step before the resumed one (the config at step 0) is dropped: it is there already.
+        So are the tags `logged` at the resumed step: a loop may have evaluated after its save.
         """
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -253,7 +264,7 @@ class TensorBoardSink(Sink):
         name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = fsio.PatientFile(folder / name)
         self._records = RecordWriter(self._file)
-        self._resumed_step = max(purge_step - 1, 0)
+        self._resumed_step, self._logged = max(purge_step - 1, 0), logged
         self._write(file_version="brain.Event:2")
         # In the first file too: TensorBoard's Python server does not count the first START it sees as a restart, so it
         # would ignore the purge of the second attempt.
@@ -264,7 +275,8 @@ class TensorBoardSink(Sink):
         """Write all values as one event. With one event for each the file would be twice as large."""
         together = self._event.Event().summary
         for tag, value in values.items():
-            together.value.add(tag=tag, simple_value=float(value))
+            if step != self._resumed_step or tag not in self._logged:
+                together.value.add(tag=tag, simple_value=float(value))
         self._add(step, together)
         self._file.flush()
 
@@ -323,4 +335,5 @@ def build_sinks(run_dir: Path, is_main: bool, resumed_step: int | None) -> Sink:
         return Sink()
     folder = run_dir / "tensorboard"
     purge_step = 0 if resumed_step is None else resumed_step + 1
-    return FanOut([TensorBoardSink(folder, purge_step), JsonlSink(folder / "metrics.jsonl", resumed_step)])
+    lines = JsonlSink(folder / "metrics.jsonl", resumed_step)
+    return FanOut([TensorBoardSink(folder, purge_step, logged=lines.tags(resumed_step)), lines])

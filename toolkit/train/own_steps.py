@@ -47,6 +47,7 @@ class OwnSteps:
         self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
         self._total: int | None = None
         self._in_step = False
+        self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._save_asked = False
         self._stopped: StoppedError | None = None
@@ -64,6 +65,7 @@ class OwnSteps:
         loaded = self._life.resume()
         # The metrics' files are opened after the resume: they drop what was logged after its step.
         if loaded is not None:
+            self._figured = loaded.step
             self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
             self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]
         self._stack.enter_context(self._life.open())
@@ -115,7 +117,7 @@ class OwnSteps:
         phase, self._activity.phase = self._activity.phase, activity.LOGGING
         means = self._window.take()
         life.metrics |= means
-        life.write({**means, **life.figures()})
+        life.write(means | self._figures(life))
         # The second mean loss in a row that is not finite ends the run, with ``train.on_nan: stop``.
         loss = means.get("train/loss", 0.0)
         self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
@@ -124,6 +126,13 @@ class OwnSteps:
         if self._not_finite > 1 and self.config.train.on_nan == "stop":
             raise ConfigError(f"train.on_nan: the loss is not finite since some steps before step {self.step}; {_NAN}")
         self._activity.phase = phase
+
+    def _figures(self, life: Lifecycle) -> dict[str, float]:
+        """Return the figures of every loop, once for each step. After a resume nothing was measured yet."""
+        if self._figured == life.step:
+            return {}
+        self._figured = life.step
+        return life.figures()
 
     def _save_the_end(self) -> None:
         """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""

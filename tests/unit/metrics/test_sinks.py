@@ -275,6 +275,18 @@ def test_after_a_kill_on_a_full_disk_the_next_attempt_reads_what_is_whole(
     assert found == expected
 
 
+def test_an_evaluation_after_the_save_is_there_once_when_a_resume_makes_it_again(tmp_path: Path) -> None:
+    for resumed_step in (None, 3):
+        sink = build_sinks(tmp_path, True, resumed_step)
+        if resumed_step is None:
+            log_steps(sink, 1, 3, 1.0)
+        sink.scalars(3, {"eval/accuracy": 0.5})
+    sink.scalars(3, {"eval/loss": 2.0})
+    sink.close()
+    for tag, value in (("eval/accuracy", 0.5), ("eval/loss", 2.0)):
+        assert points(tmp_path / "tensorboard", tag) == [(3, value)]
+
+
 def test_a_resume_cuts_a_whole_file_without_writing_it_again(tmp_path: Path) -> None:
     """A disk that is almost full has no room for a second copy."""
     path = tmp_path / "metrics.jsonl"

@@ -15,6 +15,7 @@ from toolkit.data.memory import InMemory
 from toolkit.ranks.batch import Share
 from toolkit.train.feed import ForeignFeed, OwnFeed, seeder
 from toolkit.train.own_loop import MOST_FEEDS, TrainingRun
+from toolkit.train.own_steps import OwnSteps
 
 EPOCHS, BATCHES = 3, 4
 
@@ -65,3 +66,10 @@ def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
     del loader, feed
     gc.collect()
     assert len(alive) == MOST_FEEDS + 1
+
+
+def test_the_speed_is_logged_once_at_a_step_and_never_at_the_resumed_one() -> None:
+    steps, life = SimpleNamespace(_figured=4), SimpleNamespace(step=4, figures=lambda: {"train/samples_per_s": 9.0})
+    assert OwnSteps._figures(steps, life) == {}  # type: ignore[arg-type]
+    life.step = 5
+    assert [OwnSteps._figures(steps, life) for _ in range(2)] == [life.figures(), {}]  # type: ignore[arg-type]
