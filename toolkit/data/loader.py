@@ -15,7 +15,15 @@ from toolkit.config import choose
 from toolkit.data.batch_reader import BatchReader
 from toolkit.data.fingerprint import fingerprint, gives_batches
 from toolkit.data.permutation import GivenOrder, Indices
-from toolkit.data.sampler import BatchPart, EvalSampler, Order, Sampler, TrainSampler, eval_calls
+from toolkit.data.sampler import (
+    BatchPart,
+    EvalSampler,
+    Order,
+    Sampler,
+    TrainSampler,
+    eval_calls,
+    refuse_other_share,
+)
 from toolkit.data.to_device import to_device
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.errors import ConfigError
@@ -87,7 +95,10 @@ class Batches(Protocol):
         """Return what this rank must store of the loader in a checkpoint. None: the step says all."""
 
     def restore(self, state: Json) -> None:
-        """Go on from a :meth:`state`, independent of what was read before."""
+        """Go on from a :meth:`state`, independent of what was read before.
+
+        Raises ConfigError where the state is another share's, and what it has read matters.
+        """
 
 
 class Source(Protocol):
@@ -149,8 +160,7 @@ class Loader:
         self.balances = balances
         self.ahead = PREFETCH * workers if _uses_workers(dataset) else 0
         self.is_split = split != "global"
-        self._parts = None if split == "global" else share.count
-        self._has_data = share.count > 0
+        self._share = share
         self._device = torch.device(device)
         self._clock = clock
         # Kept as factories: :meth:`part` builds the sampler and source of another rank's share when one has died.
@@ -174,7 +184,7 @@ class Loader:
     def at(self, step: int) -> Batch | None:
         """See :class:`Batches`. The batch is empty, of the right shape, with more shares than samples."""
         started = self._clock()
-        batch = self._source.fetch(step) if self._has_data else None
+        batch = self._source.fetch(step) if self._share.count else None
         self.data_wait_s = self._clock() - started
         return batch
 
@@ -186,30 +196,30 @@ class Loader:
 
     def samples(self, step: int) -> list[int]:
         """Return the samples that ``at(step)`` gives, as indices of the data set."""
-        return self._sampler.at(step).indices.tolist() if self._has_data else []
+        return self._sampler.at(step).indices.tolist() if self._share.count else []
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         self._sampler.cut(step, counts)
 
     def state(self) -> Json:
-        """Return None, or with a split the number of parts.
+        """Return None, or with a split this rank's share.
 
-        The step number is the whole state otherwise. On another number of ranks the parts of a split would differ.
+        The step number is the whole state otherwise. Other shares would be other parts of the data.
         """
-        return None if self._parts is None else {"parts": self._parts}
+        return {"share": [self._share.index, self._share.count]} if self.is_split else None
 
     def fingerprint(self) -> str | None:
         """Return what identifies the data set, see fingerprint.py, and the job's own order.
 
         With a split it is the size only, because a rank may have only its part of the data.
         """
-        if self._parts is not None:
+        if self.is_split:
             return f"{self.dataset_size} samples"
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
         """Return the samples of all shares in ``step``. They are indices of the data set, in the run's order."""
-        if self._parts is not None:
+        if self.is_split:
             return [sample for sampler in self._all_samplers for sample in sampler.at(step).indices.tolist()]
         start = step * self.global_batch_size
         found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
@@ -218,11 +228,12 @@ class Loader:
     @cached_property
     def _all_samplers(self) -> list[TrainSampler]:
         # Kept, because each finds the samples of its part among all of the data set.
-        parts = self._parts or 0
-        return [self._samplers(share=Share(index, parts)) for index in range(parts)]
+        count = self._share.count
+        return [self._samplers(share=Share(index, count)) for index in range(count)]
 
     def restore(self, state: Json) -> None:
-        """Do nothing: the step number is enough, see :meth:`state`."""
+        """Raise ConfigError for another share's state. There is nothing to restore, see :meth:`state`."""
+        refuse_other_share(state, self._share)
 
     def close(self) -> None:
         """End the workers, if any."""

@@ -12,7 +12,7 @@ With a ``split`` the positions stay, but each share fills its own from its own p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -21,7 +21,9 @@ import numpy as np
 
 from toolkit.data.permutation import BLOCK, Indices, ShuffledOrder
 from toolkit.data.split import PartOrder
+from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
+from toolkit.ranks.state import Json
 
 #: Number of past changes of the bounds that are kept: workers hold steps from before one change at most.
 KEPT_CUTS = 4
@@ -167,3 +169,15 @@ def eval_calls(size: int, shares: int, batch_size: int) -> int:
     """
     longest = -(-size // shares) if shares else 0
     return -(-longest // batch_size)
+
+
+def refuse_other_share(state: Json, share: Share) -> None:
+    """Raise ConfigError if the ``state`` of a loader, from a checkpoint, is that of another share."""
+    assert isinstance(state, Mapping)
+    saved = state.get("share")  # not in older checkpoints
+    if isinstance(saved, Sequence) and [*saved] != [share.index, share.count]:
+        raise ConfigError(
+            f"data: this rank read share {saved[0]} of {saved[1]} of the data up to the checkpoint, and has share "
+            f"{share.index} of {share.count} now. Streams and the parts of data.split cannot be shared out anew: go on "
+            "with the same strategy.name and strategy.mesh as before, or start a new run with `toolkit submit`"
+        )

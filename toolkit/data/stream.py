@@ -9,7 +9,7 @@ times: samples of a short stream come more often than those of a long one, and t
 from ``dataset_size`` alone.
 
 Not guaranteed: that another number of ranks sees the same samples. Only the stream knows what it has left, and it
-cannot be divided anew, so a resume on another number of ranks is refused. The code that builds a stream from its share
+cannot be divided anew, so a resume on another number of ranks or with other shares is refused. The code that builds a stream from its share
 must see to it that ranks do not read the same samples, and must handle samples that cannot be read.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from toolkit.data.randomness import seed_sample
-from toolkit.data.sampler import BatchPart
+from toolkit.data.sampler import BatchPart, refuse_other_share
 from toolkit.data.to_device import to_device
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
 from toolkit.errors import ConfigError, JobFailedError
@@ -123,6 +123,7 @@ class StreamLoader:
         self.data_wait_s = 0.0
         self._device = torch.device(device)
         self._clock = clock
+        self._share = share
         self._sampler = _StreamSampler(global_batch_size, share)
         self._source: InlineSource | WorkerSource | None = None
         # A rank without a share reads nothing.
@@ -181,11 +182,13 @@ class StreamLoader:
         return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
 
     def state(self) -> Json:
-        """Return the stream's position after the last batch returned."""
-        return {"next_step": self._next, "stream": None if self._state is None else json.loads(self._state)}
+        """Return this rank's share, and its stream's position after the last batch returned."""
+        stream = None if self._state is None else json.loads(self._state)
+        return {"next_step": self._next, "stream": stream, "share": [self._share.index, self._share.count]}
 
     def restore(self, state: Json) -> None:
-        """Go back to the position that a :meth:`state` holds."""
+        """Go back to the position that a :meth:`state` holds. Raises ConfigError for that of another share."""
+        refuse_other_share(state, self._share)
         assert isinstance(state, Mapping)
         assert isinstance(state["next_step"], int)
         self.close()  # a worker has read ahead from the old position

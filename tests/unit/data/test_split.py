@@ -114,11 +114,13 @@ def test_a_share_without_a_sample_is_refused(split: str, size: int) -> None:
         _ = [samples_of(size, Share(index, 4), split) for index in range(4)]
 
 
-def test_the_config_builds_it_and_a_checkpoint_knows_the_number_of_parts() -> None:
+def test_the_config_builds_it_and_a_checkpoint_knows_the_share() -> None:
     config = DataConfig(global_batch_size=8, split="blocks")
     loader = build_loader(Numbers(20), config, Share(1, 2), seed=3)
     assert {sample for step in range(10) for sample in loader.samples(step)} == set(range(10, 20))
-    assert loader.state() == {"parts": 2}
+    loader.restore(loader.state())
+    with pytest.raises(ConfigError, match=r"this rank read share 1 of 2 .* and has share 1 of 4 now"):
+        build_loader(Numbers(20), config, Share(1, 4), seed=3).restore(loader.state())
     assert build_loader(Numbers(20), DataConfig(), Share(1, 2), seed=3).state() is None
     assert build_loader(Numbers(20), config, Share(0, 0), seed=3).at(0) is None
 

@@ -108,6 +108,11 @@ def test_a_worker_whose_priming_was_the_step_before_the_resume_begins_anew(undis
             assert alone.state() == resumed.state()
 
 
+def test_the_position_of_another_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"this rank read share 2 of 4 .* and has share \d of \d now"):
+        loader().restore({"next_step": 1, "stream": {"epoch": 1, "taken": 2}, "share": [2, 4]})
+
+
 def test_the_batch_that_a_strategy_is_primed_on_is_step_0(undisturbed: list[Any]) -> None:
     source = loader()
     assert [seen(batch_at(source, step)) for step in (0, 0, 1)] == [undisturbed[0], undisturbed[0], undisturbed[1]]
