@@ -150,13 +150,13 @@ def weights_are_finite(held: Weighed) -> bool:
 
 def bad_weights(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names in ``Strategy.live()`` of weights, or parts of them, that are not finite. A host sync."""
-    live = {
-        name.removeprefix("weights/"): value
-        for name, value in tensors.items()
-        if name.startswith("weights/") and value.is_floating_point() and value.numel()
-    }
+    live: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if name.startswith("weights/") and (value.is_floating_point() or value.is_complex()) and value.numel():
+            # torch has no norm for floats of one byte.
+            live[name.removeprefix("weights/")] = value.detach().float() if value.itemsize == 1 else value.detach()
     if not live:
         return []
-    largest = torch._foreach_norm([value.detach() for value in live.values()], math.inf)  # the largest, or NaN
+    largest = torch._foreach_norm([*live.values()], math.inf)  # the largest, or NaN
     is_finite = torch.stack([value.double() for value in largest]).isfinite().tolist()
     return [name for name, fine in zip(live, is_finite, strict=True) if not fine]

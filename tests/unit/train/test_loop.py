@@ -5,11 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.config import TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.train.loop import total_steps
-from toolkit.train.not_finite import NotFinite
+from toolkit.train.not_finite import NotFinite, bad_weights
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,12 @@ def test_the_last_step_is_the_first_after_which_every_sample_was_seen_often_enou
 def test_max_steps_ends_a_run_early_and_never_late() -> None:
     assert total_steps(TrainConfig(epochs=4, max_steps=3), 50, 20) == 3
     assert total_steps(TrainConfig(epochs=4, max_steps=30), 50, 20) == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.bfloat16])
+def test_weights_of_every_type_that_can_be_nan_are_looked_at(dtype: torch.dtype) -> None:
+    good, bad = torch.ones(3).to(dtype), torch.full((3,), math.nan).to(dtype)
+    assert bad_weights({"weights/a": good, "weights/b": bad, "weights/c": torch.ones(3, dtype=torch.int8)}) == ["b"]
 
 
 def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count() -> None:
