@@ -35,3 +35,35 @@ def test_an_average_that_was_loaded_goes_on_with_the_same_bits(made: Tensor | No
     after.loaded({name: entry.value for name, entry in before.state().items() if not isinstance(entry.value, Tensor)})
     for ours, expected in zip(averages(model, after, made, SAVED, STEPS), whole, strict=True):
         assert torch.equal(ours, expected)
+
+
+class Centred(nn.Module):
+    """A layer whose pass replaces a buffer, beside a frozen parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        self.center = self.center + 1
+        return outputs - self.center
+
+
+def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
+    model = Centred()
+    average = Average(model, 0.5)
+    for _ in range(3):
+        model(torch.ones(1, 2))
+        average.follow(None)
+    expected = 0.0
+    for step, center in enumerate((1.0, 2.0, 3.0)):
+        expected += (1 - min(0.5, (1 + step) / (10 + step))) * (center - expected)
+    assert average.of_buffers()[0].tolist() == pytest.approx([expected] * 2)
+    average.show()
+    assert model.center.tolist() == pytest.approx([expected] * 2)
+    average.hide()
+    assert model.center.tolist() == [3.0, 3.0]
+    assert "ema/codes" not in average.state(), "integers have no average"

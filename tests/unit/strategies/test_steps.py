@@ -171,6 +171,18 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
     assert torch.equal(model.get_parameter("0.weight"), before)
 
 
+def test_a_step_that_is_left_out_leaves_the_buffers_of_the_criterion_as_they_were() -> None:
+    model, criterion = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    update = Update(model, optimizer, TrainConfig(skip_bad_steps=True), criterion=criterion)
+    criterion(model(torch.full((3, 2), torch.nan))).sum().backward()
+    verdict = update.apply(0.1)
+    assert verdict is not None
+    assert verdict.item() == NOT_FINITE
+    assert criterion.running_mean is not None
+    assert criterion.running_mean.tolist() == [0.0, 0.0]
+
+
 def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[Update, list[float]]:
     """Return an update, and the average of its one weight after each step.
 

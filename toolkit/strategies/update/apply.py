@@ -6,7 +6,7 @@ optimizer (or skip the step), prune weights, update the moving average. What the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -53,6 +53,7 @@ class Update:
     ) -> None:
         train = train or TrainConfig()
         self._criterion = criterion
+        self._parts = [part for part in (model, criterion) if part is not None]
         names = _names(model, criterion)
         # The optimizer's groups are completed before they are split and before their learning rates are compared.
         _complete(optimizer, criterion, names)
@@ -82,7 +83,7 @@ class Update:
                 f"train.{key}: this {type(optimizer).__name__} cannot leave out a step on the device; use torch's Adam "
                 "or AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
             )
-        self._buffers = _Buffers(model) if leaves_out else None
+        self._buffers = _Buffers(self._parts) if leaves_out else None
         self._pruning = Pruning(model, train.pruning, total) if train.pruning.amount else None
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
@@ -153,8 +154,7 @@ class Update:
         rank's own, and so a training that was stopped would not go on as one that was not. Buffers of norms are left
         out, since no pass in training mode reads them. All ranks of ``group`` call it.
         """
-        parts = [part for part in (self._model, self._criterion) if part is not None]
-        modules = [each for part in parts for each in part.modules() if not isinstance(each, _NormBase)]
+        modules = [each for part in self._parts for each in part.modules() if not isinstance(each, _NormBase)]
         places = [(each, name) for each in modules for name, buffer in each._buffers.items() if buffer is not None]
         before = [buffer.clone() for buffer in _held(places)]
         yield
@@ -177,9 +177,8 @@ class Update:
         if self._buffers_equal:
             return
         self._buffers_equal = True
-        averages = {} if self._average is None else self._average.of
-        buffers = [*self._model.buffers(), *(() if self._criterion is None else self._criterion.buffers())]
-        broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
+        averages = [] if self._average is None else self._average.of_buffers()
+        broadcast_tensors([*_buffers(self._parts), *averages], source, group)
 
     def average_statistics(self, group: dist.ProcessGroup | None = None) -> None:
         """Replace BatchNorm's statistics by their mean over ``group`` in each step from now on."""
@@ -260,22 +259,26 @@ def weights_and_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _Buffers:
-    """The model's buffers as they were before a step. The forward pass of a step that is skipped has changed them."""
+    """The buffers as they were before a step. The forward pass of a step that is skipped has changed them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
         self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the buffers as they are now."""
-        self._kept = [buffer.clone() for buffer in self._model.buffers()]
+        self._kept = [buffer.clone() for buffer in _buffers(self._parts)]
 
     def follow(self, left_out: Tensor) -> None:
         # Restore the buffers if the step was skipped, without a look from the host.
-        for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
+        for buffer, kept in zip(_buffers(self._parts), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
+
+
+def _buffers(parts: Iterable[nn.Module]) -> list[Tensor]:
+    return [buffer for part in parts for buffer in part.buffers()]
 
 
 def _differs(now: Tensor | None, before: Tensor) -> bool:

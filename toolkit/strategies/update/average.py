@@ -21,24 +21,27 @@ from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 
 _DECAY, _STEPS = "ema/decay", "ema/steps"
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Average:
-    """``ema/<name>`` of every parameter and floating-point buffer. It can be swapped with the model's values."""
+    """``ema/<name>`` of all parameters and buffers but integers. They can be swapped with the model's values."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
-        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        self._buffers = list(buffers)
         # A tied weight has several names, and a reader of a checkpoint may want any of them.
-        self._live = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        self._live = {name: tensor for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}  #: the places of those that are averaged
+        for name, _ in model.named_buffers():
+            if name in self._live:
+                path, _, leaf = name.rpartition(".")
+                self._buffers[name] = model.get_submodule(path), leaf
         copies = {tensor: _wide(local(tensor)).clone() for tensor in self._live.values()}
         self.of = copies  #: this rank's part of the average of each tensor of the model
         self._steps: int | Tensor = 0  #: averaged so far; a tensor if only the device knows
         self._is_shown = False
-        self._own: dict[Tensor, Tensor] = {}  #: of tensors that cannot hold their average, while shown
+        self._own: dict[Tensor, Tensor] = {}  #: of tensors that cannot hold their average, while shown; by average
 
     @torch.no_grad()
     def follow(self, made: Tensor | None) -> None:
@@ -46,6 +49,7 @@ class Average:
 
         ``made`` is 0 on the device if the step was skipped, and then nothing moves. None: no step is ever skipped.
         """
+        self._find_replaced()
         averages, live = [*self.of.values()], [_wide(local(tensor)) for tensor in self.of]
         if made is None:
             assert not isinstance(self._steps, Tensor)
@@ -75,6 +79,10 @@ class Average:
             entries[f"ema/{name}"] = dataclasses.replace(entry(tensor), value=self.of[tensor])
         return entries
 
+    def of_buffers(self) -> list[Tensor]:
+        """Return the averages of buffers, in the same order on all ranks."""
+        return [self.of[self._live[name]] for name in self._buffers]
+
     def live(self) -> dict[str, Tensor]:
         averages = {}
         for name, tensor in self._live.items():
@@ -96,6 +104,7 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         """Swap in place, one tensor at a time. Others (a data-parallel wrapper, a sharded gather) hold the tensors."""
+        self._find_replaced()
         for tensor, average in self.of.items():
             live = local(tensor)
             if live.dtype == average.dtype:
@@ -104,13 +113,23 @@ class Average:
                 live.copy_(kept)
             # A half-precision weight cannot hold its fp32 average: its own value is put aside meanwhile.
             elif self._is_shown:
-                live.copy_(self._own.pop(tensor))
+                live.copy_(self._own.pop(average))
             else:
-                self._own[tensor] = live.clone()
+                self._own[average] = live.clone()
                 live.copy_(average)
         self._is_shown = not self._is_shown
 
 
+    def _find_replaced(self) -> None:
+        """Let the averages follow buffers that a pass has replaced by other tensors of the same shape."""
+        for name, (module, leaf) in self._buffers.items():
+            now, before = module._buffers[leaf], self._live[name]
+            if now is before or now is None or now.shape != before.shape or _wide(now).dtype != self.of[before].dtype:
+                continue
+            self.of[now] = self.of.pop(before)
+            self._live[name] = now
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in fp32 if its own type has fewer digits than an average needs."""
-    return tensor.float() if tensor.dtype in _HALVES else tensor
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
