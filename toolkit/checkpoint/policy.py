@@ -90,7 +90,8 @@ _FIGURES = ("copy_s", "background_s", "step_s")
 
 def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:
     """Return the mean seconds between failures of the attempts. One failure, after a day, is presumed before them."""
-    seconds = sum(attempt.ended - attempt.started for attempt in attempts)
+    # A clock that was set back would give an attempt less than no time.
+    seconds = sum(max(0.0, attempt.ended - attempt.started) for attempt in attempts)
     return (PRESUMED_S + seconds) / (1 + sum(attempt.cause in FAILURES for attempt in attempts))
 
 
@@ -114,10 +115,16 @@ class Keep:
             )
 
     def steps(self, manifests: Sequence[Manifest]) -> set[int]:
-        """Return the steps to keep of valid checkpoints, newest first. The newest with finite weights always stays."""
+        """Return the steps to keep of valid checkpoints, newest first.
+
+        The newest with finite weights always stays, and the newest that a rollback may go back to.
+        """
         steps = [manifest.step for manifest in manifests]
         finite = [manifest.step for manifest in manifests if manifest.meta.get("finite", True)]
-        stay = {*steps[: self.newest], *finite[:1]}
+        # Stops save inside a row of skipped steps, too; a rollback needs one from before the row.
+        in_a_row = [(manifest.meta.get("skipped_steps") or {}).get("waits", False) for manifest in manifests]
+        settled = [step for step, waits in zip(steps, in_a_row, strict=True) if not waits]
+        stay = {*steps[: self.newest], *finite[:1], *settled[:1]}
         if self.every:
             stay |= {step for step in steps if step % self.every == 0}
         best = self.best_of(manifests)

@@ -90,8 +90,14 @@ class Balance:
         return {"cuts": self._cuts, "speeds": self._speeds}
 
     def restore(self, saved: Any) -> None:
-        """Go on with the shares of a :meth:`state`. Those of another number of ranks are of no use, and ignored."""
+        """Go on with the shares of a :meth:`state`.
+
+        Those of another number of ranks, or with less than a sample for each pass of accumulation, are ignored.
+        """
         if saved is None or len(saved["cuts"][0][1]) != len(self._cuts[0][1]):
+            return
+        if min(min(counts) for _, counts in saved["cuts"]) < self._least:
+            log.info("shares begin even again: train.accumulate now needs %d samples on each rank", self._least)
             return
         self._cuts = [(first, [*counts]) for first, counts in saved["cuts"]]
         self._speeds = saved["speeds"]

@@ -114,6 +114,7 @@ def test_a_run_learns_how_often_it_fails() -> None:
     assert between_failures_s([]) == PRESUMED_S
     hours = [attempt("crashed", 4), attempt("preempted", 10), attempt("hang", 4), attempt("node_failure", 6)]
     assert between_failures_s(hours) == (PRESUMED_S + 24 * 3600) / 4
+    assert between_failures_s([attempt("crashed", -50)]) == PRESUMED_S / 2, "its clock was set back"
 
 
 def evaluated(step: int, accuracy: float | None = None, at: int | None = None) -> Manifest:
@@ -153,3 +154,9 @@ def test_of_equals_the_first_stays_and_no_number_is_never_the_best() -> None:
     run = [evaluated(40, 0.1), evaluated(30, 0.9), evaluated(20, 0.9), evaluated(10, float("nan"))]
     assert Keep(2, best="eval/accuracy").steps(run) == {40, 30, 20}
     assert Keep(2, best="-eval/accuracy").steps(run) == {40, 30}
+
+
+def test_stops_inside_a_row_of_skipped_steps_leave_the_checkpoint_before_it() -> None:
+    rows = {97: True, 95: True, 60: False, 40: False}
+    manifests = [Manifest(step, 1, {}, {"skipped_steps": {"waits": row}}, {}, {}, {}) for step, row in rows.items()]
+    assert Keep(2).steps(manifests) == {97, 95, 60}

@@ -126,6 +126,15 @@ def test_a_resume_on_as_many_ranks_keeps_the_current_and_the_agreed_shares() -> 
     assert others.cuts == []
 
 
+def test_shares_too_small_for_the_passes_of_accumulation_are_not_taken_over() -> None:
+    saved = {"cuts": [[0, [24, 40]]], "speeds": [1.0, 2.0]}
+    loader = Recording(64)
+    Balance(loader, 2, 25).restore(saved)
+    assert loader.cuts == []
+    Balance(loader, 2, 24).restore(saved)
+    assert loader.cuts == [(0, [24, 40])]
+
+
 def test_who_asks_for_even_shares_gets_them_and_ranks_that_share_samples_are_refused() -> None:
     loader = build_loader(Numbers(9), DataConfig(global_batch_size=4), Share(0, 2), seed=0)
     assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Even)
