@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
+from toolkit.strategies.pipeline import strategy
 from toolkit.strategies.pipeline.stages import StagePlan, keep, plan, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
@@ -217,3 +219,18 @@ def test_samples_must_be_the_first_dimension_where_a_stage_ends_and_only_there()
     assert plan(model, ROW, 2, ["2"]).stages == (("0", "1"), ("2",))
     with pytest.raises(ConfigError, match="split: 0 ends a stage and does not return one row for each sample"):
         plan(model, ROW, 2, ["1"])
+
+
+def test_after_a_load_replicas_are_sent_no_step_counts_which_adam_has_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Tensor] = []
+    monkeypatch.setattr(strategy, "broadcast_tensors", lambda values, *_: sent.extend(values))
+    weight, step = torch.ones(3), torch.tensor(5.0)
+    grid = SimpleNamespace(replicas=2, ranks=2, first_replica=0)
+    update = SimpleNamespace(loaded=lambda values: None)
+    stage: Any = SimpleNamespace(
+        _grid=grid, _replica_group=None, _update=update, live=lambda: {"weights/w": weight, "optimizer/w/step": step}
+    )
+    strategy.Pipeline.loaded(stage, {})
+    assert [id(value) for value in sent] == [id(weight)]

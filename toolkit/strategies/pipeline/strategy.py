@@ -196,7 +196,9 @@ class Pipeline(AllNeeded):
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Send what was loaded to all replicas of a stage. A collective: only the first replica has been filled."""
         if self._grid.replicas > 1 and self._grid.ranks > 1:
-            broadcast_tensors(self.live().values(), self._grid.first_replica, self._replica_group)
+            # Numbers have been filled on every rank, and Adam keeps its step count on the host.
+            parts = [value for value in self.live().values() if value.ndim]
+            broadcast_tensors(parts, self._grid.first_replica, self._replica_group)
         self._update.loaded(values)
 
     def close(self) -> None:
