@@ -153,7 +153,6 @@ class LocalSgd(Spmd):
 
     def __init__(self, session: Session, config: LocalSgdConfig, layout: Layout, train: TrainConfig) -> None:
         super().__init__(session, layout, train)
-        self.round_steps = config.round_steps
         self._config = config
         self._rank = session.rank
         self._step = 0
@@ -199,7 +198,7 @@ class LocalSgd(Spmd):
         self._steps_since += 1
         if self._is_local:
             self._inside = True
-            if self._step % self.round_steps == 0:
+            if self._step % self._config.round_steps == 0:
                 self._meet()
         # Steps before after_steps are ddp's and send a whole gradient.
         elif self.share.count > 1:

@@ -66,10 +66,6 @@ class Strategy(Protocol):
         """Return the part of each global batch that this rank is given."""
 
     @property
-    def round_steps(self) -> int:
-        """Return the steps of a round. Another world size resumes only at multiples of it."""
-
-    @property
     def expendable(self) -> frozenset[int]:
         """Return the ranks whose death does not end the attempt."""
 
@@ -183,7 +179,6 @@ class AllNeeded:
     A class that inherits it has a ``_device``.
     """
 
-    round_steps = 1
     expendable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
     _device: torch.device

@@ -32,7 +32,6 @@ from toolkit.strategies.update.apply import Update
 class Side:
     """The common part of servers and workers; see :class:`~toolkit.strategies.protocol.Strategy`."""
 
-    round_steps = 1
     evaluates_together = False
 
     _mail: Mail
