@@ -9,8 +9,9 @@ times: samples of a short stream come more often than those of a long one, and t
 from ``dataset_size`` alone.
 
 Not guaranteed: that another number of ranks sees the same samples. Only the stream knows what it has left, and it
-cannot be divided anew, so a resume on another number of ranks or with other shares is refused. The code that builds a stream from its share
-must see to it that ranks do not read the same samples, and must handle samples that cannot be read.
+cannot be divided anew, so a resume on another number of ranks or with other shares is refused. The code that builds a
+stream from its share must see to it that ranks do not read the same samples, and must handle samples that cannot be
+read.
 """
 
 from __future__ import annotations

@@ -240,9 +240,9 @@ def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: p
     assert rates == sorted(rates)
     # Runs that are named stay in that order, if no other is asked for.
     two = [row["run"] for row in by_lr[:2]]
-    for names in (two, two[::-1]):
-        assert [row["run"] for row in listed(capsys, *names)] == names
-        assert [row["run"] for row in listed(capsys, *names, "--sort", "run")] == sorted(names)
+    for given in (two, two[::-1]):
+        assert [row["run"] for row in listed(capsys, *given)] == given
+        assert [row["run"] for row in listed(capsys, *given, "--sort", "run")] == sorted(given)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_an_average_that_was_loaded_goes_on_with_the_same_bits(made: Tensor | No
 class Centred(nn.Module):
     """A layer whose pass replaces a buffer, beside a frozen parameter of integers."""
 
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)

@@ -119,7 +119,6 @@ class Average:
                 live.copy_(average)
         self._is_shown = not self._is_shown
 
-
     def _find_replaced(self) -> None:
         """Let the averages follow buffers that a pass has replaced by other tensors of the same shape."""
         for name, (module, leaf) in self._buffers.items():
