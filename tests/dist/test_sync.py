@@ -23,7 +23,7 @@ from toolkit.rundir import RunDir
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 KILLS = 5
-OVERRIDES = ["train.epochs=40", "train.log_every=5", "checkpoint.every_steps=40", "retry.max_failures=10"]
+OVERRIDES = ["train.epochs=120", "train.log_every=5", "checkpoint.every_steps=40", "retry.max_failures=10"]
 
 
 def test_after_five_kills_the_copy_equals_the_file_point_by_point(

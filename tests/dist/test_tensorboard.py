@@ -53,8 +53,8 @@ def attempt(session: Session, run_dir: Path, number: int, kill_after: int | None
     """Make one attempt of the real trainer. All its ranks get a SIGKILL in mid-step."""
     plain_sink, plain_at = sinks.TensorBoardSink, Loader.at
 
-    def with_clock(folder: Path, purge_step: int) -> sinks.TensorBoardSink:
-        return plain_sink(folder, purge_step, lambda: time.time() + BEHIND.get(number, 0.0))
+    def with_clock(folder: Path, purge_step: int, **more: Any) -> sinks.TensorBoardSink:
+        return plain_sink(folder, purge_step, lambda: time.time() + BEHIND.get(number, 0.0), **more)
 
     def at(self: Loader, step: int) -> Any:
         if step == kill_after:

@@ -51,11 +51,13 @@ class Staging:
         live = entry.value
         if not isinstance(live, torch.Tensor):
             return copy.deepcopy(live)
-        live = live.detach()
+        live = live.detach().resolve_conj().resolve_neg()  # such views have no bytes of their own
         kept = self._buffers.get(name) if place is None else place
         # Allocate only where the kept buffer does not fit: new memory is slow.
         if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
             kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype)
+        if not live.numel():
+            return kept
         if live.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
             kept.view(-1).view(torch.uint8).copy_(live.view(-1).view(torch.uint8), non_blocking=True)
         else:

@@ -111,13 +111,29 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the content of the manifest's file. Raises CheckpointError for a value that is not JSON."""
         try:
-            body = json.dumps(self, default=vars)  # dataclasses.asdict copies, and an indent takes the slow encoder
+            body = json.dumps(self, default=_fields)  # dataclasses.asdict copies, and an indent takes the slow encoder
         except (TypeError, ValueError) as error:
+            name = next((name for name, record in self.values.items() if not _is_json(record)), "the meta data")
             raise CheckpointError(
-                f"only JSON is stored beside tensors, and a value or the meta data is not: {error}; "
+                f"only JSON is stored beside tensors, and {name} is not: {error}; "
                 "hand over a tensor or plain numbers, strings, lists and mappings"
             ) from error
         return _frame(FORMAT, body.encode())
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a record of this file. Raises TypeError for others: a tensor would become ``{}``."""
+    if not isinstance(value, (Manifest, TensorRecord, TensorPart, ValueRecord)):
+        raise TypeError(f"there is an object of type {type(value).__qualname__} in it")
+    return vars(value)
+
+
+def _is_json(record: ValueRecord) -> bool:
+    try:
+        json.dumps(record, default=_fields)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _digest(version: int, body: bytes) -> int:

@@ -30,7 +30,7 @@ AVERAGE, RAW = "average", "raw"
 
 def judged(manifest: Manifest) -> str:
     """Return which weights the run's own metrics are of: the average where there is one."""
-    return AVERAGE if _below(EMA, manifest.tensors) else RAW
+    return model_tensors(manifest.tensors)[0]
 
 
 def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[str, dict[str, T]]:
@@ -40,9 +40,13 @@ def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[s
     where there is one. Raises RequestError for an average that is not there. Only names that the model's tensors have
     are returned: there are averages of buffers, too, that a model makes for itself and does not save.
     """
-    raw, averages = _below(MODEL, found), _below(EMA, found)
+    raw = _below(MODEL, found)
+    averages = {name: one for name, one in _below(EMA, found).items() if name in raw}
     if weights == AVERAGE and not averages:
-        raise RequestError("there is no moving average of the weights (train.ema_decay was not set); ask for raw ones")
+        raise RequestError(
+            "there is no moving average of the model's weights (train.ema_decay was not set, or a loop of its own "
+            "averages another model); ask for raw ones"
+        )
     chosen = weights or (AVERAGE if averages else RAW)
     if chosen == RAW:
         return chosen, raw

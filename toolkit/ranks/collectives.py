@@ -137,7 +137,7 @@ BUCKET_BYTES = 1 << 25
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite ``tensors`` in place by those of rank ``source``, in flat buckets of one dtype."""
+    """Overwrite ``tensors`` in place by those of rank ``source``, in flat buckets of one dtype and device."""
     for bucket in _buckets(tensors):
         flat = _packed(bucket)
         dist.broadcast(flat, source, group)
@@ -187,10 +187,10 @@ def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
         bucket, size = list[Tensor](), 0
         for tensor in same:
             if bucket and size + tensor.nbytes > BUCKET_BYTES:

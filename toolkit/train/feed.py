@@ -8,7 +8,8 @@ Any other one is moved forward by reading the batches before the position.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -71,11 +72,22 @@ class OwnFeed:
 class ForeignFeed:
     """Batches of an iterable that is begun again for each epoch, as a DataLoader is."""
 
-    def __init__(self, loader: Any, seed: Reseed, world_size: int, *, is_there: bool) -> None:
-        """Wrap ``loader``; ``is_there``: a resume has restored its position by a state of its own."""
+    def __init__(
+        self,
+        loader: Any,
+        seed: Reseed,
+        world_size: int,
+        *,
+        is_there: bool,
+        seeds: Mapping[torch.Generator, int] = MappingProxyType({}),
+    ) -> None:
+        """Wrap ``loader``; ``is_there``: a resume has restored its position by a state of its own.
+
+        ``seeds`` are those that generators had before a resume filled them.
+        """
         self._loader, self._seed = loader, seed
         # The seed of each epoch is derived from a generator's initial seed.
-        self._generators = {generator: generator.initial_seed() for generator in _generators(loader)}
+        self._generators = {each: seeds.get(each, each.initial_seed()) for each in _generators(loader)}
         size = getattr(loader, "batch_size", None)
         self.samples = size * world_size if isinstance(size, int) else 0
         self._is_there = is_there

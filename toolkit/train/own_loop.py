@@ -43,8 +43,8 @@ from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.log_window import gather_json, means_by_tag
 from toolkit.train.own_state import OwnState
 from toolkit.train.own_steps import OwnSteps
-from toolkit.train.resumable import is_compiled
 from toolkit.train.seeds import prepare
+from toolkit.train.unwrapped import is_compiled
 
 #: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -335,7 +335,8 @@ class TrainingRun(OwnSteps):
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader))
+            seeds = {} if self._state is None else self._state.seeds
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader), seeds=seeds)
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
         return feed

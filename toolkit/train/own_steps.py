@@ -69,6 +69,8 @@ class OwnSteps:
             self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
             self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]
         self._stack.enter_context(self._life.open())
+        if self.config.checkpoint.keep_best is not None:
+            log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
             if values := own_hparams(self.config) | swept_hparams(self._session.run_dir):

@@ -74,6 +74,8 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
             value = torch.from_numpy(np.array(value))  # a copy in C order
         except TypeError:
             raise ConfigError(f"run.resumable: {where} is an array of {value.dtype}, which torch has not") from None
+    elif value.device.type != "cpu":
+        word = "$device"
     tensors.append(value)
     return {word: len(tensors) - 1}
 
@@ -104,10 +106,17 @@ def _joined(put_together: Callable[[list[Any]], Any]) -> Callable[[Any, list[Ten
     return lambda inner, tensors: put_together([decode(item, tensors) for item in inner])
 
 
+def _on_device(tensor: Tensor) -> Tensor:
+    """Return the tensor on the rank's GPU, where it was saved from; on the CPU where there is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return tensor if device is None else tensor.to(device)
+
+
 _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "$float": lambda inner, tensors: float(inner),
     "$bytes": lambda inner, tensors: base64.b64decode(inner),
     "$tensor": lambda inner, tensors: tensors[inner],
+    "$device": lambda inner, tensors: _on_device(tensors[inner]),
     "$array": lambda inner, tensors: tensors[inner].numpy(),
     "$scalar": lambda inner, tensors: tensors[inner].numpy()[()],
     **{word: _joined(put_together) for word, _, _, put_together in _KINDS},

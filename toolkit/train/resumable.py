@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -27,6 +26,7 @@ from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
+from toolkit.train.unwrapped import bare, bare_optimizer, is_metric, refuse_copies
 
 MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
 
@@ -51,10 +51,12 @@ class Resumables:
         self._rank, self._device = rank, device
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
-        modules = {name: value for name, value in modules.items() if not _is_metric(value)}
+        modules = {name: value for name, value in modules.items() if not is_metric(value)}
         self._modules = _prefixed(modules)
+        for name, module in modules.items():
+            refuse_copies(name, module)
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
-        optimizers = {name: _bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
+        optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()
         self._optimizers = {name: OptimizerSlots(name, each, names) for name, each in optimizers.items()}
         owners: dict[Tensor, str] = {}
@@ -66,6 +68,8 @@ class Resumables:
                         f"{tuple(parameter.shape)} in common: a checkpoint has one state for each"
                     )
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
+        #: The seeds that the script gave its generators. A filled one has the seed of the epoch that was saved.
+        self.seeds = {g: g.initial_seed() for g in others.values() if isinstance(g, torch.Generator)}
         self._others = {name: _other(name, value) for name, value in others.items()}
         # A moving average is saved as a module; its count of updates is not among the averaged weights.
         for name, module in modules.items():
@@ -91,8 +95,14 @@ class Resumables:
     def state(self) -> dict[str, Entry]:
         """Return everything as it is now, live; a collective."""
         # Buffers such as BatchNorm's statistics differ among replicas; a checkpoint has those of rank 0.
-        buffers = (buffer for module in self._modules.values() for buffer in module.buffers())
-        broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], source=0)
+        buffers = [buffer for module in self._modules.values() for buffer in module.buffers()]
+        buffers = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
+        # NCCL sends nothing from host memory, where an average may be kept.
+        sent = [buffer.to(self._device) for buffer in buffers]
+        broadcast_tensors(sent, source=0)
+        for buffer, given in zip(buffers, sent, strict=True):
+            if given is not buffer:
+                buffer.copy_(given)
         entries = self._weights()
         for slots in self._optimizers.values():
             entries |= slots.entries()
@@ -276,41 +286,6 @@ class Other:
         self._put(plain_state.decode(value, self._filled))
 
 
-def bare(module: nn.Module) -> nn.Module:
-    """Return the module within DDP, DataParallel and torch.compile, whose names are the model's own."""
-    while True:
-        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
-            module = module.module
-        elif is_compiled(module):
-            module = module._orig_mod  # type: ignore[assignment]
-        else:
-            return module
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True for what ``torch.compile(module)`` returns. Goes by name: importing torch's compiler takes a second."""
-    return type(module).__name__ == "OptimizedModule"
-
-
-def _is_metric(module: nn.Module) -> bool:
-    """True for a metric of torchmetrics.
-
-    It is a module whose state is each rank's own, and is not in its ``state_dict`` unless asked for.
-    """
-    return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
-
-
-def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer within accelerate's wrapper. Raises ConfigError for torch's ZeroRedundancyOptimizer."""
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise ConfigError(
-            "run.resumable: ZeroRedundancyOptimizer keeps parts of its state on each rank, under numbers that change "
-            "with their count; shard with torch.distributed.fsdp.fully_shard instead"
-        )
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
-
-
 def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules by the prefix of their names in a checkpoint.
 
@@ -322,7 +297,7 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     plain = [name for name, module in modules.items() if not isinstance(module, AveragedModel)]
     for name, module in modules.items():
         if isinstance(module, AveragedModel):
-            by_prefix[f"{name}/"] = module.module
+            by_prefix[f"{name}/"] = bare(module.module)  # with the names of the model that it averages
         elif name == MODEL or len(plain) == 1:
             by_prefix[f"{MODEL}/"] = module
         else:
@@ -369,7 +344,7 @@ def _other(name: str, value: Any) -> Other:
 
     Raises ConfigError for what has no state, or a state that cannot be put back.
     """
-    if _is_metric(value):
+    if is_metric(value):
         return _metric(name, value)
     # An object with both methods restores itself; tensors, dictionaries and lists are filled in place.
     if isinstance(value, HasStateDict):

@@ -89,7 +89,7 @@ def test_the_average_is_exported_if_there_is_one_unless_raw_weights_are_requeste
         found[path.name, weights] = chosen, load_file(target)["w"].sum().item()
     average, raw = ("average", 2.0), ("raw", 0.0)
     assert [*found.values()] == [average, average, raw, raw]
-    with pytest.raises(RequestError, match="there is no moving average of the weights"):
+    with pytest.raises(RequestError, match="there is no moving average of the model's weights"):
         export(older, checkpoints.manifest(older), tmp_path / "x.pt", "torch", run="this one", weights="average")
 
 

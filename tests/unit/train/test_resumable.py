@@ -1,0 +1,116 @@
+"""What a script hands over is saved whole, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+from toolkit import fsio
+from toolkit.checkpoint import whole
+from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.writer import save
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.train.feed import ForeignFeed, seeder
+from toolkit.train.resumable import Resumables
+
+
+def handed_over(**objects: Any) -> Resumables:
+    return Resumables(objects, 0, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no process group: what is sent stays."""
+    monkeypatch.setattr("toolkit.train.resumable.broadcast_tensors", lambda tensors, source: None)
+    monkeypatch.setattr("toolkit.train.resumable.gather_rows", lambda row: row[None])
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    fsio.make_dir(tmp_path / "checkpoints")
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+class Lookahead(Optimizer):
+    """A wrapper with weights of its own, as several packages have it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+
+class AcceleratedOptimizer(Lookahead):
+    """A wrapper without a state, by the name of accelerate's."""
+
+
+def test_a_wrapper_with_a_state_of_its_own_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    handed_over(model=model, optimizer=AcceleratedOptimizer(SGD(model.parameters())))
+    with pytest.raises(ConfigError, match="Lookahead wraps SGD, and what it keeps itself would not be saved"):
+        handed_over(model=model, optimizer=Lookahead(SGD(model.parameters())))
+
+
+class Exporting(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].clone()
+
+
+def test_a_module_whose_state_is_a_copy_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model: its state_dict\(\) has a copy of 0\.weight"):
+        handed_over(model=nn.Sequential(Exporting(2, 2)))
+
+
+def test_a_list_of_tensors_in_an_optimizer_is_not_saved_as_nothing(checkpoints: CheckpointFolder) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 2)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    state = handed_over(model=model, optimizer=optimizer).state()
+    with pytest.raises(CheckpointError, match=r"optim/weight/\w+ is not: there is an object of type Tensor in it"):
+        save(checkpoints, 1, state, {}, rank=0, world_size=1, kv=None)
+
+
+def test_an_average_has_the_names_of_the_model_that_it_averages(checkpoints: CheckpointFolder) -> None:
+    model = nn.Linear(2, 2)
+    wrapped = nn.DataParallel(model)
+    state = handed_over(model=wrapped, ema=AveragedModel(wrapped)).state()
+    assert {"model/weight", "ema/weight"} <= state.keys()
+    assert whole.model_tensors(state)[0] == whole.AVERAGE
+    # An average of one of several networks is not one of the model.
+    parts = handed_over(first=model, second=nn.Linear(2, 2), ema=AveragedModel(model)).state()
+    assert whole.model_tensors(parts)[0] == whole.RAW
+
+
+def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints: CheckpointFolder) -> None:
+    def begun() -> tuple[Resumables, DataLoader[Any], torch.Generator]:
+        generator = torch.Generator().manual_seed(5)
+        loader = DataLoader(TensorDataset(torch.arange(16)), 2, shuffle=True, generator=generator)
+        return handed_over(model=nn.Linear(1, 1), generator=generator), loader, generator
+
+    first, loader, _ = begun()
+    seen = []
+    for number, (batch,) in enumerate(ForeignFeed(loader, seeder(3, 0), 1, is_there=False).epoch(0, 0, 0)):
+        seen.append(batch.tolist())
+        if number == 3:
+            save(checkpoints, 4, first.state(), {}, rank=0, world_size=1, kv=None)
+    second, loader, _ = begun()
+    loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
+    assert loaded is not None
+    second.loaded(loaded.values)
+    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False, seeds=second.seeds)
+    assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]

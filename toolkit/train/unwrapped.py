@@ -1,0 +1,81 @@
+"""Takes the wrappers off models and optimizers that a script hands over, and refuses what could not be saved."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from toolkit.errors import ConfigError
+from toolkit.strategies.layouts import local
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return the module within DDP, DataParallel and torch.compile, whose names are the model's own."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif is_compiled(module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for what ``torch.compile(module)`` returns. Goes by name: importing torch's compiler takes a second."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def is_metric(module: nn.Module) -> bool:
+    """True for a metric of torchmetrics.
+
+    It is a module whose state is each rank's own, and is not in its ``state_dict`` unless asked for.
+    """
+    return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
+
+
+def refuse_copies(name: str, module: nn.Module) -> None:
+    """Raise ConfigError where the ``state_dict`` has copies. Filling these would leave the module as it was."""
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise ConfigError(
+            f"run.resumable: {name} is sharded by FullyShardedDataParallel, whose state_dict() has copies; shard with "
+            "torch.distributed.fsdp.fully_shard instead"
+        )
+    once, again = module.state_dict(), module.state_dict()
+    for key, value in once.items():
+        if isinstance(value, Tensor) and value.numel() and _memory_of(value) != _memory_of(again[key]):
+            raise ConfigError(
+                f"run.resumable: {name}: its state_dict() has a copy of {key}, and filling that from a checkpoint "
+                "would change nothing; hand over the module within, or have state_dict() return the tensor itself"
+            )
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a kind of tensor that is made of others
+        return 0
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer within accelerate's or Fabric's wrapper.
+
+    Raises ConfigError for others that wrap an optimizer, whose own state would be lost, and for torch's
+    ZeroRedundancyOptimizer.
+    """
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "run.resumable: ZeroRedundancyOptimizer keeps parts of its state on each rank, under numbers that change "
+            "with their count; shard with torch.distributed.fsdp.fully_shard instead"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer):
+        return optimizer
+    # Without a state of their own. By name: neither library need be installed.
+    if {"AcceleratedOptimizer", "_FabricOptimizer"}.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"run.resumable: {type(optimizer).__qualname__} wraps {type(inner).__qualname__}, and what it keeps itself "
+            "would not be saved; hand over the inner optimizer, and an object with state_dict() and load_state_dict() "
+            "for the rest"
+        )
+    return inner
