@@ -15,25 +15,26 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 from toolkit import records
 from toolkit.config import yaml_core
 
+#: ``tokens``, ``tokenizer`` and the like are a model's.
 _SECRET = re.compile(
-    r"(?i)passw|secret|token|credential|api_?key|private_?key|(^|\.)(setup|notify|env|environment)(\.|$)"
+    r"(?i)passw|secret|token(?!s|i[sz])|credential|api_?key|private_?key|(^|\.)(setup|notify|env|environment)(\.|$)"
 )
 _EMPTY = ("", "[]", "{}", "null")
 
 
-def values_of(path: Path, damage: list[str]) -> dict[str, str]:
-    """Return the values in the config ``path`` by dotted key. Those that may be secret are "(not shown)".
+def values_of(path: Path, damage: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values in the config ``path`` by dotted key, and those among them that may be secret.
 
-    A file that cannot be read has none, and is named in ``damage``.
+    In the first these are "(not shown)"; the second is only for comparisons. A file that cannot be read has none, and is named in ``damage``.
     """
     try:
         node = yaml_core.compose(path.read_text(errors="replace"))
         values = {} if node is None else dict(_pairs(node, ""))
     except (OSError, ValueError, RecursionError) as error:
         records.note(f"{path} cannot be read: {' '.join(str(error).split())[:200]}", damage)
-        return {}
-    hidden = {key for key, value in values.items() if _SECRET.search(key) and value not in _EMPTY}
-    return {key: "(not shown)" if key in hidden else value for key, value in values.items()}
+        return {}, {}
+    hidden = {key: value for key, value in values.items() if _SECRET.search(key) and value not in _EMPTY}
+    return values | dict.fromkeys(hidden, "(not shown)"), hidden
 
 
 def _pairs(node: Node, key: str) -> Iterator[tuple[str, str]]:

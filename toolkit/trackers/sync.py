@@ -54,7 +54,7 @@ def identity(run: RunDir, project: str | None) -> RunIdentity:
     """Return how the run is named in a tracker."""
     attempts = run.attempts([])
     begun = attempts[0].begun if attempts else run.status([]).submitted or run.status([]).started or 0.0
-    return RunIdentity(run.id, run.name, project or run.name, begun, shown.values_of(run.config, []))
+    return RunIdentity(run.id, run.name, project or run.name, begun, shown.values_of(run.config, [])[0])
 
 
 class RunSync:

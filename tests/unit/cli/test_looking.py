@@ -93,6 +93,22 @@ def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest
     assert "optim.lr" in capsys.readouterr().out
 
 
+def test_values_that_are_not_shown_are_compared_all_the_same(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = new_run("digits", "0.1")
+    for each, size in ((run, "1024"), (other, "4096")):
+        params = f"{{context_tokens: {size}, tokenizer: {size}, same_token: hidden, hf_token: hidden-{size}}}"
+        each.config.write_text(f"name: digits\nparams: {params}\n")
+    assert cli.main(["compare", run.id, other.id, "--json"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert json.loads(text)["config"] == {
+        "params.context_tokens": ["1024", "4096"],
+        "params.tokenizer": ["1024", "4096"],
+        "params.hf_token": ["(not shown)", "(not shown)"],
+    }
+
+
 def test_a_run_compared_with_itself_differs_in_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", run.id, run.id]) == EXIT_DONE
     out = capsys.readouterr().out

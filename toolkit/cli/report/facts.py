@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit import records
@@ -39,6 +39,7 @@ class ReportFacts:
     figures: Mapping[str, Any]  #: step, time and metrics at the end, or now
     curves: Mapping[str, Curve]
     config: Mapping[str, str]  #: by dotted key
+    hidden: Mapping[str, str] = field(repr=False)  #: the values that ``config`` does not show
     versions: Mapping[str, str]
     damage: tuple[str, ...]
 
@@ -77,6 +78,7 @@ def facts_of(run: RunDir) -> ReportFacts:
     if result is not None:
         more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
         figures |= {name: value for name, value in more if value not in (None, {})}
+    config, hidden = shown.values_of(run.config, damage)
     return ReportFacts(
         run,
         told,
@@ -84,7 +86,8 @@ def facts_of(run: RunDir) -> ReportFacts:
         _with_the_present_one(tuple(told["attempts"]), status),
         figures,
         curves,
-        shown.values_of(run.config, damage),
+        config,
+        hidden,
         _versions(run, damage),
         tuple(dict.fromkeys([*told["damage"], *damage])),
     )

@@ -129,11 +129,21 @@ def differences(runs: Sequence[ReportFacts]) -> Html:
 
 
 def differing(runs: Sequence[ReportFacts]) -> list[tuple[str, list[Any]]]:
-    """Return the facts that differ between the runs, with the value of each run. A run without the fact has None."""
+    """Return the facts that differ between the runs, with the value of each run. A run without the fact has None.
+
+    Values that are not shown are compared all the same.
+    """
     columns = [_comparable(facts) for facts in runs]
+    real = [
+        {**column, **{f"config {key}": value for key, value in facts.hidden.items()}}
+        for column, facts in zip(columns, runs, strict=True)
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
-    values = [(name, [column.get(name) for column in columns]) for name in names]
-    return [(name, found) for name, found in values if any(value != found[0] for value in found)]
+    return [
+        (name, [column.get(name) for column in columns])
+        for name in names
+        if any(column.get(name) != real[0].get(name) for column in real)
+    ]
 
 
 def _comparable(facts: ReportFacts) -> dict[str, Any]:
