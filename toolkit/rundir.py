@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def id(self) -> str:
-        """Return the run id: time and eight random hex digits. Sorted, the newest is last."""
+        """Return the run id: the time in UTC and eight random hex digits. Sorted, the newest is last."""
         return self.path.name
 
     @property
@@ -285,13 +285,18 @@ def create(name: str, root: Path | None = None) -> RunDir:
     parent = fsio.make_dir((root or runs_root()) / name)
     trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # exists now: no other user can make it first
     while True:
-        run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
+        run = RunDir(parent / f"{id_time(time.time())}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
             fsio.make_new_dir(run.path)
             break
     for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
         fsio.make_dir(folder)
     return run
+
+
+def id_time(moment: float) -> str:
+    """Return a time as run ids begin with it, in UTC. Local time goes back in autumn, and may differ between nodes."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(moment))
 
 
 def refuse_code_of_others(run: RunDir) -> None:
@@ -336,21 +341,22 @@ _OF_STARTED = ("status.json", "result.json", "owner.json")
 def find(text: str, root: Path | None = None) -> RunDir:
     """Return the run that ``text`` names.
 
-    That is a path, a run id, a unique prefix of one, or a config's name (its newest run). Raises RunNotFoundError that
-    says what there is.
+    That is a path, a run id, a unique prefix of one, ``name/id``, or a config's name (its newest run). Raises
+    RunNotFoundError that says what there is.
     """
+    if not text:
+        raise RunNotFoundError("the name of a run is empty; is a variable of your shell unset?")
     path = Path(text)
     if (path / "config.yaml").is_file():
         return RunDir(path.absolute())
     runs = all_runs(root)
-    by_id = [run for run in runs if run.id.startswith(text)]
+    by_id = [run for run in runs if run.id.startswith(text) or f"{run.name}/{run.id}" == text]
     if len(by_id) > 1:
         raise RunNotFoundError(f"{text!r} begins {len(by_id)} run ids: {', '.join(run.id for run in by_id[-5:])}")
     by_name = [run for run in runs if run.name == text]
     # An id counts before a name.
-    for found in (by_id, by_name[-1:]):
-        if found:
-            return found[0]
+    if by_id or by_name:
+        return (by_id or by_name)[-1]
     root = root or runs_root()
     if not runs:
         why = f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
@@ -364,15 +370,10 @@ def find(text: str, root: Path | None = None) -> RunDir:
 # ---------------------------------------------------------------------------------- finding the run of a requeued job
 
 
-def _job_file(root: Path, job: str) -> Path:
-    return root / ".jobs" / job
-
-
 def remember_job(run: RunDir, job: str) -> None:
     """Note which run a Slurm job serves. ``job`` is cluster, job id and array task in one word."""
-    root = run.path.parent.parent
-    fsio.make_dir(root / ".jobs", parents=0)
-    fsio.write_atomic(_job_file(root, job), str(run.path))
+    folder = fsio.make_dir(run.path.parent.parent / ".jobs", parents=0)
+    fsio.write_atomic(folder / job, str(run.path))
 
 
 def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
@@ -380,7 +381,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
 
     Raises DamagedFileError if that cannot be read: a new run would throw the old one away silently.
     """
-    file = _job_file(root or runs_root(), job)
+    file = (root or runs_root()) / ".jobs" / job
     try:
         text = os.fsdecode(file.read_bytes())
     except FileNotFoundError:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import record
+from toolkit import rundir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import WATCH_S, SharedQueue
 
@@ -44,7 +45,7 @@ def make_runs(root: Path, count: int, seed: int = 0) -> None:
         state = dice.choices(("completed", "failed", "stopped", "running", "requeued"), (70, 15, 5, 5, 5))[0]
         begun = now - (count - number) * 600.0 * (0.5 + dice.random()) - 600
         name = NAMES[number % len(NAMES)]
-        run_id = time.strftime("%Y%m%d-%H%M%S", time.localtime(begun)) + f"-{number:08x}"
+        run_id = f"{rundir.id_time(begun)}-{number:08x}"
         _write_run(root / name / run_id, state, begun, now, dice)
     (root / NAMES[0] / "20260101-000000-deadbeef").mkdir(parents=True, exist_ok=True)
     (root / NAMES[0] / "20260101-000000-deadbeef/config.yaml").write_bytes(b"\0" * 64)

@@ -39,11 +39,39 @@ def test_a_run_is_found_by_id_prefix_name_and_path(runs: list[rundir.RunDir], tm
     assert rundir.find("20260103", tmp_path) == runs[2]
     assert rundir.find("digits", tmp_path) == runs[1]
     assert rundir.find(str(runs[0].path)) == runs[0]
+    assert rundir.find(f"digits/{runs[0].id}", tmp_path) == runs[0]
 
 
 def test_an_ambiguous_prefix_lists_the_ids(runs: list[rundir.RunDir], tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match=f"{runs[0].id}.*{runs[2].id}"):
         rundir.find("202601", tmp_path)
+
+
+def test_an_empty_name_is_not_the_only_run_nor_the_current_folder(
+    runs: list[rundir.RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from an unset variable of the shell: `toolkit rm "$RUN"` had removed the only run."""
+    for run in runs[1:]:
+        (run.path / "config.yaml").unlink()
+    monkeypatch.chdir(runs[0].path)
+    with pytest.raises(RunNotFoundError, match="empty; is a variable"):
+        rundir.find("", tmp_path)
+
+
+def test_the_run_of_the_later_moment_is_the_newest_when_clocks_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    before = 1_792_888_200.0  # 02:30 in summer time; half an hour later it is 02:00
+    moments = iter((before, before + 1860))
+    monkeypatch.setattr(time, "time", lambda: next(moments))
+    try:
+        made = [rundir.create("name", tmp_path) for _ in range(2)]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert sorted(made, key=lambda run: run.id) == made
 
 
 def test_a_misspelt_name_gets_the_nearest(runs: list[rundir.RunDir], tmp_path: Path) -> None:
@@ -75,7 +103,7 @@ def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monk
 
     With names of four digits, two would agree in half of all cases.
     """
-    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
     monkeypatch.setattr(Path, "exists", lambda _: False)
     digits = itertools.count()
     monkeypatch.setattr(secrets, "token_hex", lambda bytes_: f"{next(digits) // 2:0{2 * bytes_}x}")

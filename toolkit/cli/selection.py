@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from toolkit import rundir
 from toolkit.errors import RequestError, nearest
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -41,7 +42,7 @@ def by_place(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
     """Return the runs that ``--since`` and ``--name`` leave. No file is read: the paths hold both."""
     since = None if args.since is None else parse_since("--since", args.since, time.time())
     if since is not None:
-        begin = time.strftime("%Y%m%d-%H%M%S", time.localtime(since))
+        begin = rundir.id_time(since)
         runs = [run for run in runs if run.id >= begin]
     return [run for run in runs if args.name is None or fnmatchcase(run.name, args.name)]
 

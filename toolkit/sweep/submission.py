@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs
+from toolkit import fsio, logs, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.launch.record import after as waiting
@@ -177,7 +177,7 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
         name=sweep.name,
         config=str(request.config),
         created=time.time(),
-        stamp=time.strftime("%Y%m%d-%H%M%S"),
+        stamp=rundir.id_time(time.time()),
         metric=None,
         halving=None,
         max_running=None,

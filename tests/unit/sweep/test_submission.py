@@ -349,7 +349,7 @@ def test_a_damaged_line_moves_no_other_point() -> None:
 
 
 def test_equal_points_of_two_sweeps_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
     first, second = (submit(FakeSlurm(), "train.seed=0..3", name=name) for name in ("first", "second"))
     listed = [sent.sweep.arrays()[0].points() for sent in (first, second)]
     assert [point.id for point in listed[0]] == [point.id for point in listed[1]]
