@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.checkpoint.ranks import file_operations
 from tests.unit.disks import SmallDisk, no_file_longer_than
 from toolkit import fsio
 from toolkit.fsio import PatientFile
@@ -253,3 +255,21 @@ def test_a_long_file_is_brought_to_the_disk_piece_by_piece(tmp_path: Path, monke
     fsio.write_stream(tmp_path / "file", content, lambda: said.append("moved"))
     assert (tmp_path / "file").read_bytes() == b"".join(content)
     assert said == ["on the disk", "moved"] * 3 + ["moved"]
+
+
+def seen_in(write: Callable[[], object]) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+    with file_operations(lambda name, path: seen.append((name, Path(path).name.partition(".tmp-")[0]))):
+        write()
+    return seen
+
+
+def test_each_write_is_on_the_disk_before_and_after_its_rename(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    seen = seen_in(lambda: fsio.write_atomic(folder / "file", "x"))
+    assert seen[-3:] == [("fsync", ".file"), ("replace", ".file"), ("fsync", "folder")]
+    seen = seen_in(lambda: fsio.rename_dir(folder, tmp_path / "other"))
+    assert seen == [("fsync", "folder"), ("rename", "folder"), ("fsync", tmp_path.name)]
+    seen = seen_in(lambda: fsio.append_json_line(tmp_path / "lines", 1))
+    assert seen[-1] == ("fsync", "lines")

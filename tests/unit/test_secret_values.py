@@ -136,3 +136,22 @@ def test_output_log_and_error_file_of_a_rank_mask_its_secrets(
     error_file.write(ValueError(f"401 for {VALUE}"), 0)
     assert "401 for [secret API_TOKEN]" in run.error_file(1, 0).read_text()
     assert VALUE not in run.error_file(1, 0).read_text()
+
+
+def test_a_secret_of_eight_characters_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret_values, "_GIVEN", {"KEY": "12345678", "SHORT": "1234567"})
+    monkeypatch.delenv(secret_values.NAMES_VARIABLE, raising=False)
+    assert secret_values.masked("12345678") == "[secret KEY]"
+
+
+def test_a_process_that_a_rank_has_started_masks_what_its_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret_values, "_GIVEN", {})
+    monkeypatch.setenv(secret_values.NAMES_VARIABLE, "KEY")
+    monkeypatch.setenv("KEY", "abcdefghij")
+    assert secret_values.masked("x abcdefghij") == "x [secret KEY]"
+
+
+@pytest.mark.parametrize("name", ["PATH", "HOME", "USER", "SHELL", "LD_PRELOAD", "PMI_RANK", "PYTHONPATH"])
+def test_a_variable_that_programs_need_is_no_name_of_a_secret(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be the name of a secret"):
+        secret_values.check_form({name: "env"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,16 @@ def test_a_restarted_job_goes_on_with_no_run_that_others_may_write(tmp_path: Pat
     run.path.chmod(0o777)
     with pytest.raises(RequestError, match=r"the run of job box-7: .*mode 0777"):
         rundir.run_of_job("box-7", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "is_own"), [("ann", [], True), ("ann", ["ann"], True), ("ann", ["ann", "bob"], False)]
+)
+def test_a_group_with_another_member_is_not_the_users_own(
+    name: str, members: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = pwd.struct_passwd(("ann", "x", 4711, 4711, "", "/", "sh"))
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
+    assert trust._is_own_group(4711) is is_own

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,15 @@ def test_the_newest_step_is_found_without_torch(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_has_no_newest_step(tmp_path: Path) -> None:
     assert newest_step(tmp_path / "nowhere") is None
+
+
+def test_a_file_that_lost_bytes_before_the_commit_is_not_vouched_for(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    manifest = checkpoints.manifest(alone(checkpoints, 100, weights(1.0)))
+    temporary = checkpoints.begin(200)
+    (name,) = manifest.files
+    content = (checkpoints.path(100) / name).read_bytes()
+    (temporary / name).write_bytes(content[:-1])
+    with pytest.raises(CheckpointError):
+        checkpoints.commit(temporary, replace(manifest, step=200))
+    assert [path.name for path in checkpoints.list()] == ["step-00000100"]

@@ -160,3 +160,16 @@ def test_stops_inside_a_row_of_skipped_steps_leave_the_checkpoint_before_it() ->
     rows = {97: True, 95: True, 60: False, 40: False}
     manifests = [Manifest(step, 1, {}, {"skipped_steps": {"waits": row}}, {}, {}, {}) for step, row in rows.items()]
     assert Keep(2).steps(manifests) == {97, 95, 60}
+
+
+def test_the_newest_with_finite_weights_stays_behind_any_number_of_others() -> None:
+    def saved(step: int, finite: bool) -> Manifest:
+        return Manifest(step, 1, {}, {"finite": finite}, {}, {}, {})
+
+    run = [saved(50, False), saved(40, False), saved(30, False), saved(20, True), saved(10, True)]
+    assert Keep(2).steps(run) == {50, 40, 20}
+
+
+def test_a_figure_of_an_earlier_step_does_not_make_a_checkpoint_the_best() -> None:
+    run = [evaluated(60, 0.7), evaluated(50, 0.95, at=45), evaluated(40, 0.95, at=35), evaluated(30, 0.9)]
+    assert Keep(2, best="eval/accuracy").steps(run) == {60, 50, 30}

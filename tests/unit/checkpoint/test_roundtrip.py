@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
 from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError
@@ -158,3 +159,13 @@ def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path)
     with pytest.raises(CheckpointError, match="only JSON is stored beside tensors"):
         alone(CheckpointFolder(tmp_path), 1, {"odd": Replicated({1, 2})})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_up_to_a_step_may_take_that_very_step(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, Keep(5))
+    for step in (100, 200, 300):
+        alone(checkpoints, step, weights(float(step)))
+    for newest, step in ((299, 200), (200, 200), (199, 100)):
+        loaded = load_alone(checkpoints, weights(0.0), newest=newest)
+        assert loaded is not None
+        assert loaded.step == step

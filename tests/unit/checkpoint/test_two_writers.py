@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import alone, file_operations, load_alone, weights
+from toolkit import fsio
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import CheckpointError
 
@@ -68,3 +69,22 @@ def test_an_attempt_that_starts_while_an_earlier_one_still_writes_is_not_disturb
     assert all(new.verify(path) for path in new.list())
     alone(new, 300, weights(300.0))
     assert new.verify(new.list()[0]).step == 300
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_an_attempt_that_was_overtaken_commits_nothing(tmp_path: Path, asked: int) -> None:
+    """Asked at the begin of a save, and once more just before the rename."""
+    left = iter([True] * (asked - 1))
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", is_ours=lambda: next(left, False))
+    fsio.make_dir(checkpoints.folder)
+    with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
+        alone(checkpoints, 300, weights(300.0))
+    assert list(checkpoints.folder.iterdir()) == []
+
+
+def test_an_attempt_that_was_overtaken_describes_nothing(tmp_path: Path) -> None:
+    alone(CheckpointFolder(tmp_path), 100, weights(100.0), metrics={})
+    late = CheckpointFolder(tmp_path, is_ours=lambda: False)
+    with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
+        late.describe(100, {"metrics": {"eval/accuracy": 1.0}})
+    assert late.manifest(late.path(100)).meta == {"metrics": {}}

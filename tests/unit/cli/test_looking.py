@@ -93,9 +93,7 @@ def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest
     assert "optim.lr" in capsys.readouterr().out
 
 
-def test_values_that_are_not_shown_are_compared_all_the_same(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_are_not_shown_are_compared_all_the_same(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other = new_run("digits", "0.1")
     for each, size in ((run, "1024"), (other, "4096")):
         params = f"{{context_tokens: {size}, tokenizer: {size}, same_token: hidden, hf_token: hidden-{size}}}"

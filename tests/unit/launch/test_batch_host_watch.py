@@ -13,6 +13,8 @@ from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
 from toolkit.launch.job import follow_up, nodes
 from toolkit.launch.job.fate import fate_of_row
+from toolkit.launch.record import stop_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.watch import batch_host_watch
 from toolkit.launch.watch.batch_host_watch import (
     ASK_SLURM_EVERY_S,
@@ -241,3 +243,11 @@ def test_a_job_that_is_cancelled_just_before_the_requeue_stays_so(world: World) 
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+def test_a_cancelled_run_is_not_brought_back_from_a_dead_batch_host(world: World) -> None:
+    stop_request.ask(world.run, Intent.CANCEL)
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.restarts == 0

@@ -586,3 +586,45 @@ def test_a_line_names_a_few_of_many_connections() -> None:
     line = judge(Facts(1, (RAISED,), cut_links=links, hosts=hosts)).line
     assert "node3 to node9 and 4 more; " in line
     assert "node4" not in line
+
+
+GAIN = [*[at(900 + i) for i in range(10)], replace(RICH, cause="preempted", decision="requeue", gained_s=99 * DAY)]
+
+
+def test_a_large_gain_pays_for_two_usual_failures_and_not_for_all_that_follow() -> None:
+    assert fail(GAIN, at(1280))[1] == "restart after failure 0 of 4 since step 900"
+    assert fail([*GAIN, at(1280), at(1270)], at(1260))[1] == "restart after failure 2 of 4 since step 900"
+
+
+def test_a_failure_much_shorter_than_usual_counts_in_spite_of_a_gain() -> None:
+    short = replace(VAIN, lost_s=60.0)
+    assert fail([*GAIN, at(1280, short)], at(1270, short))[1] == "restart after failure 2 of 4 since step 1200"
+
+
+def test_a_failure_one_step_before_the_furthest_is_at_the_wall() -> None:
+    facts = Facts(1, (RAISED,), step_end=89, history=[crashed(90), crashed(89)])
+    assert judge(facts).decision is Decision.GIVE_UP
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "decision"),
+    [
+        (
+            replace(DEAD, stop=Stop.SIGNAL, slurm=JobFate.RUNNING, lost_nodes=("node2",), can_go_on=True),
+            Cause.NODE_FAILURE,
+            Decision.REQUEUE,
+        ),
+        (replace(DEAD, stop=Stop.HALVING, slurm=JobFate.RUNNING), Cause.CRASHED, Decision.RESTART),
+        (Facts(1, (KILLED, CUDA_OOM), slurm=JobFate.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
+        (replace(DONE, slurm=JobFate.NODE_FAILED, lost_nodes=("node2",)), Cause.NODE_FAILURE, Decision.REQUEUE),
+    ],
+    ids=[
+        "a node lost in a job that is told to end",
+        "a rank killed while it was halved",
+        "one killed, one without memory",
+        "a result, and a lost node",
+    ],
+)
+def test_all_that_is_known_of_an_end_counts_in_its_verdict(facts: Facts, cause: Cause, decision: Decision) -> None:
+    ending = judge(facts)
+    assert (ending.cause, ending.decision) == (cause, decision)

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -503,3 +505,16 @@ def test_the_script_from_the_login_node_asks_for_what_the_config_does(
     assert (environ[RUN_VARIABLE], environ[PREDECESSORS_VARIABLE]) == (str(run.path), "1")
     assert (environ["FROM_SETUP"], environ[ownership.TOKEN_VARIABLE]) == ("1", "token")
     assert (tmp_path / "arguments").read_text().split("\0")[:-1] == ["-m", "toolkit", "supervise", str(run.config)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fate"),
+    [
+        ({"state": "FAILED", "exit_code": 75}, JobFate.REQUEUED),
+        ({"state": "OUT_OF_MEMORY", "exit_code": 0}, JobFate.NODE_FAILED),
+    ],
+    ids=["its supervisor left the run to be continued", "the batch host was out of memory"],
+)
+def test_a_predecessor_that_ended_so_is_followed(run: RunDir, fields: dict[str, Any], fate: JobFate) -> None:
+    slurm: Any = SimpleNamespace(show_job=lambda job: JobRow(job_id=job, **fields))
+    assert fate_of("7", run, slurm) is fate

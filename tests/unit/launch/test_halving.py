@@ -94,3 +94,14 @@ def test_a_point_that_cannot_be_read_now_lets_the_run_go_on(
     monkeypatch.setattr(Path, "read_bytes", fails)
     assert look(Halving(cast(Any, SimpleNamespace(run=run))), 25, 2.0)[0] == []
     assert "without being compared" in caplog.text
+
+
+def test_of_four_runs_with_three_one_goes_on(tmp_path: Path) -> None:
+    for number in range(3):
+        worse_than(tmp_path / "rung-1", f"p{number}", (0.0, 8.0, 9.0)[number], 3)
+    assert worse_than(tmp_path / "rung-1", "p3", 1.0, 3) == "number 2 of 4, and the best 1 go on"
+
+
+def test_a_run_that_was_judged_goes_on_also_without_a_number(tmp_path: Path) -> None:
+    assert worse_than(tmp_path / "rung-1", "p", 1.0, 3) is None
+    assert worse_than(tmp_path / "rung-1", "p", float("nan"), 3) is None

@@ -585,3 +585,20 @@ def test_a_local_submission_keeps_nobodys_pipe_open(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         os.close(read_end)
+
+
+def test_ranks_of_an_attempt_that_was_overtaken_no_longer_own_the_run(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    first = Claim.of_job(run, Allocation(("n1",), (1,), 1, job_id="1"), None)
+    number = first.number
+    assert run.belongs_to(number)
+    first.renew()
+    assert run.belongs_to(first.number)
+    assert not run.belongs_to(number)
+
+
+def test_another_job_without_a_token_does_not_take_the_run(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    Claim.of_job(run, Allocation(("n1",), (1,), 1, job_id="1"), None)
+    with pytest.raises(Overtaken):
+        Claim.of_job(run, Allocation(("n1",), (1,), 1, job_id="9"), None)

@@ -12,34 +12,14 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.launch import outages
 from toolkit.launch.job import requeue
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.job.fate import JobFate
-from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.fate import JobFate, fate_of_row
+from toolkit.launch.job.nodes import BadNode, Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import stop_request
 from toolkit.launch.record.stop_request import Intent
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
-
-
-class Refusing(FakeSlurm):
-    """Refuses to requeue. A moment later Slurm does it itself, or ends the job for good."""
-
-    def __init__(self, *, comes_back: bool) -> None:
-        super().__init__()
-        self.comes_back = comes_back
-        self.asked = 0
-
-    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
-        raise SlurmRefusedError("Job/step already completing or completed")
-
-    def show_job(self, job_id: str):  # type: ignore[no-untyped-def]
-        self.asked += 1
-        if self.asked == 2:
-            if self.comes_back:
-                super().requeue(job_id)
-            else:
-                self.advance(1)
-        return super().show_job(job_id)
+from toolkit.slurm.jobs import JobRow
 
 
 @pytest.fixture
@@ -59,12 +39,6 @@ def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
     slurm.start(job)
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
     return JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).requeue()
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_refused_requeue_may_mean_that_slurm_does_it_itself(run: RunDir, comes_back: bool) -> None:
-    slurm = Refusing(comes_back=comes_back)
-    assert (requeued(run, slurm) is JobFate.REQUEUED) is comes_back
 
 
 class CancelledMeanwhile(FakeSlurm):
@@ -132,3 +106,50 @@ def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir)
 
     slurm = Preempting(preempt_mode="CANCEL")
     assert requeued(run, slurm) is JobFate.REQUEUED
+
+
+def test_the_two_times_of_a_preemption_may_differ_by_a_second() -> None:
+    row = JobRow(job_id="7", state="COMPLETING", start_time=-9.0, preempt_time=1.0, end_time=2.0)
+    assert fate_of_row(row, 0) is JobFate.PREEMPTED
+
+
+class RefusesOnce(FakeSlurm):
+    """Refuses a requeue, because it is requeueing the job itself."""
+
+    refused = 0
+
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
+        self.refused += 1
+        raise SlurmRefusedError("Job/step already completing or completed")
+
+    def show_job(self, job_id: str):  # type: ignore[no-untyped-def]
+        if self.refused == 2 and super().show_job(job_id).restarts == 0:
+            super().requeue(job_id)
+        return super().show_job(job_id)
+
+
+def test_a_refused_requeue_is_tried_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+    slurm = RefusesOnce()
+    assert requeued(run, slurm) is JobFate.REQUEUED
+    assert slurm.refused == 2
+
+
+def test_the_users_exclusions_stay_and_drained_nodes_are_left_to_slurm(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    row = JobRow(job_id="1", state="RUNNING", excluded="old[1-2]")
+    bad = {"n1": BadNode("dead", 1.0), "n2": BadNode("drained: fan", 2.0, is_drained=True)}
+    assert requeue.to_exclude(run, row, slurm, bad, {}) == "n1,old[1-2]"
+
+
+def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def refuse() -> None:
+        calls.append(1)
+        raise SlurmRefusedError("no")
+
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.0)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.1)
+    assert outages.ask(refuse, "x", 0.1) is None
+    assert len(calls) == 1

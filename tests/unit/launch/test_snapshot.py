@@ -333,3 +333,11 @@ def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
     snapshot.take(project, tmp_path / "run/code")
     assert "jobs/a.py (this user may not read it)" in caplog.text
     assert (tmp_path / "run/code/run.sh").exists()
+
+
+def test_sources_above_200_mib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_BYTES", 1000)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/data.py").write_bytes(bytes(1001))
+    with pytest.raises(RequestError, match="the sources to copy are"):
+        snapshot.take(tmp_path / "project", tmp_path / "code")

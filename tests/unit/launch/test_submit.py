@@ -18,6 +18,7 @@ from toolkit import rundir
 from toolkit.config import JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.submission import executors, handle, sbatch, submit
+from toolkit.launch.submission import resume as resume_module
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.launch.submission.sbatch import sbatch_script
@@ -414,3 +415,14 @@ def test_doctor_asks_for_the_nodes_that_the_job_would_get() -> None:
         "--reservation=maintenance",
         "--time=5",
     ]
+
+
+def test_a_completed_run_goes_on_where_its_limit_of_steps_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rundir.create("name", tmp_path)
+    monkeypatch.setattr(resume_module, "check_submittable", lambda *_, **__: None)
+    then, now = JobConfig(), JobConfig()
+    then.train.max_steps = 10
+    result = RunResult(RunState.COMPLETED, attempts=1, step=10, metrics={})
+    resume_module._check_change(run, then, now, result, "local")

@@ -21,18 +21,19 @@ from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, RankReport, Standing
 from toolkit.cli import why
 from toolkit.config import JobConfig
-from toolkit.errors import CheckpointError, RequestError
+from toolkit.errors import EXIT_STOPPED, CheckpointError, RequestError
 from toolkit.hang import stack_digest, stacks
 from toolkit.health.usage import NodeUsage
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.record import journal, stop_request
+from toolkit.launch.record import journal, ownership, stop_request
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.start.launcher import (
     AllRanksEnded,
     Events,
     FirstReports,
     MainReport,
+    NodeFailed,
     Progress,
     RanksExited,
     RanksFinished,
@@ -830,3 +831,35 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75
     assert ranks.signals == [signal.SIGTERM]
     assert run.result().state == "stopped"
+
+
+def test_a_ranks_own_words_do_not_hide_the_signal_that_killed_it(run: RunDir) -> None:
+    def dies(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        fsio.make_dir(run.error_file(1, 0).parent)
+        error = {"rank": 0, "host": "node2", "type": "RuntimeError", "message": "peer closed"}
+        fsio.write_json(run.error_file(1, 0), error)
+        ranks.events.put(ended(0))
+
+    supervise(run, Ranks(dies), max_failures=0)
+    (line,) = run.attempts()
+    assert line.first_failure is not None
+    assert line.first_failure.how == "killed by SIGKILL"
+
+
+def test_a_stop_beside_a_lost_node_is_not_said_to_be_committed(run: RunDir) -> None:
+    def stops(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(ended(0, 1, code=EXIT_STOPPED))
+        ranks.events.put(NodeFailed("here"))
+        ranks.events.put(AllRanksEnded(EXIT_STOPPED))
+
+    supervise(run, Ranks(stops))
+    assert "committed" not in run.attempts()[0].line
+
+
+def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ownership.TOKEN_VARIABLE, "abc")
+    ranks = Ranks(completes)
+    supervise(run, ranks)
+    assert ownership.TOKEN_VARIABLE not in ranks.environ

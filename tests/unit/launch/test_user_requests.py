@@ -20,7 +20,8 @@ from toolkit.cli import on_demand
 from toolkit.errors import RequestError
 from toolkit.hang import outside_stacks, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup
-from toolkit.launch.record import user_request
+from toolkit.launch.record import stop_request, user_request
+from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.record.user_request import Answer, StackGroup, UserRequest, Wish
 from toolkit.launch.supervise.user_requests import UserRequests
 from toolkit.run_files import RunResult, RunState, RunStatus
@@ -203,3 +204,9 @@ def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
     seen = [stack_digest.RankStack(standing, read[standing.rank]) for standing in standings]
     assert [group.ranks for group in stack_digest.group(seen)] == [(0, 1, 2)]
     assert [group.ranks for group in stack_digest.group(seen, whole=True)] == [(0, 2), (1,)]
+
+
+def test_a_stop_does_not_replace_a_cancel(run: RunDir) -> None:
+    stop_request.ask(run, Intent.CANCEL)
+    stop_request.ask(run, Intent.STOP)
+    assert stop_request.asked(run) is Intent.CANCEL

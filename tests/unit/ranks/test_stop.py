@@ -17,6 +17,7 @@ import pytest
 from tests.unit.ranks.simulation import case_of, faults, play
 from tests.waiting import PATIENCE, wait_for
 from toolkit.errors import ToolkitError
+from toolkit.ranks import session
 from toolkit.ranks.stop import PREFIX, STOP, Gate, Hang, MemoryStore, Transport, propose
 
 LIMIT_S = 10.0
@@ -427,3 +428,11 @@ def test_a_signal_handler_may_ask(gates: Callable[..., list[Watched]]) -> None:
 def test_the_gate_does_not_load_torch() -> None:
     code = "import sys, toolkit.ranks.stop; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE * 30)
+
+
+@pytest.mark.parametrize(("kind", "codes"), [("save", []), ("stop", [1])])
+def test_only_a_stop_that_hangs_ends_the_process(kind: str, codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("toolkit.ranks.session.os._exit", ended.append)
+    session._force_exit(Hang(kind, 99.0, None, (1,)))
+    assert ended == codes

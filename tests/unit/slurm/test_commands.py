@@ -518,3 +518,8 @@ def test_jobs_of_a_list_that_slurm_has_forgotten_are_no_error(stubs: Stubs) -> N
     stubs.add("scancel", stderr="scancel: error: Kill job error on job id 7: Access/permission denied", code=1)
     with pytest.raises(SlurmRefusedError, match="permission denied"):
         stubs.slurm().cancel_waiting(["7", "8"])
+
+
+def test_a_comment_cannot_name_an_array() -> None:
+    (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x ArrayJobId=5 ArrayTaskId=3 "))
+    assert row.requeue_id == row.job_id

@@ -274,3 +274,14 @@ def test_an_expected_start_is_a_time_of_day_or_a_date() -> None:
     assert expected_start(now + 60, now) == time.strftime("%H:%M", time.localtime(now + 60))
     assert len(expected_start(now + 86400, now)) > 10
     assert expected_start(None, now) == expected_start(now - 1, now) == ""
+
+
+def test_an_answer_from_a_clock_that_was_ahead_is_asked_anew(tmp_path: Path) -> None:
+    site = Site(tmp_path / "queue.json")
+    job = site.slurm.sbatch(["job.sh"])
+    site.slurm.advance(7200)
+    site.process().show_jobs([job])
+    site.slurm.now -= 7200
+    before = site.calls
+    site.process().show_jobs([job])
+    assert site.calls == before + 1

@@ -69,3 +69,19 @@ def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
     average.hide()
     assert model.center.tolist() == [3.0, 3.0]
     assert "ema/codes" not in average.state(), "integers have no average"
+
+
+def test_a_step_that_was_left_out_is_not_counted_by_the_average() -> None:
+    average = Average(nn.Linear(1, 1), 0.9)
+    for made, steps in ((1.0, 1), (0.0, 1), (1.0, 2)):
+        average.follow(torch.tensor(made))
+        assert average.state()["ema/steps"].value == steps
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_with_the_loaded_weights() -> None:
+    model = nn.Linear(2, 2)
+    average = Average(model, 0.9)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    average.loaded({})
+    assert torch.equal(average.of[model.weight], model.weight)

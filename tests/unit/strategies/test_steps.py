@@ -273,3 +273,37 @@ def test_an_optimizer_whose_state_would_be_in_no_checkpoint_is_refused() -> None
     with pytest.raises(ConfigError, match=r"Counting keeps state in its groups of parameters \(k\)"):
         Update(model, Counting(model.parameters(), 0.1)).state()
     Update(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).state()
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, 1e6])
+def test_a_step_that_was_left_out_does_not_end_the_watch_for_spikes(odd: float) -> None:
+    judge = Judge(3.0, CPU)
+    verdicts(judge, *[1.0] * WARM_UP)
+    assert verdicts(judge, odd)[0] != MADE
+    assert verdicts(judge, 3.5) == [SPIKE]
+
+
+def test_a_spike_leaves_the_loss_scale_as_it_is() -> None:
+    scale = LossScale(CPU)
+    before = float(scale.value)
+    scale.update(torch.tensor(SPIKE))
+    assert float(scale.value) == before
+    scale.update(torch.tensor(OVERFLOW))
+    assert float(scale.value) == before / 2
+
+
+def test_a_step_left_out_right_after_a_resume_keeps_the_loaded_statistics() -> None:
+    model = nn.BatchNorm1d(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    update = Update(model, optimizer, TrainConfig(skip_bad_steps=True))
+    with torch.no_grad():
+        model.running_mean.fill_(5.0)
+    update.loaded({})
+    update.begin()
+    with torch.no_grad():
+        model.running_mean.add_(1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    skipped = update.apply(0.1)
+    assert int(skipped) == NOT_FINITE
+    assert model.running_mean.item() == 5.0

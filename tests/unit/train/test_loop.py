@@ -10,6 +10,7 @@ import torch
 from toolkit.config import TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.train.loop import total_steps
+from toolkit.train.loss_window import LossWindow
 from toolkit.train.not_finite import NotFinite, bad_weights
 
 
@@ -45,3 +46,13 @@ def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count() -> Non
     after.restore(before.state())
     with pytest.raises(ConfigError, match="not finite since step 10"):
         after.judge(20, math.nan, [])
+
+
+def test_a_window_of_another_number_of_ranks_is_rank_0s_alone() -> None:
+    saved = {"steps": 4, "sums": {"loss": [1.0, 2.0]}}
+    held = []
+    for rank in range(3):
+        window = LossWindow(rank, 3, lambda values: {name: torch.tensor(value) for name, value in values.items()})
+        window.restore(saved)
+        held.append(window._before["loss"])
+    assert held == [3.0, 0.0, 0.0]

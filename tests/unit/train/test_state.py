@@ -24,6 +24,7 @@ from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
+from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hang.activity import Activity
@@ -32,7 +33,7 @@ from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.resume import refuse_other_identity
-from toolkit.train.save_timer import SAVE
+from toolkit.train.save_timer import SAVE, SaveTimer
 from toolkit.train.saver import PATIENCE_S
 
 
@@ -542,3 +543,27 @@ def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other
     for key, then, now in others:
         with pytest.raises(ConfigError, match=f"{key} was '{then}' and is now '{now}'"):
             refuse_other_identity({key: then}, {key: now}, Path("here"))
+
+
+def test_a_step_that_is_to_be_kept_is_saved(checkpoints: Checkpoints) -> None:
+    checkpoints.saver._config.keep_every = 15
+    checkpoints.saver.configure()
+    assert [step for step in range(1, 31) if checkpoints.saver.is_due(step)] == [10, 15, 20, 30]
+
+
+@pytest.mark.parametrize(("minutes", "wait_s"), [(0.5, 10.0), (0.1, 6.0)])
+def test_of_two_waits_the_shorter_counts(tmp_path: Path, minutes: float, wait_s: float) -> None:
+    session: Any = SimpleNamespace(is_main=True, run_dir=tmp_path, gate=SimpleNamespace(request=lambda kind: None))
+    timer = SaveTimer(CheckpointConfig(every_steps="auto", every_min=minutes), session)
+    timer.set(0.0, 0.0)
+    timer.cancel()
+    assert timer._due_s == pytest.approx(time.monotonic() + wait_s, abs=1.0)
+
+
+def test_the_newest_checkpoint_is_copied_after_a_resume(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoints.saver.save(10, REACHED)
+    checkpoints._state.source.loaded = lambda values: None
+    second = checkpoints.saver.second = SecondPlace(tmp_path / "second", checkpoints.saver.checkpoints.keep)
+    checkpoints.resume()
+    second.wait()
+    assert [path.name for path in second.checkpoints.list()] == ["step-00000010"]
