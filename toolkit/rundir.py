@@ -40,7 +40,7 @@ def runs_root() -> Path:
 
     If that belongs to another user and others may write into it, it is this user's own folder inside.
     """
-    return trust.own_part(Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
+    return trust.own_part(fsio.expand(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
 
 
 @dataclass(frozen=True)

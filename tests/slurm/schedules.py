@@ -239,7 +239,11 @@ def play_all(cluster: Cluster, seeds: list[int], project: Path, traces: Path, ab
         return it
 
     with ThreadPoolExecutor(abreast) as pool:
-        return [it for it in pool.map(one, seeds) if it.violations]
+        try:
+            return [it for it in pool.map(one, seeds) if it.violations]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # else those that wait are played, too
+            raise
 
 
 def tell(it: Watched) -> None:

@@ -37,7 +37,9 @@ class _Help(argparse.Action):
 def _print_keys(args: argparse.Namespace) -> None:
     from toolkit.cli import keys
 
-    print(keys.page(args.config, args.overrides))
+    # A sweep's arguments have many values for a key.
+    is_sweep = args.command == "sweep"
+    print(keys.page(args.config, [] if is_sweep else args.overrides, sweep=is_sweep))
 
 
 def add_wait(parser: argparse.ArgumentParser) -> None:

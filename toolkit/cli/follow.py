@@ -65,6 +65,7 @@ def to_the_end(run: Run, *, bar: bool) -> int:
             console.print(
                 f"[red]run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}[/]", soft_wrap=True
             )
+            return EXIT_FAILED
         except JobFailedError:  # the run ended before it could write its result
             pass
         return _say_how_it_went(run, console)

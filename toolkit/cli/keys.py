@@ -43,13 +43,13 @@ class Key:
         return bool(self.value != self.default)
 
 
-def page(config: str, overrides: Sequence[str]) -> str:
-    """Return a page of all keys with their types, values, defaults and comments.
+def page(config: str, overrides: Sequence[str], *, sweep: bool = False) -> str:
+    """Return a page of all keys with their types, values, defaults and comments; ``sweep``: the file may hold one.
 
     A default is named where the value differs from it. The job's own keys come first. Raises ConfigError for a config
     that cannot be read.
     """
-    values, own = merged_layers(config, overrides)
+    values, own = merged_layers(config, overrides, sweep=sweep)
     source = read_source(Path(schema.__file__))
     keys = dataclass_in(source, "JobConfig")
     defaults = defaults_of(keys, _REQUIRED)

@@ -14,6 +14,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
 
 from toolkit import __version__
@@ -38,6 +39,8 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    if sys.stdout is None:  # `toolkit status >&-`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     # Print what the terminal's encoding lacks as escapes: the name of a file may hold any character.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -50,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
     try:
         code: int | None = args.run_command(args)
+        sys.stdout.flush()  # here, where an error of it is handled
         return code or EXIT_DONE
     except ToolkitError as error:
         print(f"toolkit: error: {error}", file=sys.stderr)
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             advice = "; make room, or choose another folder for runs: set TOOLKIT_RUNS"
         elif error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
             advice = "; if that is the folder for runs, choose another: set TOOLKIT_RUNS"
-        text = f"{where or 'the current folder'}: {error.strerror or error}{advice}"
+        text = f"{where or 'the output or the current folder'}: {error.strerror or error}{advice}"
         print(f"toolkit: error: {text}", file=sys.stderr)
         return EXIT_FAILED
 

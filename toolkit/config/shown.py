@@ -25,7 +25,8 @@ _EMPTY = ("", "[]", "{}", "null")
 def values_of(path: Path, damage: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the values in the config ``path`` by dotted key, and those among them that may be secret.
 
-    In the first these are "(not shown)"; the second is only for comparisons. A file that cannot be read has none, and is named in ``damage``.
+    In the first these are "(not shown)"; the second is only for comparisons. A file that cannot be read has none, and
+    is named in ``damage``.
     """
     try:
         node = yaml_core.compose(path.read_text(errors="replace"))

@@ -44,9 +44,11 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     result = what.result(damage)
     if result is not None and result.state is RunState.COMPLETED:
         return None
-    failed = next((record for record in reversed(what.attempts(damage)) if record.cause in _FAILURES), None)
-    if failed is not None:
-        return _of_attempt(what, failed, damage)
+    attempts = what.attempts(damage)
+    if attempts and attempts[-1].cause in _FAILURES:
+        return _of_attempt(what, attempts[-1], damage)
+    if attempts and result is not None:  # stopped, say: failures before that are over
+        return None
     # No failed attempt is recorded: the supervisor may have ended before it could do so.
     newest = max(what.attempts_with_logs(), default=None)
     if newest is not None:

@@ -103,6 +103,12 @@ def test_a_job_without_own_keys_has_all_others(
     assert any(line.startswith("  train.epochs: int = 10") for line in found)
 
 
+def test_a_sweep_shows_the_keys_too_whatever_values_it_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "c.yaml").write_text(f"{(folder / 'c.yaml').read_text()}\nsweep: {{optim.lr: [0.1, 0.2]}}\n")
+    found = lines(capsys, "sweep", "c.yaml", "train.seed=0..4", "--help")
+    assert any(line.startswith("  train.epochs: int = 10") for line in found)
+
+
 def test_a_config_that_cannot_be_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", "c.yaml", "--help", "params.widht=3"]) == EXIT_REQUEST
     assert "unknown key 'params.widht'; did you mean 'params.width'?" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.bench.listing import make_runs
 from toolkit import fsio, rundir
 from toolkit.cli import main as cli
+from toolkit.cli.commands.logs import LOOK_EVERY
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.submission import handle
 from toolkit.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
@@ -58,6 +60,20 @@ def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
     monkeypatch.setattr(time, "sleep", go_on)
     assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
     assert capsys.readouterr().out == "café\nend \ufffd"
+
+
+def test_following_the_log_of_a_run_without_a_process_ends(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.logs / "supervisor.log").parent.mkdir(exist_ok=True)
+    (run.logs / "supervisor.log").write_text("the last line\n")
+    (run.path / "result.json").unlink()
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    fsio.write_json(run.path / "owner.json", OwnerRecord(1, "", "local", socket.gethostname(), 2**22 + 1, AT).to_file())
+    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
+    assert capsys.readouterr().out == "the last line\n"
+    assert 0 < len(naps) <= 2 * LOOK_EVERY
 
 
 # ------------------------------------------------------------------------------------------------------------- compare

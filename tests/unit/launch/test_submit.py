@@ -219,6 +219,11 @@ def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_p
         submit.dry_run("own.yaml", ["job=jobs.classify", "data.name=digits"], executor="local")
 
 
+def test_a_plain_script_can_be_tried_without_being_sent(project: Path) -> None:
+    (project / "plain.py").write_text("print(1)\n")
+    assert "name: plain\n" in submit.dry_run("plain.py", executor="local")
+
+
 def test_a_job_may_lie_in_a_package_that_is_linked_into_the_project(project: Path, tmp_path: Path) -> None:
     (tmp_path / "lab").mkdir()
     for name in ("__init__.py", "job.py"):

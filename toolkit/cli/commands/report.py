@@ -35,6 +35,8 @@ def run(args: Namespace) -> None:
     if not args.json:
         target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)
     program = browser.find() if args.png else None
+    if target is not None and program is not None and not target.exists():
+        arguments.new_path("--png", str(target.with_suffix(".png")))  # beside a report of ours a picture is ours, too
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:

@@ -50,9 +50,8 @@ def submit(
         True
     """
     began_s, folder = time.monotonic(), Path(project).resolve()
-    if str(config).endswith(".py") and not configs.is_job(str(config), folder):
-        command = [str(staging.origin(sys.executable)), str(folder / config)]
-        return submit_command(command, overrides, executor=executor, after=after)
+    if _is_plain_script(config, folder):
+        return submit_command(_script_command(config, folder), overrides, executor=executor, after=after)
     chosen = choose_executor(executor)
     waits_for = awaited.find(after, chosen, Slurm().show_jobs)
     loaded = configs.load_config(config, overrides, project=folder)
@@ -65,10 +64,13 @@ def dry_run(
     config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", after: str | Sequence[str] = ()
 ) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
-    chosen = choose_executor(executor)
+    chosen, folder = choose_executor(executor), Path.cwd()
     waits_for = awaited.find(after, chosen, Slurm().show_jobs)
-    loaded = configs.load_config(config, overrides)
-    check_submittable(loaded, chosen, Path.cwd(), goes_on=awaited.begin_with(loaded, waits_for))
+    if _is_plain_script(config, folder):
+        loaded = _foreign_config(_script_command(config, folder), overrides, None)
+    else:
+        loaded = configs.load_config(config, overrides)
+    check_submittable(loaded, chosen, folder, goes_on=awaited.begin_with(loaded, waits_for))
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     ranks = loaded.cluster.tasks_per_node
@@ -78,6 +80,15 @@ def dry_run(
     if waits_for is not None:
         script = f"{script.rstrip()}\n\n# {sentence(names(waits_for))}"
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
+
+
+def _is_plain_script(config: str | Path, folder: Path) -> bool:
+    """True for a script that is no job: it runs as under torchrun."""
+    return str(config).endswith(".py") and not configs.is_job(str(config), folder)
+
+
+def _script_command(config: str | Path, folder: Path) -> list[str]:
+    return [str(staging.origin(sys.executable)), str(folder / config)]
 
 
 def submit_command(
