@@ -35,18 +35,19 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def refuse_copies(name: str, module: nn.Module) -> None:
-    """Raise ConfigError where the ``state_dict`` has copies. Filling these would leave the module as it was."""
+    """Raise ConfigError where the ``state_dict`` has copies of weights: to fill these would change nothing."""
     if type(module).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
             f"run.resumable: {name} is sharded by FullyShardedDataParallel, whose state_dict() has copies; shard with "
             "torch.distributed.fsdp.fully_shard instead"
         )
-    once, again = module.state_dict(), module.state_dict()
-    for key, value in once.items():
-        if isinstance(value, Tensor) and value.numel() and _memory_of(value) != _memory_of(again[key]):
+    stored = {_memory_of(value) for value in module.state_dict().values() if isinstance(value, Tensor)}
+    for key, parameter in module.named_parameters():
+        # Frozen ones come from elsewhere: quantized weights, for example, are stored in a form of their own.
+        if parameter.requires_grad and parameter.numel() and _memory_of(parameter) not in stored:
             raise ConfigError(
-                f"run.resumable: {name}: its state_dict() has a copy of {key}, and filling that from a checkpoint "
-                "would change nothing; hand over the module within, or have state_dict() return the tensor itself"
+                f"run.resumable: {name}: its state_dict() has a copy of {key}, or lacks it, and filling that from a "
+                "checkpoint would change nothing; have state_dict() return the tensor itself"
             )
 
 
