@@ -6,7 +6,7 @@ Two ranks on any machine, on the bytes of Python's standard library, in a minute
 
 Any text files, here all below a folder, and a longer training::
 
-    toolkit submit configs/gpt_fsdp.yaml data.root=~/books train.max_steps=5000
+    toolkit submit configs/gpt_fsdp.yaml data.root=~/books train.epochs=100 train.max_steps=5000
 
 A larger one, on four GPUs of each of two nodes::
 

@@ -4,7 +4,7 @@ This is an ordinary PyTorch script, and six lines of the toolkit. Two ranks on a
 itself, on one::
 
     toolkit submit configs/digits_loop.yaml --wait
-    python jobs/loop.py
+    toolkit run configs/digits_loop.yaml
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ClusterConfig:
     exclude: str | None = None  #: nodes that are never used: n[1-4,7], or the path of a file of them
     exclusive: bool = False  #: no other job on the same nodes
     spare_nodes: int = 0  #: more nodes than the ranks need, to go on without one that fails
-    signal_delay_s: int = 120  #: the run commits a checkpoint so long before the time limit
+    signal_delay_s: int = 120  #: a checkpoint is committed at least so long before the time limit
     preflight: bool = True  #: check the nodes before the ranks start
     stage: str = "auto"  #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
     stage_dir: str | None = None  #: the folder for copies on each node; null: a temporary one with room

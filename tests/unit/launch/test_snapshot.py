@@ -233,6 +233,17 @@ def test_a_private_key_is_in_no_diff_whatever_became_of_it(project: Path, tmp_pa
     assert "PRIVATE KEY" not in diff
 
 
+def test_links_that_lead_to_each_other_do_not_prevent_a_copy(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "job.py").write_text("")
+    (project / "one").symlink_to("two")
+    (project / "two").symlink_to("one")
+    snapshot.take(project, tmp_path / "code")
+    assert (tmp_path / "code/job.py").exists()
+    assert "one" in json.loads((tmp_path / "code/SNAPSHOT.json").read_text())["left_out"]
+
+
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
 def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
     project: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture

@@ -155,7 +155,7 @@ class _ProjectFiles:
             found = path.lstat()
             is_link = stat.S_ISLNK(found.st_mode)
             # A link counts as a secret by its own name or by its target's; then decide by what it leads to.
-            secret = _secret(name) or (is_link and _secret(str(path.resolve())) and name)
+            secret = _secret(name) or (is_link and _secret(os.path.realpath(path)) and name)
             if is_link and path.exists():
                 found = path.stat()
             # Certificates, which are public, have the same suffix as private keys.
@@ -189,7 +189,7 @@ class _ProjectFiles:
 
     def _add_link(self, path: Path, name: str) -> None:
         """Keep a link within what is copied. Copy a package outside; leave out anything else, such as data."""
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # unlike ``resolve`` it takes links in a circle
         # A link to what is copied leads to the copy.
         for real, prefix in self._copied.items():
             if target.is_relative_to(real):

@@ -1,8 +1,9 @@
 """Successive halving of a sweep's runs, without a server (ASHA: Li et al. 2020, https://arxiv.org/abs/1810.05934).
 
-A rung is a part of the run's steps: with 3, a ninth and a third of them. A run that comes to a rung writes its metric
-into the sweep's folder and compares it with those that others have written there. It goes on if it is among the best
-third, else its ranks commit a checkpoint and it ends. No run waits for others, so early runs go on more easily.
+A rung is a part of the run's steps: with 3, an 81st, a 27th, a ninth and a third of them. A run that comes to a rung
+writes its metric into the sweep's folder and compares it with those that others have written there. It goes on if it is
+among the best third, else its ranks commit a checkpoint and it ends. No run waits for others, so early runs go on more
+easily.
 """
 
 from __future__ import annotations
