@@ -18,6 +18,7 @@ import torch
 
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue, describe
+from toolkit.checkpoint.tensors import as_bytes
 from toolkit.errors import CheckpointError
 from toolkit.ranks.state import Entry, State, is_written_by
 
@@ -56,10 +57,8 @@ class Staging:
         # Allocate only where the kept buffer does not fit: new memory is slow.
         if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
             kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype)
-        if not live.numel():
-            return kept
         if live.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
-            kept.view(-1).view(torch.uint8).copy_(live.view(-1).view(torch.uint8), non_blocking=True)
+            as_bytes(kept).copy_(as_bytes(live), non_blocking=True)
         else:
             kept.copy_(live, non_blocking=True)
         return kept

@@ -75,5 +75,5 @@ def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
     if not live.numel():
         return entry
     kept = file.bytes_at(start, live.numel() * live.element_size())
-    kept.copy_(live.contiguous().reshape(-1).view(torch.uint8), non_blocking=True)
+    kept.copy_(tensors.as_bytes(live.contiguous()), non_blocking=True)
     return dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))

@@ -21,10 +21,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def to_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     """Return the elements in C order. For a contiguous CPU tensor this is its memory: read it before the next step."""
     check_plain(name, tensor)
-    if not tensor.numel():  # its strides may be such that torch refuses to view it as bytes
-        return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(plain).numpy().data
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as its bytes, in one dimension."""
+    # One element, or none, is contiguous with any stride, and torch views only a stride of 1 as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -42,10 +46,8 @@ def fill(name: str, live: torch.Tensor, folder: Path, part: TensorPart) -> None:
     """Read `part` into `live`, in place. Raises CorruptCheckpointError, with `live` unchanged, for wrong bytes."""
     staged = _verified(name, folder, part)
     target = live.detach()
-    if not target.numel():
-        return
     if target.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
-        target.view(-1).view(torch.uint8).copy_(staged)
+        as_bytes(target).copy_(staged)
     else:
         target.copy_(staged.view(live.dtype).reshape(live.shape))
 
@@ -74,7 +76,7 @@ def assemble(
 
 def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """View a contiguous tensor of `shape` as bytes. One more dimension has the bytes of an element."""
-    return tensor.view(-1).view(torch.uint8).view(*shape, -1)
+    return as_bytes(tensor).view(*shape, -1)
 
 
 def _meeting(

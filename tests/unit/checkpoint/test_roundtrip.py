@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
+from toolkit.checkpoint.background import Staging
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import load
@@ -66,9 +67,15 @@ def test_views_parameters_and_lazy_conjugates_come_back_equal(tmp_path: Path) ->
         "parameter": torch.nn.Parameter(base.clone()),
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "one_element": torch.randn(4)[::4],  # contiguous, with a stride of 4
+        "empty": torch.randn(4)[::2][:0],
     }
+    staged, _ = Staging().copy({name: Replicated(tensor) for name, tensor in saved.items()}, 0)
+    assert [name for name in saved if not torch.equal(saved[name], staged[name].value)] == []  # type: ignore[arg-type]
     alone(checkpoints, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
     live = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    live["one_element"] = torch.zeros(4)[::4]
     live["transposed"] = torch.zeros(6, 4).t()  # not contiguous on the way in either
     live["parameter"] = torch.nn.Parameter(torch.zeros(6, 4))
     load_alone(checkpoints, {name: Replicated(tensor) for name, tensor in live.items()})
