@@ -7,7 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.errors import ConfigError
+from toolkit.strategies.extra_state import SUFFIX
 from toolkit.strategies.layouts import local
+from toolkit.strategies.update.optimizer_state import refuse_lost_state
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -61,22 +63,15 @@ def _memory_of(tensor: Tensor) -> int:
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer within accelerate's or Fabric's wrapper.
 
-    Raises ConfigError for others that wrap an optimizer, whose own state would be lost, and for torch's
-    ZeroRedundancyOptimizer.
+    Raises ConfigError for others with a state that would be lost, and for torch's ZeroRedundancyOptimizer.
     """
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError(
             "run.resumable: ZeroRedundancyOptimizer keeps parts of its state on each rank, under numbers that change "
             "with their count; shard with torch.distributed.fsdp.fully_shard instead"
         )
-    inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, Optimizer):
-        return optimizer
     # Without a state of their own. By name: neither library need be installed.
-    if {"AcceleratedOptimizer", "_FabricOptimizer"}.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-        raise ConfigError(
-            f"run.resumable: {type(optimizer).__qualname__} wraps {type(inner).__qualname__}, and what it keeps itself "
-            "would not be saved; hand over the inner optimizer, and an object with state_dict() and load_state_dict() "
-            "for the rest"
-        )
-    return inner
+    if not {"AcceleratedOptimizer", "_FabricOptimizer"}.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        return bare_optimizer(optimizer.optimizer)  # type: ignore[attr-defined]
+    refuse_lost_state(optimizer, "run.resumable")
+    return optimizer

@@ -18,6 +18,7 @@ from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train.feed import ForeignFeed, seeder
 from toolkit.train.resumable import Resumables
 
@@ -51,11 +52,30 @@ class AcceleratedOptimizer(Lookahead):
     """A wrapper without a state, by the name of accelerate's."""
 
 
+class WithSharedState(Lookahead):
+    """A wrapper that keeps its state where the inner optimizer does, as timm's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.state = optimizer.state
+
+
+class Counting(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": 1}
+
+
 def test_a_wrapper_with_a_state_of_its_own_is_refused() -> None:
     model = nn.Linear(2, 2)
     handed_over(model=model, optimizer=AcceleratedOptimizer(SGD(model.parameters())))
-    with pytest.raises(ConfigError, match="Lookahead wraps SGD, and what it keeps itself would not be saved"):
-        handed_over(model=model, optimizer=Lookahead(SGD(model.parameters())))
+    handed_over(model=model, optimizer=WithSharedState(SGD(model.parameters())))
+    wrapper = Lookahead(SGD(model.parameters()))
+    with pytest.raises(ConfigError, match=r"run\.resumable: Lookahead wraps SGD, and only the state of one of them"):
+        handed_over(model=model, optimizer=wrapper)
+    with pytest.raises(ConfigError, match=r"optim\.name: Lookahead wraps SGD"):
+        OptimizerState({}, wrapper)
+    with pytest.raises(ConfigError, match=r"state_dict\(\) of Counting has calls beside the state"):
+        handed_over(model=model, optimizer=Counting(model.parameters()))
 
 
 class Exporting(nn.Linear):
@@ -70,6 +90,18 @@ def test_a_module_whose_state_has_copies_of_weights_is_refused() -> None:
         handed_over(model=model)
     model.requires_grad_(False)
     handed_over(model=model)
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass
+
+
+def test_extra_state_may_be_a_new_tensor_each_time() -> None:
+    handed_over(model=nn.Sequential(WithExtraState(2, 2)))
 
 
 def test_a_list_of_tensors_in_an_optimizer_is_not_saved_as_nothing(checkpoints: CheckpointFolder) -> None:

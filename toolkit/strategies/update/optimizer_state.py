@@ -23,6 +23,7 @@ class OptimizerState:
     """
 
     def __init__(self, names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
+        refuse_lost_state(optimizer, "optim.name")
         self._optimizer = optimizer
         self._names = names
         self._unfilled = False
@@ -77,6 +78,26 @@ class OptimizerState:
         for parameter, slots in self._optimizer.state.items():
             for slot in slots:
                 yield f"optim/{self._names[parameter]}/{slot}", slots, slot
+
+
+def refuse_lost_state(optimizer: Optimizer, key: str) -> None:
+    """Raise ConfigError, beginning with ``key``, if ``optimizer`` keeps state where no checkpoint looks for it."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for inner in vars(optimizer).values():
+        # A wrapper may share its state with the optimizer inside, and then loses nothing.
+        if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
+            continue
+        if any(parameter in parameters for group in inner.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                f"{key}: {type(optimizer).__qualname__} wraps {type(inner).__qualname__}, and only the state of one of "
+                "them would be saved; use the inner optimizer itself, or in a loop of your own hand that over, with an "
+                "object for the rest that has state_dict() and load_state_dict()"
+            )
+    if more := optimizer.state_dict().keys() - {"state", "param_groups"}:
+        raise ConfigError(
+            f"{key}: the state_dict() of {type(optimizer).__qualname__} has {listing(sorted(more), 3)} beside the state "
+            "of the parameters, which would be in no checkpoint; keep that in optimizer.state[parameter]"
+        )
 
 
 def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
