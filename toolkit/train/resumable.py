@@ -132,9 +132,8 @@ class Resumables:
             # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
-            count = len([key for key in manifest.tensors if key.startswith(f"{at}/")])
-            records = [manifest.tensors[f"{at}/{index}"] for index in range(count)]
-            entries |= _numbered(at, kind, None, other.places(records))
+            other.filled = _numbered_places(at, manifest)
+            entries |= _numbered(at, kind, None, other.filled)
         return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
@@ -179,6 +178,7 @@ class OptimizerSlots:
 
     def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
+        self._filled: dict[str, list[Tensor]] = {}  #: by slot, the places of tensors in lists
         # A parameter made before its module was wrapped or moved is not the model's any more.
         unknown = [parameter for parameter in self.parameters() if parameter not in names]
         if unknown:
@@ -194,11 +194,15 @@ class OptimizerSlots:
     def entries(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for name, value in self._slots():
-            entries[f"{OPTIMIZER}/{name}"] = entry(value) if isinstance(value, Tensor) else Replicated(value)
+            key, tensors = f"{OPTIMIZER}/{name}", list[Tensor]()
+            if isinstance(value, Tensor):
+                entries[key] = entry(value)
+            else:  # a number, or a list of tensors as LBFGS keeps it
+                entries |= _numbered(key, Replicated, plain_state.encode(value, key, tensors), tensors)
         groups: list[Json] = []
         for index, group in enumerate(self.optimizer.param_groups):
             plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            tensors: list[Tensor] = []
+            tensors = []
             settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
             if tensors:
                 raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
@@ -210,16 +214,18 @@ class OptimizerSlots:
         entries: dict[str, Entry] = {self._at: Replicated(None)}
         self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
         for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
-            record = manifest.tensors.get(key)
-            value = None if record is None else _place_of(parameter, slot, record, settings)
-            self.optimizer.state[parameter][slot] = value
-            entries[key] = Replicated(None) if value is None else entry(value)
+            if record := manifest.tensors.get(key):
+                value = self.optimizer.state[parameter][slot] = _place_of(parameter, slot, record, settings)
+                entries[key] = entry(value)
+            else:
+                self._filled[key] = _numbered_places(key, manifest)
+                entries |= _numbered(key, Replicated, None, self._filled[key])
         return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
         for parameter, slot, key, _ in self._stored(values):
-            self.optimizer.state[parameter][slot] = values[key]
+            self.optimizer.state[parameter][slot] = plain_state.decode(values[key], self._filled[key])
         # Settings belong to groups by their order, so the class and the groups' sizes must match.
         saved: Any = values[self._at]
         saved_sizes = [group["parameters"] for group in saved["groups"]]
@@ -272,18 +278,14 @@ class Other:
 
     def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self._name, self._get, self._put = name, get, put
-        self._filled: list[Tensor] = []
+        self.filled: list[Tensor] = []  #: the places of its tensors
 
     def take_apart(self) -> tuple[Json, list[Tensor]]:
         tensors: list[Tensor] = []
         return plain_state.encode(self._get(), self._name, tensors), tensors
 
-    def places(self, records: list[TensorRecord]) -> list[Tensor]:
-        self._filled = [torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records]
-        return self._filled
-
     def put_together(self, value: Json) -> None:
-        self._put(plain_state.decode(value, self._filled))
+        self._put(plain_state.decode(value, self.filled))
 
 
 def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -315,6 +317,13 @@ def _numbered(at: str, kind: type[Replicated | PerRank], value: Json, tensors: I
     for index, tensor in enumerate(tensors):
         entries[f"{at}/{index}"] = kind(tensor)
     return entries
+
+
+def _numbered_places(at: str, manifest: Manifest) -> list[Tensor]:
+    """Return new tensors like those that a checkpoint has of one object."""
+    count = len([key for key in manifest.tensors if key.startswith(f"{at}/")])
+    records = [manifest.tensors[f"{at}/{index}"] for index in range(count)]
+    return [torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records]
 
 
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

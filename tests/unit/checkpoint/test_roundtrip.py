@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,9 +163,10 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
         alone(CheckpointFolder(tmp_path), 1, {"embedding.grad": Replicated(torch.eye(3).to_sparse())})
 
 
-def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="only JSON is stored beside tensors"):
-        alone(CheckpointFolder(tmp_path), 1, {"odd": Replicated({1, 2})})  # type: ignore[arg-type]
+@pytest.mark.parametrize("value", [{1, 2}, [torch.ones(2)]])
+def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="only JSON is stored beside tensors, and odd is not"):
+        alone(CheckpointFolder(tmp_path), 1, {"plain": Replicated(1), "odd": Replicated(value)})
     assert list(tmp_path.iterdir()) == []
 
 

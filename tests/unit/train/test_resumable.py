@@ -17,7 +17,7 @@ from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import ConfigError
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train.feed import ForeignFeed, seeder
 from toolkit.train.resumable import Resumables
@@ -104,20 +104,50 @@ def test_extra_state_may_be_a_new_tensor_each_time() -> None:
     handed_over(model=nn.Sequential(WithExtraState(2, 2)))
 
 
-def test_a_list_of_tensors_in_an_optimizer_is_not_saved_as_nothing(checkpoints: CheckpointFolder) -> None:
+def test_lists_of_tensors_in_an_optimizer_come_back(checkpoints: CheckpointFolder) -> None:
+    def begun() -> tuple[nn.Linear, torch.optim.LBFGS, Resumables]:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        return model, optimizer, handed_over(model=model, optimizer=optimizer)
+
+    def step(model: nn.Linear, optimizer: torch.optim.LBFGS) -> None:
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = (model(torch.eye(2)) - torch.tensor([1.0, 2.0])).pow(4).sum()
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        optimizer.step(loss)
+
+    model, optimizer, first = begun()
+    for _ in range(3):
+        step(model, optimizer)
+    save(checkpoints, 3, first.state(), {}, rank=0, world_size=1, kv=None)
+    again, again_optimizer, second = begun()
+    loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
+    assert loaded is not None
+    second.loaded(loaded.values)
+    for _ in range(2):
+        step(model, optimizer)
+        step(again, again_optimizer)
+    assert len(again_optimizer.state[again.weight]["old_dirs"]) > 2
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+class Shampoo(SGD):
+    """An optimizer that keeps a list of tensors."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factors"] = [parameter.grad.clone()]
+
+
+def test_a_list_of_tensors_is_refused_as_optim_name() -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = model(torch.ones(1, 2)).square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    state = handed_over(model=model, optimizer=optimizer).state()
-    with pytest.raises(CheckpointError, match=r"optim/weight/\w+ is not: there is an object of type Tensor in it"):
-        save(checkpoints, 1, state, {}, rank=0, world_size=1, kv=None)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"optim\.name: Shampoo keeps a list as optim/weight/factors"):
+        OptimizerState(names, Shampoo(model.parameters())).entries()
 
 
 def test_an_average_has_the_names_of_the_model_that_it_averages(checkpoints: CheckpointFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +50,15 @@ class OptimizerState:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
             self._unfilled = True
-        found = ((name, slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None)
-        return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found}
+        found = {name: slots[slot] for name, slots, slot in self._named() if slots[slot] is not None}
+        for name, value in found.items():
+            if not isinstance(value, Tensor) and not _is_json(value):
+                raise ConfigError(
+                    f"optim.name: {type(self._optimizer).__name__} keeps a {type(value).__qualname__} as {name}, which "
+                    "is neither a tensor nor plain numbers; use another optimizer, or toolkit.start(), which saves lists "
+                    "of tensors"
+                )
+        return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found.items()}
 
     def live(self) -> dict[str, Tensor]:
         """Return ``optimizer/<parameter>/<slot>`` of the slots that exist now and are tensors."""
@@ -78,6 +86,14 @@ class OptimizerState:
         for parameter, slots in self._optimizer.state.items():
             for slot in slots:
                 yield f"optim/{self._names[parameter]}/{slot}", slots, slot
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def refuse_lost_state(optimizer: Optimizer, key: str) -> None:
