@@ -55,8 +55,8 @@ class OptimizerState:
             if not isinstance(value, Tensor) and not _is_json(value):
                 raise ConfigError(
                     f"optim.name: {type(self._optimizer).__name__} keeps a {type(value).__qualname__} as {name}, which "
-                    "is neither a tensor nor plain numbers; use another optimizer, or toolkit.start(), which saves lists "
-                    "of tensors"
+                    "is neither a tensor nor plain numbers; use another optimizer, or toolkit.start(), which saves "
+                    "lists of tensors"
                 )
         return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found.items()}
 
@@ -111,8 +111,8 @@ def refuse_lost_state(optimizer: Optimizer, key: str) -> None:
             )
     if more := optimizer.state_dict().keys() - {"state", "param_groups"}:
         raise ConfigError(
-            f"{key}: the state_dict() of {type(optimizer).__qualname__} has {listing(sorted(more), 3)} beside the state "
-            "of the parameters, which would be in no checkpoint; keep that in optimizer.state[parameter]"
+            f"{key}: the state_dict() of {type(optimizer).__qualname__} has {listing(sorted(more), 3)} beside the "
+            "state of the parameters, which would be in no checkpoint; keep that in optimizer.state[parameter]"
         )
 
 
