@@ -98,22 +98,24 @@ class MemoryFile:
 
     def extent(self) -> tuple[int, int] | None:
         """Return the description's start and size; None if the file is empty or not complete."""
+        found = self._description()
+        return None if found is None else (found[0], len(found[1]))
+
+    def _description(self) -> tuple[int, bytes] | None:
+        """Return the description's start and bytes; None if the file is empty or not complete."""
         head = os.pread(self._fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None
         magic, start, size_bytes, crc32 = _HEAD.unpack(head)
-        if magic != _MAGIC or zlib.crc32(os.pread(self._fd, size_bytes, start)) != crc32:
+        if magic != _MAGIC:
             return None
-        return start, size_bytes
+        described = os.pread(self._fd, size_bytes, start)
+        return (start, described) if zlib.crc32(described) == crc32 else None
 
     def read(self) -> dict[str, Any] | None:
         """Return the description; None if the file is empty or not complete."""
-        extent = self.extent()
-        if extent is None:
-            return None
-        start, size_bytes = extent
-        described: dict[str, Any] = json.loads(os.pread(self._fd, size_bytes, start))
-        return described
+        found = self._description()
+        return None if found is None else json.loads(found[1])
 
     def label(self) -> Label | None:
         """Return what the file holds; None if it is empty or not complete."""

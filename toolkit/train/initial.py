@@ -139,8 +139,8 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> Match:
     # Tensors only: extra state, which may be any object, is not copied.
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     names = pair(own, tensors)
-    extra = [name for name in tensors if name not in names.values()]
-    match = Match([], [], extra, [])
+    paired = set(names.values())
+    match = Match([], [], [name for name in tensors if name not in paired], [])
     for name, value in own.items():
         if name not in names:
             match.missing.append(name)
