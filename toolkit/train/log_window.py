@@ -69,9 +69,9 @@ class LogWindow:
 
     def places(self, tags: Sequence[str], table: Tensor | None = None) -> dict[str, Entry]:
         """Return what a checkpoint's part is read into. On another number of ranks each gets the mean of all."""
+        self._tags, self._restored = list(tags), None
         if not tags:
             return {}
-        self._tags = list(tags)
         self._restored = table if table is not None else torch.zeros(2, len(tags), dtype=torch.float64)
         return {f"{WINDOW}/rank{self._rank}/window": PerRank(self._restored, averages=True)}
 

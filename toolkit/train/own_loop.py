@@ -43,6 +43,7 @@ from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.log_window import gather_json, means_by_tag
 from toolkit.train.own_state import OwnState
 from toolkit.train.own_steps import OwnSteps
+from toolkit.train.resume import OWN_LOOP
 from toolkit.train.seeds import prepare
 from toolkit.train.unwrapped import is_compiled
 
@@ -196,7 +197,7 @@ class TrainingRun(OwnSteps):
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._state = OwnState(objects, self._session, self._window)
         # A resume is refused where any of this has changed.
-        identity: dict[str, Json] = {"kind": "a loop of one's own"}
+        identity: dict[str, Json] = {"kind": OWN_LOOP}
         if self._loader is not None:
             identity["global batch size"] = self._loader.global_batch_size
         checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, identity)

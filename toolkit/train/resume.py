@@ -16,6 +16,9 @@ from toolkit.train.state import MESH, TrainingState
 
 log = logs.get(__name__)
 
+#: The ``kind`` in the identity of a run whose loop is the user's own.
+OWN_LOOP = "a loop of one's own"
+
 
 def refuse_another_run(checkpoints: CheckpointFolder, state: TrainingState, world_size: int) -> None:
     """Raise ConfigError where the newest readable checkpoint does not fit this run. Nothing is filled yet.
@@ -89,14 +92,19 @@ def _is_inside_a_round(manifest: Manifest) -> bool:
 
 
 def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None:
-    """Warn about conditions in the meta data ``saved`` that differ from those in ``now``.
-
-    None of these refuses a resume; they change only the last bits of the results.
-    """
+    """Warn about conditions in the meta data ``saved`` that differ from those in ``now``. None refuses a resume."""
     then, here = _circumstances(saved), _circumstances(now)
     others = [key for key in here if key in then and then[key] != here[key]]
     changed = [f"{key} ({then[key]} -> {here[key]})" for key in others]
-    if changed:
+    # Another number of ranks changes the batches of any loader but the toolkit's, which has a global batch size.
+    identity = _mapping(now.get("identity", {}))
+    if "world size" in others and identity.get("kind") == OWN_LOOP and "global batch size" not in identity:
+        log.warning(
+            "from here on results differ from those of an undisturbed run, because of another %s: each rank's loader "
+            "has other batches, and the rest of this epoch may repeat or leave out samples; run.loader goes on exactly",
+            ", ".join(changed),
+        )
+    elif changed:
         log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                     "because of another %s", ", ".join(changed))  # fmt: skip
 

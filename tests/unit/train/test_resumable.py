@@ -20,7 +20,9 @@ from toolkit.checkpoint.writer import save
 from toolkit.errors import ConfigError
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train.feed import ForeignFeed, seeder
+from toolkit.train.log_window import LogWindow
 from toolkit.train.resumable import Resumables
+from toolkit.train.resume import OWN_LOOP, log_what_differs
 
 
 def handed_over(**objects: Any) -> Resumables:
@@ -179,3 +181,22 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
     second.loaded(loaded.values)
     feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False, seeds=second.seeds)
     assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]
+
+
+def test_an_older_checkpoint_without_means_clears_those_of_a_damaged_one() -> None:
+    window = LogWindow(0, torch.device("cpu"))
+    window.places(["train/loss"])["log/rank0/window"].value.fill_(3.0)  # type: ignore[union-attr]
+    window.places([])  # the next older one was made before the first logged value
+    window.loaded()
+    assert window._sums == {}
+
+
+def test_a_resume_on_other_ranks_claims_the_same_results_of_run_loader_only(caplog: pytest.LogCaptureFixture) -> None:
+    for identity, claim in (({}, "may repeat or leave out samples"), ({"global batch size": 8}, "to rounding only")):
+        now, saved = (
+            {"identity": {"kind": OWN_LOOP, **identity}, "conditions": {"world size": size}} for size in (2, 3)
+        )
+        caplog.clear()
+        log_what_differs(saved, now)  # type: ignore[arg-type]
+        (message,) = caplog.messages
+        assert claim in message
