@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.errors import ConfigError
-from toolkit.strategies.extra_state import SUFFIX
 from toolkit.strategies.layouts import local
 from toolkit.strategies.update.optimizer_state import refuse_lost_state
 

@@ -117,7 +117,7 @@ def test_lists_of_tensors_in_an_optimizer_come_back(checkpoints: CheckpointFolde
         def loss() -> Tensor:
             optimizer.zero_grad()
             value = (model(torch.eye(2)) - torch.tensor([1.0, 2.0])).pow(4).sum()
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value
 
         optimizer.step(loss)
@@ -140,14 +140,14 @@ def test_lists_of_tensors_in_an_optimizer_come_back(checkpoints: CheckpointFolde
 class Shampoo(SGD):
     """An optimizer that keeps a list of tensors."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["factors"] = [parameter.grad.clone()]
 
 
 def test_a_list_of_tensors_is_refused_as_optim_name() -> None:
     model = nn.Linear(2, 1)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(ConfigError, match=r"optim\.name: Shampoo keeps a list as optim/weight/factors"):
         OptimizerState(names, Shampoo(model.parameters())).entries()
 
