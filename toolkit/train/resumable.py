@@ -23,10 +23,11 @@ from toolkit.checkpoint.tensors import to_bytes
 from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
+from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
-from toolkit.train.unwrapped import bare, bare_optimizer, is_metric, refuse_copies
+from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
 MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
 
@@ -54,7 +55,7 @@ class Resumables:
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
         self._modules = _prefixed(modules)
         for name, module in modules.items():
-            refuse_copies(name, module)
+            refuse_copies(f"run.resumable: {name}", module)
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()

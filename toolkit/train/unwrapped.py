@@ -1,13 +1,12 @@
-"""Takes the wrappers off models and optimizers that a script hands over, and refuses what could not be saved."""
+"""Takes the wrappers off models and optimizers that a script hands over."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.errors import ConfigError
-from toolkit.strategies.layouts import local
 from toolkit.strategies.update.optimizer_state import refuse_lost_state
 
 
@@ -33,30 +32,6 @@ def is_metric(module: nn.Module) -> bool:
     It is a module whose state is each rank's own, and is not in its ``state_dict`` unless asked for.
     """
     return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
-
-
-def refuse_copies(name: str, module: nn.Module) -> None:
-    """Raise ConfigError where the ``state_dict`` has copies of weights: to fill these would change nothing."""
-    if type(module).__name__ == "FullyShardedDataParallel":
-        raise ConfigError(
-            f"run.resumable: {name} is sharded by FullyShardedDataParallel, whose state_dict() has copies; shard with "
-            "torch.distributed.fsdp.fully_shard instead"
-        )
-    stored = {_memory_of(value) for value in module.state_dict().values() if isinstance(value, Tensor)}
-    for key, parameter in module.named_parameters():
-        # Frozen ones come from elsewhere: quantized weights, for example, are stored in a form of their own.
-        if parameter.requires_grad and parameter.numel() and _memory_of(parameter) not in stored:
-            raise ConfigError(
-                f"run.resumable: {name}: its state_dict() has a copy of {key}, or lacks it, and filling that from a "
-                "checkpoint would change nothing; have state_dict() return the tensor itself"
-            )
-
-
-def _memory_of(tensor: Tensor) -> int:
-    try:
-        return local(tensor).untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a kind of tensor that is made of others
-        return 0
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

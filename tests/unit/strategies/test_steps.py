@@ -114,6 +114,15 @@ def test_what_cannot_be_done_is_refused_when_it_is_built() -> None:
     assert "no linear or convolutional layer besides its last one" in refusal(linear, pruning=whole)
 
 
+class Exporting(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_model_whose_state_dict_has_copies_of_weights_is_refused() -> None:
+    assert refusal(Exporting(2, 2)).startswith("Exporting: its state_dict() has a copy of weight, or lacks it")
+
+
 def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:
     model = nn.Linear(2, 2)
     update = Update(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -23,6 +23,7 @@ from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_tensors
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.batch_norm import statistics
+from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.layouts import local
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients
@@ -39,8 +40,8 @@ class Update:
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
     see :class:`~.parts.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
     ``criterion/<name>``; those that the optimizer lacks become a group of their own. Raises ConfigError if the
-    optimizer cannot skip a step where that is asked for, if it has a parameter of neither model nor criterion, or if
-    nothing can be pruned.
+    optimizer cannot skip a step where that is asked for, if it has a parameter of neither model nor criterion, if a
+    ``state_dict()`` has copies, or if nothing can be pruned.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Update:
         train = train or TrainConfig()
         self._criterion = criterion
         self._parts = [part for part in (model, criterion) if part is not None]
+        for part in self._parts:
+            refuse_copies(type(part).__qualname__, part)
         names = _names(model, criterion)
         # The optimizer's groups are completed before they are split and before their learning rates are compared.
         _complete(optimizer, criterion, names)
