@@ -130,9 +130,9 @@ def _values(action: argparse.Action, begun: str) -> Iterable[str]:
 
 def _runs(begun: str) -> list[str]:
     """Return names of configs and run ids. Only folders are listed: no file of 10,000 runs is looked at."""
-    from toolkit import trust
+    from toolkit import rundir
 
-    root = trust.own_part(Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
+    root = rundir.runs_root()
     names = [name for name in _listed(root) if not name.startswith(".")]
     ids = sorted((run for name in names for run in _listed(root / name) if run.startswith(begun)), reverse=True)
     return [*names, *ids[:MOST_RUNS]]
