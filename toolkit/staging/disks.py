@@ -44,7 +44,7 @@ def room_bytes(folder: Path) -> int:
     room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
     if file_system(folder) in IN_MEMORY:
         room = min(room, int(MEMORY_SHARE * node_memory.available_bytes()))
-    return room
+    return max(0, room)
 
 
 def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:
