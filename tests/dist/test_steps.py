@@ -259,25 +259,6 @@ def test_evaluations_use_torchs_average_without_a_trace_in_the_training(name: st
         assert abs(figures["loss"] - nn.functional.cross_entropy(model(inputs), targets).item()) > 1e-4
 
 
-def copied_weights(session: Session) -> list[str]:
-    def copying() -> nn.Module:
-        model = plain_model()
-        model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(
-            {name: value.clone() for name, value in state.items()}
-        ))  # fmt: skip
-        return model
-
-    strategy = built("ddp", session, model=copying, ema_decay=DECAY)
-    train(strategy, range(3))
-    trained = tensors(strategy)
-    evaluate(strategy, eval_parts(strategy.share, 25, 4), 25, classification)
-    return same(trained, tensors(strategy))
-
-
-def test_a_model_that_copies_its_state_saves_its_own_weights_after_an_evaluation() -> None:
-    assert run_ranks(2, copied_weights) == [[], []]
-
-
 # ------------------------------------------------------------------------------------------------------- fp16
 
 HUGE = 2  #: the step whose gradients do not fit into fp16

@@ -116,7 +116,6 @@ class Spmd(AllNeeded):
 
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
-        self._update.hide_average()  # before the model is asked: its state_dict() may copy
         self._update.equalise()
         entries: dict[str, Entry] = {}
         for name, value in self._model.state_dict().items():

@@ -119,8 +119,16 @@ class Exporting(nn.Linear):
         return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
-def test_a_model_whose_state_dict_has_copies_of_weights_is_refused() -> None:
+def copying_buffers(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state.update({name: value.clone() for name, value in state.items() if "running" in name})
+
+
+def test_a_model_whose_state_dict_has_copies_of_weights_or_buffers_is_refused() -> None:
     assert refusal(Exporting(2, 2)).startswith("Exporting: its state_dict() has a copy of weight, or lacks it")
+    model = nn.BatchNorm1d(2)
+    assert Update(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.register_state_dict_post_hook(copying_buffers)
+    assert refusal(model).startswith("BatchNorm1d: its state_dict() has a copy of running_mean, or lacks it")
 
 
 def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:

@@ -182,7 +182,6 @@ class Pipeline(AllNeeded):
 
         See :mod:`.scattered`.
         """
-        self._update.hide_average()  # before the model is asked: its state_dict() may copy
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
         return on_every_rank({**weights, **self._update.state()})
