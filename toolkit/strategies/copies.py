@@ -9,7 +9,7 @@ from toolkit.strategies.layouts import local
 
 
 def refuse_copies(where: str, module: nn.Module) -> None:
-    """Raise ConfigError, beginning with ``where``, if the ``state_dict`` has copies of what is trained, or lacks some."""
+    """Raise ConfigError, beginning with ``where``, if the ``state_dict`` has copies of weights or buffers."""
     if type(module).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
             f"{where} is sharded by FullyShardedDataParallel, whose state_dict() has copies; shard with "
