@@ -24,6 +24,24 @@ from toolkit.train.feed import ForeignFeed, seeder
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
 STEPS = {"accelerate": 96, "lightning": 96, "transformers": 128}
+SHUFFLED = """
+class Shuffled(torch.utils.data.BatchSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.epoch))
+        yield from order.view(-1, self.batch_size).tolist()
+
+
+class Shuffling(Trainer):
+    def get_train_dataloader(self):
+        batches = Shuffled(range(len(dataset)), 4, drop_last=True)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+"""
 END = {"accelerate": "end/model.safetensors", "lightning": "end.ckpt", "transformers": "end/model.safetensors"}
 
 pytestmark = pytest.mark.dist
@@ -142,9 +160,18 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
                 ("resume = Tr", "trainer.add_callback(EarlyStoppingCallback(2))\nresume = Tr"),
             ],
         ),
+        # A batch sampler with an epoch of its own, as sentence-transformers has.
+        (
+            "transformers",
+            [
+                ("set_seed(7)", SHUFFLED + "\n\nset_seed(7)"),
+                ("trainer = Trainer(", "trainer = Shuffling("),
+                ("num_train_epochs=4", "num_train_epochs=3"),
+            ],
+        ),
     ],
 )
-def test_what_a_script_sets_for_its_own_checkpoints_changes_no_resume(
+def test_what_else_a_script_asks_of_its_library_changes_no_resume(
     script: Script, replaced: list[tuple[str, str]]
 ) -> None:
     script.change(*replaced)

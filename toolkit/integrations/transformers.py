@@ -64,6 +64,14 @@ class TransformersCallback(TrainerCallback):
             for callback, found in zip(callbacks, newest, strict=False):
                 vars(callback).update(found.get("attributes", {}))
 
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        # The trainer does not reach a batch sampler with a `set_epoch` of its own where it skips batches on several
+        # ranks, and the epoch that goes on would have the first one's order.
+        sampler = more["train_dataloader"]
+        while (sampler := getattr(sampler, "batch_sampler", None)) is not None:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(int(state.epoch or 0))
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.
         # An evaluation that comes now would be left out after a resume, and with it the random numbers that it draws.
