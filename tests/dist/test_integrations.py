@@ -24,6 +24,12 @@ from toolkit.train.feed import ForeignFeed, seeder
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
 STEPS = {"accelerate": 96, "lightning": 96, "transformers": 128}
+NOISY = """
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(8), target
+"""
 SHUFFLED = """
 class Shuffled(torch.utils.data.BatchSampler):
     epoch = 0
@@ -148,6 +154,14 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
                     "    def on_validation_end(self):\n        self.validations += 1\n\n    def configure",
                 ),
                 ("max_epochs=6", "max_epochs=6, val_check_interval=4, num_sanity_val_steps=0"),
+            ],
+        ),
+        # Workers that persist, and draw random numbers for their samples.
+        (
+            "lightning",
+            [
+                ("dataset = TensorDataset(", NOISY + "\n\ndataset = Noisy("),
+                ("batch_size=8, shuffle=True", "batch_size=8, shuffle=True, num_workers=1, persistent_workers=True"),
             ],
         ),
         # Its own checkpoints hold the weights alone, and it ends early: the loss is to rise for three evaluations.

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from toolkit.integrations.library_run import LibraryRun
+from toolkit.train.feed import end_workers
 
 FILE = "lightning.ckpt"
 
@@ -56,6 +57,7 @@ class LightningCallback(Callback):
         if not any(hasattr(loader, "load_state_dict") for loader in loaders):
             for loader in loaders:
                 _set_sampler_epoch(loader, trainer.current_epoch)
+                end_workers(loader)
             self._run.seed(-1 - trainer.current_epoch)
             iter(fetcher)
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -66,6 +68,10 @@ class LightningCallback(Callback):
         self._run.seed(self._run.step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop
+        if trainer.current_epoch > 0 and not (loop.is_resuming or loop.epoch_loop.restarting):  # else they are in use
+            for loader in loop._combined_loader.flattened:
+                end_workers(loader)
         self._run.seed(-1 - trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -136,14 +136,20 @@ class ForeignFeed:
         for generator, seed in self._generators.items():
             generator.manual_seed(hash64(seed, number) >> 1)
         self._seed(-1 - number)
-        # Workers that persist were seeded in an earlier epoch, and a resume has no such workers: begin with new ones. A
-        # stateful loader keeps theirs.
-        loader = getattr(self._loader, "base_dataloader", self._loader)  # accelerate's wraps one
-        has_workers = getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict")
-        if has_workers and loader._iterator is not None:
-            loader._iterator._shutdown_workers()
-            loader._iterator = None
+        end_workers(self._loader)
         return iter(self._loader)
+
+
+def end_workers(loader: Any) -> None:
+    """End workers that persist over epochs, so that the next epoch begins with new ones.
+
+    They were seeded in an earlier epoch, and a resume has no such workers. A stateful loader keeps theirs.
+    """
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate's wraps one
+    has_workers = getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict")
+    if has_workers and loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+        loader._iterator = None
 
 
 #: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
