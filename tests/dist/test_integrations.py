@@ -30,6 +30,12 @@ class Noisy(TensorDataset):
         inputs, target = super().__getitem__(index)
         return inputs + 0.1 * torch.randn(8), target
 """
+MASKED = """
+def masked(samples):
+    batch = default_data_collator(samples)
+    batch["input_ids"] *= torch.rand(batch["input_ids"].shape) > 0.2
+    return batch
+"""
 SHUFFLED = """
 class Shuffled(torch.utils.data.BatchSampler):
     epoch = 0
@@ -172,6 +178,16 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
                 ('save_strategy="no"', 'save_strategy="no", save_only_model=True, metric_for_best_model="eval_loss"'),
                 ("use_cpu=True", "use_cpu=True, greater_is_better=True"),
                 ("resume = Tr", "trainer.add_callback(EarlyStoppingCallback(2))\nresume = Tr"),
+            ],
+        ),
+        # A collator that draws random numbers, as that of masked language models does.
+        (
+            "transformers",
+            [
+                ("import BertConfig", "import default_data_collator, BertConfig"),
+                ("set_seed(7)", MASKED + "\n\nset_seed(7)"),
+                ("trainer = Trainer(", "trainer = Trainer(data_collator=masked, "),
+                ("num_train_epochs=4", "num_train_epochs=3"),
             ],
         ),
         # A batch sampler with an epoch of its own, as sentence-transformers has.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
+from toolkit import logs
 from toolkit.integrations.library_run import LibraryRun, set_for_now
+from toolkit.integrations.seeded_fetch import SeededFetch, SeededStream
+
+log = logs.get(__name__)
 
 
 class TransformersCallback(TrainerCallback):
@@ -28,6 +34,7 @@ class TransformersCallback(TrainerCallback):
         self._run.refuse_other_world(trainer.args.world_size)
         args = trainer.args
         self._samples = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        self._epochs = itertools.count()
         self._is_put_off = False  #: no save or stop after this step, but after the next
         trainer.add_callback(self)
 
@@ -46,6 +53,7 @@ class TransformersCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._run.checkpoint is not None:
             self._restore_callbacks(state)
+        self._epochs = itertools.count(int(state.epoch or 0))  # the trainer's own stands still without a length
         self._run.begin(state.max_steps)
 
     def _restore_callbacks(self, state: TrainerState) -> None:
@@ -64,13 +72,26 @@ class TransformersCallback(TrainerCallback):
             for callback, found in zip(callbacks, newest, strict=False):
                 vars(callback).update(found.get("attributes", {}))
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **more: Any) -> None:
+        epoch = next(self._epochs)
+        loader = more["train_dataloader"]
+        loader = getattr(loader, "base_dataloader", loader)  # accelerate's wraps one
+        if not isinstance(loader.dataset, SeededFetch):
+            kind = SeededStream if isinstance(loader.dataset, IterableDataset) else SeededFetch
+            kind(loader, (self._run.config.train.seed, args.seed))
+        elif not has_length(loader):
+            log.warning(
+                "train_dataset has no length and begins again: after a resume from here on the trainer would not find "
+                "its place. Give it a __len__, or let one pass be endless; max_steps ends it"
+            )
+        loader.dataset.begin_epoch(epoch)
         # The trainer does not reach a batch sampler with a `set_epoch` of its own where it skips batches on several
         # ranks, and the epoch that goes on would have the first one's order.
-        sampler = more["train_dataloader"]
-        while (sampler := getattr(sampler, "batch_sampler", None)) is not None:
+        sampler = loader.batch_sampler
+        while sampler is not None:
             if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(int(state.epoch or 0))
+                sampler.set_epoch(epoch)
+            sampler = getattr(sampler, "batch_sampler", None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.

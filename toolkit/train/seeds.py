@@ -44,12 +44,17 @@ def _seed_generators(word: int) -> None:
     This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us. Only ``strategy.name: dp`` uses GPUs
     other than the current one: each gets its own numbers, or the parts of a batch would have the same dropout masks.
     """
+    seed_cpu(word)
     number = word >> 1
-    torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         current = torch.cuda.current_device()
         for index, generator in enumerate(torch.cuda.default_generators):
             # The current GPU gets ``number`` itself, whatever its index.
             generator.manual_seed(number ^ index ^ current)
+
+
+def seed_cpu(word: int) -> None:
+    """Seed torch's generator for the CPU, ``random`` and numpy's legacy one by 64 bits."""
+    torch.default_generator.manual_seed(word >> 1)
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
