@@ -36,6 +36,16 @@ def masked(samples):
     batch["input_ids"] *= torch.rand(batch["input_ids"].shape) > 0.2
     return batch
 """
+GENERATING = """
+class Generating(Trainer):
+    made = 0
+
+    def training_step(self, model, inputs, *more):
+        if self.made % 2 == 0:
+            self.kept = inputs
+        self.made += 1
+        return super().training_step(model, dict(self.kept), *more)
+"""
 SHUFFLED = """
 class Shuffled(torch.utils.data.BatchSampler):
     epoch = 0
@@ -187,6 +197,15 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
                 ("import BertConfig", "import default_data_collator, BertConfig"),
                 ("set_seed(7)", MASKED + "\n\nset_seed(7)"),
                 ("trainer = Trainer(", "trainer = Trainer(data_collator=masked, "),
+                ("num_train_epochs=4", "num_train_epochs=3"),
+            ],
+        ),
+        # Batches that are used twice, as trl's trainers use what they have generated.
+        (
+            "transformers",
+            [
+                ("set_seed(7)", GENERATING + "\n\nset_seed(7)"),
+                ("trainer = Trainer(", "args.steps_per_generation = 2\ntrainer = Generating("),
                 ("num_train_epochs=4", "num_train_epochs=3"),
             ],
         ),

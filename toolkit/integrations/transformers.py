@@ -94,11 +94,17 @@ class TransformersCallback(TrainerCallback):
             sampler = getattr(sampler, "batch_sampler", None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # trl's GRPO and RLOO generate texts for several batches, and use them several times. No checkpoint holds them.
+        batches = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
+        uses_generated = state.global_step * args.gradient_accumulation_steps % batches != 0
+        if not uses_generated:
+            # An evaluation that comes now would be left out after a resume, and with it the random numbers that it
+            # draws. Where each place has one, every second is taken.
+            is_before_more = control.should_evaluate or (state.epoch or 0.5) % 1 == 0
+            self._is_put_off = is_before_more and not self._is_put_off
         # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.
-        # An evaluation that comes now would be left out after a resume, and with it the random numbers that it draws.
-        is_before_more = control.should_evaluate or (state.epoch or 0.5) % 1 == 0
-        self._is_put_off = is_before_more and not self._is_put_off  # in epochs of one step only every second time
-        self._run.step_made(self._samples, may_save=not self._is_put_off and state.global_step < state.max_steps)
+        may_save = not (uses_generated or self._is_put_off) and state.global_step < state.max_steps
+        self._run.step_made(self._samples, may_save=may_save)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._run.finish()
