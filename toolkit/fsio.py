@@ -104,6 +104,9 @@ def sync_dir(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot: then a server has the entries at once
+            raise
     finally:
         os.close(fd)
 

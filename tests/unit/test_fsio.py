@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -73,6 +74,26 @@ def test_a_line_after_a_torn_one_starts_on_a_line_of_its_own(tmp_path: Path, tor
         file.write(torn)
     fsio.append_json_line(path, {"c": 3})
     assert path.read_bytes() == b'{"a": 1}\n' + torn + b'\n{"c": 3}\n'
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_only_a_file_system_that_cannot_flush_folders_may_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if code == errno.EINVAL:
+        fsio.write_atomic(tmp_path / "file", "whole")
+        assert (tmp_path / "file").read_text() == "whole"
+    else:
+        with pytest.raises(OSError, match="Input/output"):
+            fsio.write_atomic(tmp_path / "file", "whole")
 
 
 def test_a_file_set_aside_keeps_its_content_under_another_name(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ class CheckpointFolder:
     ) -> None:
         """Name the folder; no file is touched.
 
-        ``is_ours`` is asked before each begin and each commit: see ``RunDir.belongs_to``. ``on_progress`` is called for
-        each piece of a file that was written to disk or read.
+        ``is_ours`` is asked before anything is written or removed, see ``RunDir.belongs_to``. ``on_progress`` is
+        called for each piece of a file that was written to disk or read.
         """
         self.folder = folder
         self.keep = keep
@@ -211,6 +211,7 @@ class CheckpointFolder:
 
         A run has one attempt at a time, so what was not begun here has no writer any more.
         """
+        self._refuse_if_overtaken()
         with file_errors("listing", self.folder):
             names = list(self.folder.iterdir()) if self.folder.is_dir() else []
         stale = [path for path in names if _TEMPORARY.fullmatch(path.name) and path not in self._begun]
@@ -255,6 +256,7 @@ class CheckpointFolder:
         neither counted nor removed. A run may keep thousands (``checkpoint.keep_every``), so of those already found
         valid only the newest, on which a resume depends, are checked again.
         """
+        self._refuse_if_overtaken()
         valid: dict[Path, Manifest] = {}
         for path in self.list():
             # Check the newest each time, and an older one only once.
@@ -284,6 +286,7 @@ class CheckpointFolder:
 
     def reject(self, path: Path, reason: str) -> Path:
         """Move a damaged checkpoint aside so that its step can be saved again. It is kept for inspection."""
+        self._refuse_if_overtaken()
         aside = path.with_name(f"{path.name}.bad-{secrets.token_hex(4)}")
         log.warning("moving %s to %s: %s", path, aside.name, reason)
         with file_errors("moving aside", path):

@@ -147,9 +147,9 @@ class Pair:
         """Note that the file written last is complete: the other one is next."""
         self._files.reverse()
 
-    def keep(self, label: Label) -> None:
-        """Have the file that holds ``label``, if any, overwritten last. The training resumes from it."""
-        self._files.sort(key=lambda file: (file.label() == label, _moment(file)))
+    def keep(self, moment: Moment) -> None:
+        """Have the file of ``moment``, if any, overwritten last. The training resumes from it."""
+        self._files.sort(key=lambda file: (_moment(file) == moment, _moment(file)))
 
 
 def _moment(file: MemoryFile) -> Moment:

@@ -85,9 +85,9 @@ class RankFiles:
 
     def keep(self, moment: Moment) -> None:
         """Have the files of ``moment`` overwritten last: the training resumes from them."""
-        self.own.keep(Label(moment, self._seat.world_size, self._seat.rank))
-        if self.shared is not None:
-            self.shared.keep(Label(moment, self._seat.world_size, None))
+        for pair in (self.own, self.partner, self.shared):
+            if pair is not None:
+                pair.keep(moment)
 
     def forget(self, moment: Moment) -> None:
         """Declare all parts of ``moment`` on this node invalid."""

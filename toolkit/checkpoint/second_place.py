@@ -32,9 +32,15 @@ _CHUNK_BYTES = 1 << 24
 class SecondPlace:
     """Rank 0's copier between the run's folder and the second place."""
 
-    def __init__(self, folder: Path, keep: Keep, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: Keep,
+        on_progress: Callable[[], None] = lambda: None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Set up, without touching a file. ``on_progress`` is called every second while the training waits."""
-        self.checkpoints = CheckpointFolder(folder, keep)
+        self.checkpoints = CheckpointFolder(folder, keep, is_ours=is_ours)
         self._on_progress = on_progress
         self._answered_s = 0.0  #: when a piece was last read or written, by ``time.monotonic``
         self._fetched: set[str] = set()

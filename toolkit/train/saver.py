@@ -50,7 +50,9 @@ class Saver:
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = SecondPlace(folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress)
+            self.second = SecondPlace(
+                folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress, session.owns_run
+            )
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()

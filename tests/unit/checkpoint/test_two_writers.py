@@ -10,6 +10,7 @@ import pytest
 from tests.unit.checkpoint.ranks import alone, file_operations, load_alone, weights
 from toolkit import fsio
 from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.checkpoint.policy import Keep
 from toolkit.errors import CheckpointError
 
 pytestmark = pytest.mark.chaos
@@ -88,3 +89,14 @@ def test_an_attempt_that_was_overtaken_describes_nothing(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
         late.describe(100, {"metrics": {"eval/accuracy": 1.0}})
     assert late.manifest(late.path(100)).meta == {"metrics": {}}
+
+
+def test_an_attempt_that_was_overtaken_removes_nothing(tmp_path: Path) -> None:
+    for step in (100, 150, 200):
+        alone(CheckpointFolder(tmp_path, Keep(3)), step, weights(step), metrics={})
+    begun = CheckpointFolder(tmp_path).begin(300)
+    late = CheckpointFolder(tmp_path, Keep(2), is_ours=lambda: False)
+    for remove in (late.sweep, late.prune, lambda: late.reject(late.path(100), "its bytes are wrong")):
+        with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
+            remove()
+    assert {*tmp_path.iterdir()} == {*map(late.path, (100, 150, 200)), begun}
