@@ -153,8 +153,6 @@ class Trainer:
         self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
         self._not_finite.restore(meta.get("not_finite"))
-        # An evaluation of this step may describe the checkpoint anew.
-        self._not_finite.weights_were_finite = bool(meta.get("finite", True))
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _train(self) -> None:
