@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ class Exchange:
         self._first_pause_s, self._longest_pause_s = _FIRST_PAUSE_S * longest_s / _LONGEST_PAUSE_S, longest_s
         self._told = itertools.count()
         self._round = itertools.count()
+        self._has_reported = False
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message to all other ranks. Only rank 0 calls this."""
@@ -81,10 +83,12 @@ class Exchange:
         """Return the next message of rank 0. Only the others call this.
 
         Raises CheckpointError if the message is an error, or none comes in time. The others wait twice as long as rank
-        0, which knows which rank is missing and says so.
+        0, which knows which rank is missing and says so. After a report they wait without end: rank 0 may still commit,
+        and the outcome must be the same on all. The watchdog ends an attempt in which rank 0 hangs.
         """
         key = self._key(f"told/{next(self._told)}")
-        message = self._await(key, time.monotonic() + 2 * self._timeout_s)
+        deadline = math.inf if self._has_reported else time.monotonic() + 2 * self._timeout_s
+        message = self._await(key, deadline)
         if message is None:
             raise CheckpointError(
                 f"rank {self._rank} heard nothing about its checkpoint from rank 0 for {2 * self._timeout_s:g} s; "
@@ -98,6 +102,7 @@ class Exchange:
         """Answer rank 0. Only the others call this. The key `error` in a message makes rank 0's `gather` fail."""
         assert self._kv
         self._kv.set(self._key(f"reports/{next(self._round)}/{self._rank}"), json.dumps(message))
+        self._has_reported = True
 
     def gather(self) -> dict[int, dict[str, Any]]:
         """Return what every other rank reported. Only rank 0 calls this.

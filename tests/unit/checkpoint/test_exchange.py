@@ -1,4 +1,4 @@
-"""How often the ranks that wait in a save ask the store."""
+"""How often the ranks that wait in a save ask the store, and for how long."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Store:
         return json.dumps({"ok": True}).encode()
 
     def set(self, key: str, value: str) -> None:
-        raise AssertionError("it only listens")
+        """Drop a report of the test's rank."""
 
     def delete_key(self, key: str) -> bool:
         raise AssertionError("it only listens")
@@ -61,3 +61,10 @@ def test_all_ranks_that_wait_in_a_save_together_do_not_fill_the_store(
 def test_few_ranks_look_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     store = waited(monkeypatch, 8)
     assert 10 * WAIT_S < store.looks < 11 * WAIT_S
+
+
+def test_a_rank_that_has_reported_waits_for_a_slow_rank_0_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it gave up after 20 minutes, and rank 0 then committed: the ranks disagreed about the save."""
+    talk = Exchange(Store(monkeypatch), rank=1, world_size=2, topic="save", number=1, timeout_s=WAIT_S / 10)
+    talk.report({})
+    assert talk.listen() == {"ok": True}
