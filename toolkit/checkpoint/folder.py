@@ -141,6 +141,18 @@ class CheckpointFolder:
         """Return the committed checkpoints, newest first."""
         return committed(self.folder)
 
+    def newest_whole(self) -> int | None:
+        """Return the step of the newest checkpoint whose manifest is intact and whose files have the right sizes."""
+        for path in self.list():
+            try:
+                self.manifest(path)
+            except CorruptCheckpointError:
+                continue
+            except CheckpointError:
+                pass  # it cannot be read, and a load will say why
+            return step_of(path)
+        return None
+
     def is_committed(self, step: int) -> bool:
         """True if `step` has been saved. Raises CheckpointError where the disk does not say."""
         with file_errors("looking for", path := self.path(step) / manifests.NAME):

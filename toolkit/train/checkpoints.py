@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit.checkpoint.folder import newest_step
+from toolkit.checkpoint.folder import step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.config import CheckpointConfig
@@ -14,7 +14,7 @@ from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.memory_copies import MemoryCopies
-from toolkit.train.resume import log_what_differs, manifest_or_none, refuse_another_run
+from toolkit.train.resume import log_what_differs, refuse_another_run
 from toolkit.train.saver import Saver
 from toolkit.train.state import Checkpointed, TrainingState
 
@@ -41,10 +41,10 @@ class Checkpoints:
         """
         self._session.activity.phase = activity.LOADING
         checkpoints = self.saver.checkpoints
-        # A copy in memory, newer than the disk, is there only after a restart inside the job.
+        # A copy in memory, newer than what is whole on disk, is there only after a restart inside the job.
         loaded = damage = None
         try:
-            loaded = self.copies.load(newest_step(checkpoints.folder))
+            loaded = self.copies.load(checkpoints.newest_whole)
         except CorruptCheckpointError as error:
             damage = error
         is_on_disk = loaded is None
@@ -54,22 +54,32 @@ class Checkpoints:
                 raise damage
         elif self._session.is_main:
             checkpoints.sweep()
+            # What is on disk of a later step is damaged, and must not pass for the save of that step.
+            for path in checkpoints.list():
+                if step_of(path) >= loaded.step:
+                    checkpoints.reject(path, "it is damaged, and the run goes on from an earlier step in memory")
         self.saver.set_timer()
         if loaded is None:
             return None
         self._state.restore(loaded)
+        newest: int | None = loaded.step
         if not is_on_disk:
             # The restart may have cut off the save of the best state: what is on disk counts, as rank 0 sees it.
-            manifests = (manifest_or_none(checkpoints, path) for path in checkpoints.list())
-            metas = (manifest.meta for manifest in manifests if manifest is not None)
-            kept = self._session.from_main(
-                "best", lambda: {key: value for key, value in next(metas, {}).items() if key.startswith("best")}
-            )
-            self._state.restore_best(kept)
+            on_disk = self._session.from_main("on disk", self._on_disk)
+            self._state.restore_best(on_disk["meta"])
+            newest = on_disk["newest"]
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
-        self.saver.resume_from(loaded.step if is_on_disk else newest_step(checkpoints.folder))
+        self.saver.resume_from(newest)
         return loaded
+
+    def _on_disk(self) -> dict[str, Json]:
+        """Return the newest checkpoint's step, and its best figure."""
+        manifests = map(self.saver.checkpoints.valid, self.saver.checkpoints.list())
+        newest = next((manifest for manifest in manifests if manifest is not None), None)
+        if newest is None:
+            return {"newest": None, "meta": {}}
+        return {"newest": newest.step, "meta": {k: v for k, v in newest.meta.items() if k.startswith("best")}}
 
     def roll_back(self, step: int, newest: int) -> int | None:
         """Fill the strategy from the newest good checkpoint up to step ``newest``.

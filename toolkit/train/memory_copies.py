@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from toolkit import logs
 from toolkit.checkpoint.memory import Memory
@@ -34,11 +34,15 @@ class MemoryCopies:
             self._clock = CopyClock(every)
             self._memory = Memory.of_this_rank(session.rank, session.world_size, session.attempt, os.environ)
 
-    def load(self, newest_on_disk: int | None) -> Loaded | None:
-        """Load the copy kept before a restart inside the job. None: there is none newer than what is on disk."""
+    def load(self, newest_on_disk: Callable[[], int | None]) -> Loaded | None:
+        """Load the copy kept before a restart inside the job. None: there is none newer than what is on disk.
+
+        Only rank 0 calls ``newest_on_disk``.
+        """
         if self._memory is None:
             return None
-        return self._memory.load(self._state.places(), self._session.store, newest_on_disk)
+        newer_than = newest_on_disk() if self._session.is_main else None
+        return self._memory.load(self._state.places(), self._session.store, newer_than)
 
     def is_due(self, step: int) -> bool:
         """True if the state is to be copied after ``step`` steps."""

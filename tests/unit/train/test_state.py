@@ -505,6 +505,29 @@ def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
     assert saver.is_best({"eval/accuracy": 0.8})
 
 
+def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor does it pass for the save of its step, once the run reaches that step again."""
+    checkpoints._state.source.loaded = lambda values: None
+    for step in (10, 30):
+        checkpoints.saver.save(step, REACHED)
+    damaged = tmp_path / "checkpoints" / "step-00000030" / "rank-00000.safetensors"
+    os.truncate(damaged, damaged.stat().st_size - 1)
+    on_disk: list[int | None] = []
+
+    def load(places: Any, store: Any, newer_than: int | None) -> Loaded:
+        on_disk.append(newer_than)
+        return Loaded(25, checkpoints._state.meta, {}, IN_MEMORY)
+
+    monkeypatch.setattr(checkpoints.copies, "_memory", SimpleNamespace(load=load))
+    checkpoints.resume()
+    assert on_disk == [10]
+    assert checkpoints.saver.newest == 10
+    checkpoints.saver.save(30, REACHED)
+    assert checkpoints.saver.checkpoints.valid(damaged.parent) is not None
+
+
 def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:
     keep = checkpoints.saver.checkpoints.keep = Keep(newest=2, best="-eval/loss")
 
