@@ -152,7 +152,7 @@ class Trainer:
         self._loss.restore(meta.get("loss_window"))
         self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
-        self._not_finite.restore(meta.get("not_finite"))
+        self._not_finite.restore(meta)
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _train(self) -> None:
@@ -292,8 +292,7 @@ class Trainer:
             "loss_window": self._loss.state(),
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
-            "finite": self._not_finite.weights_were_finite,
-            "not_finite": self._not_finite.state(),
+            **self._not_finite.state(),
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept

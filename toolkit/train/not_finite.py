@@ -67,13 +67,14 @@ class NotFinite:
         elif self.stops:
             self.refuse(step)
 
-    def state(self) -> Json:
-        """Return what a checkpoint must hold: the row of bad means. A stop does not end the row."""
-        return {"row": self._row, "since": self._since}
+    def state(self) -> dict[str, Json]:
+        """Return what a checkpoint must hold. A stop does not end the row of bad means."""
+        return {"finite": self.weights_were_finite, "not_finite": {"row": self._row, "since": self._since}}
 
-    def restore(self, saved: Any) -> None:
-        """Go on from a :meth:`state`."""
-        if saved is not None:
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint whose ``meta`` has a :meth:`state`; those of older versions have none."""
+        self.weights_were_finite = meta.get("finite", True)
+        if (saved := meta.get("not_finite")) is not None:
             self._row, self._since = saved["row"], saved["since"]
 
     def may_save(self, step: int, *, is_last: bool) -> bool:

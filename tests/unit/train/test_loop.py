@@ -34,13 +34,21 @@ def test_weights_of_every_type_that_can_be_nan_are_looked_at(dtype: torch.dtype)
     assert bad_weights({"weights/a": good, "weights/b": bad, "weights/c": torch.ones(3, dtype=torch.int8)}) == ["b"]
 
 
+def checks(**train: Any) -> NotFinite:
+    held: Any = SimpleNamespace(sum=dict, global_samples=lambda step: [step], activity=SimpleNamespace())
+    held.live = lambda: {"weights/a": torch.tensor([math.nan])}
+    return NotFinite(TrainConfig(**train), held, held, held, lambda step, newest: None)
+
+
+def test_a_resumed_state_of_weights_that_were_not_finite_stays_marked() -> None:
+    """Before, an evaluation after the resume wrote into the checkpoint that they were finite."""
+    before, after = checks(on_nan="warn"), checks(on_nan="warn")
+    assert before.may_save(10, is_last=False)
+    after.restore(before.state())
+    assert after.state()["finite"] is False
+
+
 def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count() -> None:
-    held: Any = SimpleNamespace(sum=lambda values: {}, live=dict, global_samples=lambda step: [step])
-
-    def checks() -> NotFinite:
-        return NotFinite(TrainConfig(), held, held, held, lambda step, newest: None)
-
-    held.activity = SimpleNamespace()
     before, after = checks(), checks()
     before.judge(10, math.nan, [])
     after.restore(before.state())
