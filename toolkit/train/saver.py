@@ -109,12 +109,18 @@ class Saver:
 
     def describe(self, step: int, reached: Mapping[str, Json]) -> None:
         """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""
-        self._best_begun = self._best_committed = self._state.best
+        self._best_begun, is_noted = self._state.best, True
         if self._session.is_main:
             try:
                 self.checkpoints.describe(step, {**self._state.meta, **reached})
             except CheckpointError as error:
                 log.warning("the evaluation of step %d is not noted in its checkpoint: %s", step, error)
+                is_noted = False
+        # All ranks must know the same best figure: they decide by it whether to save.
+        if self._state.source.sum({"failed": float(not is_noted)})["failed"]:
+            self._forget_best()
+        else:
+            self._best_committed = self._best_begun
 
     def leave_out(self) -> None:
         """Note that a due save is not made. It may have been that of the best state so far."""

@@ -544,6 +544,21 @@ def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Chec
     assert saved(tmp_path).keys() == {10, 30}
 
 
+@pytest.mark.parametrize("fails_on", ["rank 0", "none"])
+def test_a_best_state_that_could_not_be_described_does_not_count_as_kept(
+    checkpoints: Checkpoints, votes: Votes, fails_on: str
+) -> None:
+    saver = checkpoints.saver
+    saver.checkpoints.keep = Keep(2, best="eval/accuracy")
+    saver.save(10, REACHED)
+    assert saver.is_best({"eval/accuracy": 0.9})
+    with full_disk() as disk:
+        disk.is_full = fails_on == "rank 0"
+        saver.describe(10, {"metrics": {"eval/accuracy": 0.9}})
+    assert votes.asked == 1  # the other ranks learn of it
+    assert saver.is_best({"eval/accuracy": 0.8}) == (fails_on == "rank 0")
+
+
 def test_a_best_state_that_may_not_be_saved_does_not_count_as_kept(checkpoints: Checkpoints) -> None:
     saver = checkpoints.saver
     saver.checkpoints.keep = Keep(2, best="eval/accuracy")
