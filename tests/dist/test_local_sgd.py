@@ -340,6 +340,38 @@ def test_a_checkpoint_inside_a_round_has_the_mean_as_the_model(tmp_path: Path) -
     torch.testing.assert_close(whole.read(path, "1.weight", records["1.weight"]), sum(found), atol=1e-6, rtol=0)
 
 
+class Counts(nn.Linear):
+    """Keeps the number of its passes beside its tensors."""
+
+    passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(images)
+
+    def get_extra_state(self) -> int:
+        return self.passes
+
+    def set_extra_state(self, state: int) -> None:
+        self.passes = state
+
+
+def counting_images() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), Counts(16, 5))
+
+
+def test_a_damaged_file_is_passed_over_where_the_model_has_extra_state(tmp_path: Path) -> None:
+    """Before, the rank that found the damage and the others waited for each other."""
+    config = replace(trainer.CONFIG, max_steps=5)
+    train = partial(trainer.train, name=AVERAGE, config=config, model=counting_images, checkpoint=CheckpointConfig(3))
+    run_ranks(2, train, tmp_path)
+    file = tmp_path / "checkpoints" / "step-00000005" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])  # rank 0 finds it by its size
+    for result, _ in run_ranks(2, train, tmp_path):
+        assert result.step == 5
+    assert len(list(tmp_path.glob("checkpoints/step-00000005.bad-*"))) == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ stops
 
 

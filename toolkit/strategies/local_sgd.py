@@ -211,7 +211,10 @@ class LocalSgd(Spmd):
 
     def state(self) -> dict[str, Entry]:
         self._show_mean()
-        found = super().state()
+        return super().state()
+
+    def _declared(self, extra: Mapping[str, Entry]) -> dict[str, Entry]:
+        found = super()._declared(extra)
         # Where the optimizers' states differ between the ranks, each rank stores its own.
         if self._inside or self._meeting.keeps_slots:
             found = dict(self._as_own(name, entry) for name, entry in found.items())
@@ -224,7 +227,7 @@ class LocalSgd(Spmd):
         own = {f"weights/{name}": value for name, value in self._own.items()} if self._shows_mean else {}
         return super().live() | own
 
-    def enter(self, step: int, names: Collection[str]) -> None:
+    def enter(self, step: int, names: Collection[str]) -> dict[str, Entry]:
         self._step = step
         self._inside = self._shows_mean = any(name.startswith(REPLICA) for name in names)
         # A checkpoint from inside a round has each rank's own weights: make the places for them.
@@ -232,6 +235,7 @@ class LocalSgd(Spmd):
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         self._round_weight.zero_()
         self._meeting.enter(names)
+        return self._declared(self._extra.places())
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last window; the gradient's norm is this rank's own.

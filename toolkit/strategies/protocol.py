@@ -213,9 +213,9 @@ class AllNeeded:
 class InRounds(Protocol):
     """A strategy whose replicas differ inside a round. Its state there is not that of a round's end."""
 
-    def enter(self, step: int, names: Collection[str]) -> None:
-        """Prepare for reading a checkpoint of ``step`` steps that holds ``names``.
+    def enter(self, step: int, names: Collection[str]) -> State:
+        """Prepare for reading a checkpoint of ``step`` steps that holds ``names``, and return the places for it.
 
-        What ``state()`` declares next are the places for it; that call is not a collective. May be called again for
-        another checkpoint. Raises ConfigError for one that this strategy cannot continue from.
+        It is no collective: another rank may have found the checkpoint damaged. May be called again for another
+        checkpoint. Raises ConfigError for one that this strategy cannot continue from.
         """

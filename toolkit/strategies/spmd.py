@@ -117,11 +117,15 @@ class Spmd(AllNeeded):
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
         self._update.equalise()
+        return self._declared(self._extra.entries())
+
+    def _declared(self, extra: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Return the entries of :meth:`state` as they are now, with the extra state ``extra``. Nothing is sent."""
         entries: dict[str, Entry] = {}
         for name, value in self._model.state_dict().items():
             if not name.endswith(SUFFIX):
                 entries[f"model/{name}"] = entry(value)
-        entries |= self._extra.entries() | self._layout.state() | self._update.state()
+        entries |= {**extra} | self._layout.state() | self._update.state()
         return dict(self._layout.uncut(entries))
 
     def live(self) -> dict[str, Tensor]:

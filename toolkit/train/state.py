@@ -126,9 +126,12 @@ class TrainingState:
 
     def now(self) -> State:
         """Return the state as it is, of live tensors."""
+        return {**self.source.state(), **self._own()}
+
+    def _own(self) -> State:
+        """Return the loader's position, if it is this rank's own."""
         position = None if self._loader is None else self._loader.state()
-        own = {} if position is None else {self._position: PerRank(position)}
-        return {**self.source.state(), **own}
+        return {} if position is None else {self._position: PerRank(position)}
 
     def places(self) -> State | Callable[[Manifest], State]:
         """Return what is to be filled from a checkpoint.
@@ -138,13 +141,11 @@ class TrainingState:
         source = self.source
         if isinstance(source, Fitting):
             return source.places
-        state = self.now()
         if not isinstance(source, InRounds):
-            return state
+            return self.now()
 
         def entered(manifest: Manifest) -> State:
-            source.enter(manifest.step, [*manifest.tensors, *manifest.values])
-            return self.now()
+            return {**source.enter(manifest.step, [*manifest.tensors, *manifest.values]), **self._own()}
 
         return entered
 
