@@ -372,6 +372,18 @@ def test_a_damaged_file_is_passed_over_where_the_model_has_extra_state(tmp_path:
     assert len(list(tmp_path.glob("checkpoints/step-00000005.bad-*"))) == 1
 
 
+@pytest.mark.parametrize(("config", "steps"), [(AVERAGE, 5), (DILOCO, 3)], ids=["inside a round", "at a round's end"])
+def test_ranks_that_differ_finish_their_round_whatever_after_steps_says(
+    config: StrategyConfig, steps: int, tmp_path: Path
+) -> None:
+    run_ranks(2, train_up_to(config, steps), tmp_path)
+    later = replace(config, local_sgd=replace(config.local_sgd, after_steps=100))
+    (_, one), (_, other) = run_ranks(2, train_up_to(later, 6), tmp_path)
+    assert not any(name.startswith("replica/") for name in one), "the round has ended"
+    weights = [name for name in one if name.startswith("model/")]
+    trainer.assert_same({name: one[name] for name in weights}, {name: other[name] for name in weights})
+
+
 # ------------------------------------------------------------------------------------------------------------ stops
 
 

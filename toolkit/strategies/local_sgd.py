@@ -185,7 +185,9 @@ class LocalSgd(Spmd):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         # A mean over one rank changes nothing. diloco's outer step does, so a single rank has rounds there as well.
         alone = self.share.count == 1 and self._config.outer == "average"
-        self._is_local = self._step >= self._config.after_steps and not alone
+        # A resume with a larger after_steps changes nothing once ranks differ: ddp's steps are for equal ones.
+        ranks_differ = self._inside or self._meeting.keeps_slots
+        self._is_local = (ranks_differ or self._step >= self._config.after_steps) and not alone
         with torch.no_grad():
             # Each rank goes on with its own weights, where the model has shown their mean.
             if self._shows_mean:
