@@ -29,7 +29,7 @@ from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
-MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
+MODEL, AVERAGE, OPTIMIZER, OTHERS, GROUPS = "model", "ema", "optim", "state", "groups"
 
 
 @runtime_checkable
@@ -53,6 +53,7 @@ class Resumables:
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
+        _refuse_average_of_another(modules)
         self._modules = _prefixed(modules)
         for name, module in modules.items():
             refuse_copies(f"run.resumable: {name}", module)
@@ -306,6 +307,25 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         else:
             by_prefix[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
     return by_prefix
+
+
+def _refuse_average_of_another(modules: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError if ``ema`` averages another network than ``model``. It begins as a copy of that."""
+    if not {MODEL, AVERAGE} <= modules.keys():
+        return
+    average = modules[AVERAGE]
+    inner = bare(average.module) if isinstance(average, AveragedModel) else average
+    copied = [name for name, each in modules.items() if each is not average and _are_equal(each, inner)]
+    if copied and MODEL not in copied:
+        raise ConfigError(
+            f"run.resumable: ema is an average of {copied[0]}, and `toolkit checkpoint export` gives ema as the "
+            f"average of model; hand it over under another name: run.resumable(ema_{copied[0]}=...)"
+        )
+
+
+def _are_equal(one: nn.Module, other: nn.Module) -> bool:
+    ones, others = ({name: local(p) for name, p in each.named_parameters()} for each in (one, other))
+    return ones.keys() == others.keys() and all(torch.equal(p, others[name].to(p)) for name, p in ones.items())
 
 
 def _place(name: str, rank: int | None = None) -> str:

@@ -94,6 +94,15 @@ def test_a_module_whose_state_has_copies_of_weights_is_refused() -> None:
     handed_over(model=model)
 
 
+def test_an_average_of_another_network_is_not_taken_for_the_models() -> None:
+    """An export with --weights average gave the critic's average as the model's."""
+    model, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"ema is an average of critic.*run\.resumable\(ema_critic="):
+        handed_over(model=model, critic=critic, ema=AveragedModel(critic))
+    handed_over(model=model, critic=critic, ema_critic=AveragedModel(critic))
+    handed_over(model=model, critic=critic, ema=AveragedModel(model))
+
+
 class WithExtraState(nn.Linear):
     def get_extra_state(self) -> Tensor:
         return torch.ones(2)
