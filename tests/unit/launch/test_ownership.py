@@ -25,7 +25,7 @@ from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError,
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
-from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.nodes import Nodes, remembered
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import changes, ownership, stop_request
 from toolkit.launch.record.changes import Change
@@ -161,6 +161,13 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
         attach(run).wait(5)
     assert resume(run).job_id == "4"
+
+
+def test_a_resume_uses_the_nodes_again_that_its_last_job_had_given_up(run: RunDir, slurm: FakeSlurm) -> None:
+    attach(run).cancel()
+    Nodes(run, allocation("1"), spare=0, allow_fewer=False).condemn("node1", "no answer")
+    resume(run)
+    assert remembered(run) == {}
 
 
 @pytest.mark.parametrize("override", ["optim.lr=0.1", "optim={lr: 0.1}"])

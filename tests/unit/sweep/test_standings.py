@@ -13,6 +13,8 @@ from tests.unit.sweep.test_submission import project, submit  # noqa: F401  # a 
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes, remembered
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.sweep_folder import SweepDir
@@ -173,12 +175,13 @@ def test_a_point_stopped_before_it_had_an_owner_goes_on_with_a_retry() -> None:
     result = run.result()
     assert (result and result.state) == RunState.STOPPED
     assert [row.state for row in slurm.user_jobs()] == ["CANCELLED", "CANCELLED"]
+    Nodes(run, Allocation(("node1",), (1,), 1), spare=0, allow_fewer=False).condemn("node1", "no answer")
     retry_all(sent.sweep, slurm)
     retried = sent.sweep.arrays()[-1]
     record = retried.record()
     assert record is not None
     assert element.claim(retried, 0, record.token) == run
-    assert (run.result(), stop_request.asked(run)) == (None, None)
+    assert (run.result(), stop_request.asked(run), remembered(run)) == (None, None, {})
 
 
 def test_a_point_stopped_without_an_owner_waits_again_after_a_retry() -> None:
