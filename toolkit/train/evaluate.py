@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -10,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from toolkit.errors import JobFailedError, RankLostError, ToolkitError
+from toolkit.errors import JobFailedError, RankLostError, ToolkitError, listing
 from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
@@ -62,10 +63,12 @@ def evaluate(
             cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
         if cut:
             break
-    # The sum below goes by the place of a name: with other names on one rank it would add up different figures.
-    digests = strategy.by_rank({_NAMES: 1.0 + crc32(repr(names[0]).encode()) if names else 0.0})[_NAMES]
-    if len({*digests.tolist()} - {0.0}) > 1:
-        raise _differ(measure, f"the ranks' figures differ, those of this rank are {_listed(names)}")
+    # The sum below goes by the place of a name: with other names on one rank it would add up different figures. A rank
+    # whose samples are counted by another has no rows.
+    digests = {_NAMES: _digest(names[0]) if names else 0.0, _ROWS: _digest(names[1]) if names and count else 0.0}
+    if odd := _odd_ranks(strategy.by_rank(digests).values()):
+        who = f"the figures of rank {listing(odd)} differ from those of the others"
+        raise _differ(measure, f"{who}, and those of this rank are {_listed(names)}")
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
     ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
     totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
@@ -102,6 +105,21 @@ _Names: TypeAlias = tuple[list[str], list[str]]
 def _listed(names: _Names | None) -> str:
     sums, rows = names or ([], [])
     return ", ".join([name.replace(WEIGHT, " (its weight)") for name in sums] + rows) or "none"
+
+
+def _digest(names: list[str]) -> float:
+    """Return a number that is equal for equal names, and never 0."""
+    return 1.0 + crc32(repr(names).encode())
+
+
+def _odd_ranks(digests: Iterable[Tensor]) -> list[str]:
+    """Return the ranks whose digest, in any of ``digests`` (ranks,), is not the most common one. 0 counts as none."""
+    odd: set[int] = set()
+    for digest in digests:
+        by_rank = {rank: number for rank, number in enumerate(digest.tolist()) if number}
+        usual = Counter(by_rank.values()).most_common(1)
+        odd |= {rank for rank, number in by_rank.items() if number != usual[0][0]}
+    return [str(rank) for rank in sorted(odd)]
 
 
 def _differ(measure: Measure, what: str) -> JobFailedError:

@@ -17,7 +17,7 @@ from toolkit.config import load_config
 from toolkit.errors import ConfigError, JobFailedError
 from toolkit.metrics.sinks import FanOut, JsonlSink, TensorBoardSink
 from toolkit.ranks.batch import Batch
-from toolkit.strategies.objective import Loss, Measure
+from toolkit.strategies.objective import Loss, Measure, Rows
 from toolkit.strategies.protocol import Strategy
 from toolkit.train import run_job
 from toolkit.train.evaluate import evaluate
@@ -49,6 +49,36 @@ def test_a_figure_that_one_batch_lacks_is_refused_with_both_lists_of_names() -> 
 
     with pytest.raises(JobFailedError, match=r"returned loss, recall, for another loss; return each figure for every"):
         figures_of(measure)
+
+
+class OneOfThree(Alone):
+    """The last of three ranks, of which the first two have ``others``."""
+
+    def __init__(self, others: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.others, self.digests = others, dict[str, Tensor]()
+
+    def by_rank(self, values: Any) -> dict[str, Tensor]:
+        own = super().by_rank(values)
+        self.digests = {name: torch.cat([self.others.get(name, value)] * 2 + [value]) for name, value in own.items()}
+        return self.digests
+
+
+@pytest.mark.parametrize("names", [("scores", "labels"), ()], ids=["another name", "no rows"])
+def test_rows_that_not_every_rank_has_are_refused_with_the_rank_and_its_names(names: tuple[str, ...]) -> None:
+    """Before, another name was a KeyError, and the rows of a rank without any were left out."""
+
+    def measure(model: Any, batch: Batch) -> dict[str, Any]:
+        return {"loss": batch.data} | {name: Rows(batch.data) for name in here}
+
+    here: tuple[str, ...] = ("scores", "classes")
+    others = OneOfThree({})
+    assert evaluate(cast(Strategy, others), batches(), len(VALUES), measure)
+    here = names
+    odd = OneOfThree({name: digest[:1] for name, digest in others.digests.items()})
+    words = ", ".join(["loss", *sorted(here)])
+    with pytest.raises(JobFailedError, match=f"figures of rank 2 differ .* of this rank are {words}; return each"):
+        evaluate(cast(Strategy, odd), batches(), len(VALUES), measure)
 
 
 def test_a_mean_over_some_samples_is_nan_where_there_are_none_at_all() -> None:
