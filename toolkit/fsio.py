@@ -271,12 +271,13 @@ def _refuse_existing(path: Path) -> None:
 def make_private_and_sync(path: Path) -> None:
     """Make what a library has written there private, and flush it. torch's DCP writes files with the user's umask."""
     for each in (*(path.rglob("*") if path.is_dir() else ()), path):
-        each.chmod(DIR_MODE if each.is_dir() else FILE_MODE)
-        fd = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        if each.is_dir():
+            each.chmod(DIR_MODE)
+            sync_dir(each)
+        else:
+            each.chmod(FILE_MODE)
+            with each.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 #: A long file is flushed to disk in pieces of this size. One flush at its end would show no progress for as long as the

@@ -63,6 +63,8 @@ class CopyKeeper:
         """Carry out the supervisor's order to copy."""
         if order["wait_s"]:
             self._processes.copies.expect(order["wait_s"])
+        if self._relay is not None:
+            self._relay.close()
         self._relay, channel = socket.socketpair()
         self._relay.setblocking(False)
 

@@ -1,4 +1,4 @@
-"""How torch uses the GPU of a rank: switches for a whole process. Without a GPU they have no effect."""
+"""How torch uses the GPU of a rank: switches for a whole process. Most have no effect without a GPU."""
 
 from __future__ import annotations
 

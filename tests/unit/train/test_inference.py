@@ -23,7 +23,7 @@ from jobs.models import lenet
 from tests.unit.checkpoint.ranks import blank
 from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
-from toolkit import origin, rundir
+from toolkit import fsio, origin, rundir
 from toolkit.checkpoint import weights as checkpoint_weights
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -392,6 +392,18 @@ def test_another_users_sources_run_only_where_that_is_asked_for(
     if command != "resume":
         cli.main([*argv, "--trust"])
         assert (tmp_path / "mark").exists()
+
+
+def test_a_config_of_another_user_that_names_a_file_runs_it_only_where_that_is_asked_for(
+    strange: RunDir, tmp_path: Path
+) -> None:
+    elsewhere = strange.code.rename(tmp_path / "elsewhere")  # a run without a copy of its sources
+    settings = [f"job={elsewhere / 'strange_job.py'}"]
+    fsio.write_atomic(strange.config, configs.dump_config(configs.load_config(None, settings, site=False)))
+    assert cli.main(["evaluate", str(strange.path)]) == EXIT_REQUEST
+    assert not (tmp_path / "mark").exists()
+    cli.main(["evaluate", str(strange.path), "--trust"])
+    assert (tmp_path / "mark").exists()
 
 
 def test_another_users_weights_are_read_without_running_their_sources(strange: RunDir, tmp_path: Path) -> None:

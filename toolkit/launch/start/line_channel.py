@@ -75,17 +75,19 @@ class LineChannel:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            task, text = without_label(line)
-            self.events.put(NodeLine(task or 0, text, time.time()))
+        with self._process.stdout as stdout:
+            for line in stdout:
+                task, text = without_label(line)
+                self.events.put(NodeLine(task or 0, text, time.time()))
         self._process.wait()
         self._stderr.join(timeout=1.0)
         self.events.put(ChannelEnded())
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self.events.put(ErrorLine(line.strip()))
+        with self._process.stderr as stderr:
+            for line in stderr:
+                self.events.put(ErrorLine(line.strip()))
 
     def send(self, line: str) -> None:
         """Send a line to every node."""
