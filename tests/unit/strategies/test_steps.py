@@ -33,9 +33,9 @@ def test_a_spike_is_so_many_times_the_moving_average_of_the_steps_that_were_made
     assert verdicts(judge, *early) == [MADE] * WARM_UP, "no step is a spike before there is an average"
     ages = DECAY ** np.arange(WARM_UP)[::-1]
     mean = np.average(early, weights=ages)
-    assert verdicts(judge, 2.99 * mean * 1.02, torch.nan, torch.inf) == [SPIKE, NOT_FINITE, NOT_FINITE]
-    assert verdicts(judge, 2.99 * mean) == [MADE], "what is left out does not count"
-    assert verdicts(judge, 3.01 * mean) == [MADE], "and what is made does"
+    assert verdicts(judge, 3.01 * mean, torch.nan, torch.inf) == [SPIKE, NOT_FINITE, NOT_FINITE]
+    assert verdicts(judge, 3.01 * mean) == [SPIKE], "what is left out does not count"
+    assert verdicts(judge, 2.99 * mean, 3.01 * mean) == [MADE, MADE], "and what is made does"
 
 
 def test_without_a_factor_every_finite_norm_is_made() -> None:
