@@ -119,17 +119,19 @@ def test_no_error_shows_a_secret_that_stands_where_its_source_belongs(tmp_path: 
 def test_output_log_and_error_file_of_a_rank_mask_its_secrets(
     token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, write_through=True)
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    handler = logging.StreamHandler(stream)  # made before, as libraries do
+    output, errors = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", errors)
+    handler = logging.StreamHandler(errors)  # made before, as libraries do
     secret_values.give_to_rank({"API_TOKEN": str(token)})
     secret_values.give_to_rank({"API_TOKEN": str(token)})  # as in a script with toolkit.start()
     print("the token is", VALUE)
-    stream.writelines([f"{VALUE}\n"])
+    output.writelines([f"{VALUE}\n"])
     handler.handle(logging.LogRecord("x", logging.INFO, "x", 1, "log %s", (VALUE,), None))
-    assert raw.getvalue().decode() == "the token is [secret API_TOKEN]\n[secret API_TOKEN]\nlog [secret API_TOKEN]\n"
+    for stream in (output, errors):
+        stream.seek(0)
+    assert output.read() == "the token is [secret API_TOKEN]\n[secret API_TOKEN]\n"
+    assert errors.read() == "log [secret API_TOKEN]\n"
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
     monkeypatch.setenv("TOOLKIT_RUN_DIR", str(run.path))
