@@ -12,13 +12,15 @@ import pytest
 STRANGER = 54321
 
 
-def give(uid: int, paths: Iterable[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``paths`` seem to belong to ``uid``."""
+def give(uid: int, paths: Iterable[Path], monkeypatch: pytest.MonkeyPatch, gid: int | None = None) -> None:
+    """Let ``paths`` seem to belong to ``uid``, and to the group ``gid``. None: to their own."""
     plain = os.stat
     given = {plain(path, follow_symlinks=False).st_ino for path in paths}
 
     def stat(target: Any, *args: Any, **options: Any) -> os.stat_result:
         found = plain(target, *args, **options)
-        return os.stat_result((*found[:4], uid, *found[5:])) if found.st_ino in given else found
+        if found.st_ino not in given:
+            return found
+        return os.stat_result((*found[:4], uid, found.st_gid if gid is None else gid, *found[6:]))
 
     monkeypatch.setattr(os, "stat", stat)

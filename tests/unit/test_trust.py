@@ -51,26 +51,12 @@ def test_a_folder_above_may_be_open_to_all_if_it_is_sticky(place: Path) -> None:
 
 def test_a_group_that_may_write_is_refused_until_it_is_trusted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.parent.chmod(0o775)
-    monkeypatch.setattr(trust, "_is_own_group", lambda gid: f"@{STRANGER}" in os.environ.get(TRUST_VARIABLE, ""))
-    words = refused(place)
-    assert f"set {TRUST_VARIABLE}=@" in words
+    give(os.geteuid(), [place.parent], monkeypatch, gid=STRANGER)
+    assert refused(place).endswith(f"set {TRUST_VARIABLE}=@{STRANGER}")
+    monkeypatch.setenv(TRUST_VARIABLE, f"nobody, @{STRANGER}0")
+    refused(place)
     monkeypatch.setenv(TRUST_VARIABLE, f"nobody, @{STRANGER}")
     refuse_of_others(place, "x")
-
-
-def test_a_users_own_group_is_nobody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many systems give each user a group, and a umask that lets the group write."""
-    import grp
-    import pwd
-
-    me = pwd.struct_passwd(("ann", "x", STRANGER, STRANGER, "", "/", "sh"))
-    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
-    groups = {"ann": [], "lab": [], "anns": ["ann", "bob"]}
-    for number, (name, members) in enumerate(groups.items()):
-        monkeypatch.setattr(grp, "getgrgid", lambda gid, n=name, m=members: grp.struct_group((n, "x", gid, m)))
-        assert trust._is_own_group(STRANGER) == (name == "ann"), number
-        assert not trust._is_own_group(STRANGER + 1)
 
 
 @pytest.mark.parametrize("where", ["place", "above"])
@@ -176,13 +162,16 @@ def test_a_restarted_job_goes_on_with_no_run_that_others_may_write(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "members", "is_own"), [("ann", [], True), ("ann", ["ann"], True), ("ann", ["ann", "bob"], False)]
+    ("name", "members", "is_own"),
+    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["ann", "bob"], False), ("anns", [], False)],
 )
-def test_a_group_with_another_member_is_not_the_users_own(
+def test_a_group_with_another_name_or_member_is_not_the_users_own(
     name: str, members: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Many systems give each user a group, and a umask that lets the group write."""
     me = pwd.struct_passwd(("ann", "x", 4711, 4711, "", "/", "sh"))
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
     assert trust._is_own_group(4711) is is_own
+    assert not trust._is_own_group(4712)
