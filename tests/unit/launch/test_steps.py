@@ -26,13 +26,19 @@ TIMEOUT_S = 20
 @pytest.mark.parametrize(
     ("line", "ranks", "host", "how", "number"),
     [
-        ("srun: error: node1: task 0: Killed", (0,), "node1", "SIGKILL", signal.SIGKILL),
+        ("srun: error: node1: task 0: Killed", (0,), "node1", "killed by SIGKILL (Killed)", signal.SIGKILL),
         ("srun: error: node2: tasks 2-3: Exited with exit code 1", (2, 3), "node2", "exit code 1", None),
         ("srun: error: node2: tasks 2,5-6: Exited with exit code 75", (2, 5, 6), "node2", "exit code 75", None),
-        ("srun: error: n-01: task 7: Segmentation fault (core dumped)", (7,), "n-01", "SIGSEGV", signal.SIGSEGV),
-        ("srun: error: node1: task 4: Terminated", (4,), "node1", "SIGTERM", signal.SIGTERM),
-        ("srun: error: node1: task 4: Out Of Memory", (4,), "node1", "Out Of Memory", signal.SIGKILL),
-        ("srun: error: node1: task 4: Aborted", (4,), "node1", "SIGABRT", signal.SIGABRT),
+        (
+            "srun: error: n-01: task 7: Segmentation fault (core dumped)",
+            *((7,), "n-01", "killed by SIGSEGV (Segmentation fault (core dumped))", signal.SIGSEGV),
+        ),
+        ("srun: error: node1: task 4: Terminated", (4,), "node1", "killed by SIGTERM (Terminated)", signal.SIGTERM),
+        (
+            "srun: error: node1: task 4: Out Of Memory",
+            *((4,), "node1", "killed by SIGKILL (Out Of Memory)", signal.SIGKILL),
+        ),
+        ("srun: error: node1: task 4: Aborted", (4,), "node1", "killed by SIGABRT (Aborted)", signal.SIGABRT),
     ],
 )
 def test_srun_says_which_rank_ended_how(
@@ -40,8 +46,7 @@ def test_srun_says_which_rank_ended_how(
 ) -> None:
     ended = parse_srun_line(line + "\n", ["node1"] * 8)
     assert isinstance(ended, RanksExited)
-    assert (ended.ranks, ended.host, ended.signal) == (ranks, host, number)
-    assert how in ended.how
+    assert (ended.ranks, ended.host, ended.how, ended.signal) == (ranks, host, how, number)
 
 
 @pytest.mark.parametrize(
