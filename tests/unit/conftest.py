@@ -39,6 +39,9 @@ def log_as_at_the_start() -> Iterator[None]:
     yield
     for handler in {*LOGGER.handlers} - {*before[0]}:
         handler.close()
+        stream = getattr(handler, "stream", None)
+        if isinstance(getattr(stream, "name", None), int):  # a file of `logs.add_file`, opened by its descriptor
+            stream.close()
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
     LOGGER.setLevel(before[1])
 

@@ -314,7 +314,7 @@ def test_nobody_gets_data_without_the_secret(made: Package, cluster: Cluster) ->
     node.stage(made, above=[])
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    cluster.until(lambda: not thread.is_alive())
+    cluster.until(lambda: not thread.is_alive() and node.is_done())
     assert [len(part) for part in got] == [32, 3]
 
 

@@ -332,6 +332,7 @@ def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
     stranger = Sender({**told, "token": "ab" * 32})
     with pytest.raises((EOFError, OSError)):
         stranger.send(complete, Role.PARTNER)
+    stranger.close()
     receiver.close()
     assert nodes.loads() == [6, 6]
 

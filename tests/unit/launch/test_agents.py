@@ -90,6 +90,10 @@ class Site:
         links.call(links.close)
         await_true(lambda: links._waker.fileno() < 0)
 
+    def close(self) -> None:
+        self.agents.close()
+        self.endpoint.listening.close()
+
     def start(self, script: str, **environ: str) -> RunningRanks:
         self.attempt += 1
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
@@ -120,7 +124,7 @@ def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path:
     assert site.next() == AllRanksEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
-    site.agents.close()
+    site.close()
 
 
 def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path
     assert site.events.get(timeout=TIMEOUT_S) == RanksFinished((1,))
     step.kill()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.parametrize("signals_all", [False, True])
@@ -145,7 +149,7 @@ def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: P
     site.store.close()
     site.start("true")
     assert [type(site.next()), site.next()] == [AllRanksEnded, AllRanksEnded(0)]  # the agent has stayed
-    site.agents.close()
+    site.close()
 
 
 def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_pat
     assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
     step.kill()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.parametrize("apart", ["", "setsid "])
@@ -171,7 +175,7 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     assert site.next() == AllRanksEnded(3)
     site.store.close()
     await_true(lambda: gone(int(note.read_text())))
-    site.agents.close()
+    site.close()
 
 
 def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
@@ -183,7 +187,7 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
     site.start("echo $WORD$GONE-$PPID", WORD="two")
     assert site.next() == AllRanksEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
-    site.agents.close()
+    site.close()
 
 
 def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     assert failed.ranks == (0,)
     assert "no-such-program" in failed.why
     assert site.next() == AllRanksEnded(1)
-    site.agents.close()
+    site.close()
 
 
 def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     site.store.close()
     site.start("true")
     assert site.next() == AllRanksEnded(0)
-    site.agents.close()
+    site.close()
 
 
 #: Stands for the agent's program: one whose node is found sick at once.
@@ -246,7 +250,7 @@ def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_age
     site.start("exit 3")
     site.next()
     assert not gone(watch)
-    site.agents.close()
+    site.close()
     await_true(lambda: gone(watch))
 
 
@@ -296,7 +300,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
     for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
         assert text in said
-    site.agents.close()
+    site.close()
 
 
 #: An agent that looks at its copies before each attempt.
@@ -335,7 +339,7 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monk
     (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
     assert attempt() == {str(sources[1]): copies[str(sources[1])]}
     assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +349,7 @@ def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkey
     assert {type(event) for event in happened} == {LaunchFailed, AllRanksEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
     assert "agent-here.log" in failed.why
-    site.agents.close()
+    site.close()
 
 
 def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> None:
@@ -357,7 +361,7 @@ def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> Non
     assert (never_began.ranks, never_began.how) == ((0,), "killed before it was started")
     assert site.next() == AllRanksEnded(-signal.SIGKILL)
     assert not site.run.rank_log(1, 0).exists()
-    site.agents.close()
+    site.close()
 
 
 def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
@@ -371,7 +375,7 @@ def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
     await_true(lambda: told.exists() and told.read_text() == '{"propose": "stop", "by": "a test"}\n')
     site.store.close()
     await_true(lambda: gone(int((tmp_path / "pid").read_text())))
-    site.agents.close()
+    site.close()
     assert site.events.empty()
 
 
@@ -379,7 +383,7 @@ def test_a_store_that_ends_by_itself_is_reported(tmp_path: Path) -> None:
     site = Site(tmp_path, store=STORE.partition(";")[0] + "; exit 3")
     site.start("sleep 600")
     assert site.next() == StoreHostEnded(3)
-    site.agents.close()
+    site.close()
 
 
 def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
@@ -388,7 +392,7 @@ def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)
     agent = site.agent
-    site.agents.close()
+    site.close()
     await_true(lambda: gone(agent) and gone(int(note.read_text())))
 
 
@@ -434,7 +438,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
             assert is_closed(connection)
     step.kill()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.agents.close()
+    site.close()
 
 
 def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp_path: Path) -> None:
@@ -502,7 +506,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(tmp_path: Path) -> None:
@@ -521,7 +525,7 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
     assert orders == [{"do": "leave"}]
     assert site.agents.links.hosts == {"here"}
     assert not gone(site.agent)
-    site.agents.close()
+    site.close()
 
 
 # ------------------------------------------------------------------------------------------------ checks of the node
@@ -544,7 +548,7 @@ def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> No
     assert (answered.host, answered.message["text"]) == ("here", f"{site.agent} is well\n")
     began, ended = answered.message["began"], answered.message["ended"]
     assert before < answered.asked < began < ended < answered.received
-    site.agents.close()
+    site.close()
 
 
 def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
@@ -552,7 +556,7 @@ def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
     opened(site)
     check(site, ["/no/such/program"])
     assert "/no/such/program" in site.next().message["text"]
-    site.agents.close()
+    site.close()
 
 
 def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
@@ -564,7 +568,7 @@ def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
     site.start("echo started")
     assert site.next() == AllRanksEnded(0)
     assert not gone(int(note.read_text())), "a rank's end is not theirs"
-    site.agents.close()
+    site.close()
     await_true(lambda: gone(int(note.read_text())))
 
 
@@ -574,7 +578,7 @@ def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) ->
     opened(site)
     check(site, ["sh", "-c", "echo well; exec sleep 600"])
     assert site.next().message["text"] == "well\n"
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -588,7 +592,7 @@ def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path
     assert isinstance(silent, NodeSilent)
     assert (silent.host, silent.is_certain) == ("here", True)
     assert "exit code 1" in silent.why
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp_path: Path) -> None:
@@ -599,7 +603,7 @@ def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp
     await_true(note.exists)
     os.kill(site.agent, signal.SIGKILL)
     assert site.next() == NodeSilent("here", "its agent has ended", is_certain=False)
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None:
@@ -620,7 +624,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
     assert told.host == "here"
     assert "127.0.0.9" in told.message["addresses"]
     assert site.agents.host_at("127.0.0.1") == "here"
-    site.agents.close()
+    site.close()
 
 
 # ---------------------------------------------------------------------------------------------------------- the reports
@@ -674,7 +678,7 @@ elif rank == 1:
     first = [event for event in happened if isinstance(event, FirstReports)]
     assert {rank for event in first for rank in event.ranks} == {0, 1}
     assert {(event.attempt, event.host) for event in first} == {(1, "here")}
-    site.agents.close()
+    site.close()
 
 
 def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path: Path) -> None:
@@ -687,7 +691,7 @@ def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path
 
     digest = wait_for(all_three, TIMEOUT_S, "the reports of all")
     assert (digest.attempt, digest.moves, digest.least, digest.most) == (1, 3, 7, 9)
-    site.agents.close()
+    site.close()
 
 
 def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
@@ -707,7 +711,7 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
         ((2,), "has not started", False),
     ]
     assert groups[0].place[1] == 7
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> None:
@@ -715,7 +719,7 @@ def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> No
     site.start("sleep 600")
     answers = site.agents.ask({host: {"do": "hear_ranks"} for host in ("here", "away")}, TIMEOUT_S)
     assert list(answers) == ["here"]
-    site.agents.close()
+    site.close()
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
@@ -725,7 +729,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     os.kill(site.agent, signal.SIGSTOP)
     Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
     assert site.agents.ask({"here": {"do": "hear_ranks"}, "away": {"do": "hear_ranks"}}, 10 * TIMEOUT_S) == {}
-    site.agents.close()
+    site.close()
 
 
 def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(tmp_path: Path) -> None:
@@ -746,7 +750,8 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
             return True
 
     await_true(is_refused)
-    site.agents.close()
+    outbox.close()
+    site.close()
 
 
 def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
@@ -755,7 +760,7 @@ def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
     happened = until(site, AllRanksEnded)
     assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
     assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
-    site.agents.close()
+    site.close()
 
 
 @pytest.fixture
@@ -785,7 +790,7 @@ def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
     step.kill()
     assert [type(site.next()), site.next()] == [RanksExited, AllRanksEnded(5)]
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
@@ -808,7 +813,7 @@ report("in a step", 8, fields={{"step": 8}})
     assert happened[-1] == AllRanksEnded(0)
     assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
     assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
@@ -825,7 +830,7 @@ def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(t
     site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
     site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
     assert site.next() == AllRanksEnded(0)
-    site.agents.close()
+    site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
@@ -845,3 +850,4 @@ def test_ranks_end_when_no_supervisor_takes_over(
     site.die()
     await_true(lambda: gone(int(note.read_text())))
     await_true(lambda: gone(site.agent))
+    site.endpoint.listening.close()
