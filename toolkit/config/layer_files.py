@@ -57,14 +57,15 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     """Return the layers of a file, beginning with those that it extends."""
     if path.resolve() in above:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
+    by = f", which {above[-1]} extends" if above else ""
     try:
         root = yaml_core.compose(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
         hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""
-        raise ConfigError(f"{path}: no such config file{hint}") from None
+        raise ConfigError(f"{path}{by}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}{by}: cannot be read: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if root is None:
@@ -83,6 +84,8 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         if isinstance(key, ScalarNode) and key.value == "extends":
             if not isinstance(value, ScalarNode) or not value.value:
                 raise layer.error(value, "extends: takes the name of one file")
+            if "\0" in value.value:
+                raise layer.error(value, "extends: a file's name cannot hold the character NUL")
             layer.root.value.remove((key, value))
             return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
     return [layer]

@@ -102,7 +102,7 @@ def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) 
     """
     if config.job == FOREIGN_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
-    # Sources are about to run as this user, and the config alone can name any file: refuse where others can change them.
+    # Sources are about to run as this user: refuse them where others can change them. The config can name any file.
     refuse_code_of_others(run)
     sources = run.code if run.code.is_dir() else Path.cwd()
     if is_loop(config.job, sources):

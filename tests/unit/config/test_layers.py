@@ -81,6 +81,12 @@ def test_a_missing_file_lists_what_is_there() -> None:
         load_config("configs/digit_ddp.yaml")
 
 
+@pytest.mark.parametrize("base", ["nothing.yaml", ".", '"a\\0b"'])
+def test_a_file_to_extend_that_cannot_be_read_is_refused_with_the_file_that_names_it(tmp_path: Path, base: str) -> None:
+    with pytest.raises(ConfigError, match=r"top\.yaml"):
+        load_config(write(tmp_path, "top.yaml", f"extends: {base}\n"), site=False)
+
+
 def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "a.yaml", "extends: b.yaml\n")
     write(tmp_path, "b.yaml", "extends: a.yaml\n")

@@ -54,7 +54,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     """Return a run in a folder of runs, with all starting, sending and fetching replaced."""
     seclude(monkeypatch, tmp_path)
     # an odd argument must not start a job, leave this process, or reach the network
-    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **more: Run(run, executor, "7"))
     monkeypatch.setattr(Run, "watch", lambda self: iter(()))
     monkeypatch.setattr(Run, "wait", lambda self, timeout_s=None: {})
     monkeypatch.setattr(inside_allocation, "enter", lambda make_run: Allocation.slurm(os.environ))

@@ -394,7 +394,7 @@ def test_another_users_sources_run_only_where_that_is_asked_for(
         assert (tmp_path / "mark").exists()
 
 
-def test_a_config_of_another_user_that_names_a_file_runs_it_only_where_that_is_asked_for(
+def test_another_users_config_that_names_a_file_runs_it_only_where_that_is_asked_for(
     strange: RunDir, tmp_path: Path
 ) -> None:
     elsewhere = strange.code.rename(tmp_path / "elsewhere")  # a run without a copy of its sources
