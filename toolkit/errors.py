@@ -82,6 +82,10 @@ class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, or none of those present can be read."""
 
 
+class UnequalRanksError(CheckpointError):
+    """Ranks hold different values where they must be equal. A later save does not mend it."""
+
+
 class TrackerError(ToolkitError):
     """A tracker of experiments did not answer, or refused what was sent. The next sync sends what is missing."""
 

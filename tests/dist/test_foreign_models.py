@@ -131,7 +131,7 @@ def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
         else:
             for step in range(2):
                 strategy.step(batch(strategy.share, step), rates(step))
-            save(checkpoints, 2, strategy.state(), {}, attempt=0, check_replicas=True, **place)  # type: ignore[arg-type]
+            save(checkpoints, 2, strategy.state(), {}, attempt=0, **place)  # type: ignore[arg-type]
         found.append(values(strategy.state()))
         strategy.step(batch(strategy.share, 2), rates(2))
         found[-1] |= {f"then {name}": value for name, value in values(strategy.state()).items()}

@@ -30,7 +30,7 @@ from tests.dist.ranks import in_run, run_ranks
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, UnequalRanksError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.train.own_loop import TrainingRun
@@ -409,6 +409,32 @@ def test_weights_that_are_not_finite_are_not_saved_and_end_the_attempt(tmp_path:
     assert said.startswith("train.on_nan: the loss is not finite since some steps before step 9; look at")
     assert newest == 4
     assert run_ranks(2, diverge, tmp_path / "warn", "warn")[0] == ("trained", 12)
+
+
+def unfreeze(session: Session, folder: Path) -> tuple[str, int | None]:
+    run = begun(session, folder)
+    layers = nn.Sequential(nn.Linear(8, 4).requires_grad_(False), nn.Linear(4, 2))
+    model = DistributedDataParallel(layers)
+    optimizer = SGD(layers.parameters(), 0.1)
+    run.resumable(model=model, optimizer=optimizer)
+    said = "trained"
+    try:
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+            layers[0].requires_grad_(run.step >= 5)  # too late: DDP exchanges what was trained when it was made
+            optimizer.zero_grad()
+            model(batch.inputs).sum().backward()
+            optimizer.step()
+    except UnequalRanksError as error:
+        said = str(error)
+    run.close()
+    return said, newest_step(folder / "checkpoints")
+
+
+def test_replicas_that_drift_apart_are_not_saved_and_end_the_attempt(tmp_path: Path) -> None:
+    (one, newest), other = run_ranks(2, unfreeze, tmp_path)
+    assert one.startswith("the checkpoint of step 8 was not written: model/0.weight declared as replicated")
+    assert newest == 4
+    assert other == (one, newest)
 
 
 def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UnequalRanksError
 
 #: Seconds between two checks of a rank that waits: at first, at most, and at most with very many ranks.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0
@@ -95,7 +95,7 @@ class Exchange:
                 "look for the failure in rank 0's log"
             )
         if "error" in message:
-            raise CheckpointError(message["error"])
+            raise (UnequalRanksError if message.get("is_unequal") else CheckpointError)(message["error"])
         return message
 
     def report(self, message: Mapping[str, Any]) -> None:
@@ -165,9 +165,9 @@ def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{doing}: {describe(error)}"
-        talk.tell({"error": text})
-        raise CheckpointError(text) from error
+        text, is_unequal = f"{doing}: {describe(error)}", isinstance(error, UnequalRanksError)
+        talk.tell({"error": text, "is_unequal": is_unequal})
+        raise (UnequalRanksError if is_unequal else CheckpointError)(text) from error
 
 
 def describe(error: Exception) -> str:

@@ -7,7 +7,6 @@ and its shards, except shards that are copies of what another rank writes.
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import socket
 import zlib
@@ -33,7 +32,8 @@ from toolkit.checkpoint.manifest import (
     parse_tensor,
     parse_value,
 )
-from toolkit.errors import CheckpointError, listing
+from toolkit.checkpoint.replicas import ReplicaSums, answer, refuse_unequal
+from toolkit.errors import CheckpointError, UnequalRanksError, listing
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)
@@ -52,7 +52,7 @@ def save(
     kv: KeyValue | None,
     attempt: int = 1,
     timeout_s: float = 600.0,
-    check_replicas: bool = True,
+    replicas: ReplicaSums | None = None,
     lost: Collection[int] = (),
     write_files: Callable[[Path], None] | None = None,
 ) -> Path:
@@ -61,8 +61,9 @@ def save(
     A step that is committed already is left as it is. CheckpointError, with the same message on every rank, says which
     rank failed and why, or which ranks did not answer for `timeout_s`; nothing is committed then.
 
-    `check_replicas` asserts that replicated values are equal bit for bit on all ranks. It costs the other ranks a copy
-    to the host and a crc32. Rank 0 computes the same for its file while they wait for it, so no wall time is lost.
+    Raises UnequalRanksError, and commits nothing, where replicated values are not equal bit for bit on all ranks, or
+    copies of a shard are not. If `state` is a copy that has only what this rank writes, `replicas` are the values of
+    that time; copies of shards are not compared then.
 
     ``lost``: ranks that have died; it may grow during the save. Their parts are not waited for. What they alone had is
     missing then, and if a whole tensor needs it nothing is committed.
@@ -73,7 +74,7 @@ def save(
     topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
     if rank:
-        return _follow(checkpoints, step, state, talk, rank, check_replicas, write_files)
+        return _follow(checkpoints, step, state, talk, rank, replicas, write_files)
     return _lead(checkpoints, step, state, meta, talk, world_size, write_files)
 
 
@@ -100,8 +101,9 @@ def _lead(
             # Write rank 0's part while the others write theirs, then compare and merge the reports.
             own = _write_own(checkpoints, folder, 0, state)
             reports = talk.gather()
-            for rank, report in reports.items():
-                _check_replicas(state, own, rank, report["replicas"])
+            if reports:
+                digests = {rank: report["replicas"] for rank, report in reports.items()}
+                refuse_unequal(talk, ReplicaSums(state), digests)
             files = manifests.library_files(folder)  # files of all ranks: each has reported that its own are written
             sizes = {part.file: part.size_bytes for record in files.values() for part in record.parts}
             library = _WrittenPart(sizes, files, {})
@@ -109,7 +111,7 @@ def _lead(
             manifest = _merge(step, world_size, meta, parts)
             # Copies of shards are compared last: any rank may have written the original.
             for rank, report in reports.items():
-                _check_copies(manifest, rank, report["replicas"])
+                _check_copies(manifest, rank, report["copies"])
             final = checkpoints.commit(folder, manifest)
         except Exception:
             checkpoints.abandon(folder)
@@ -126,7 +128,7 @@ def _follow(
     state: State,
     talk: Exchange,
     rank: int,
-    check_replicas: bool,
+    replicas: ReplicaSums | None,
     write_files: Callable[[Path], None] | None,
 ) -> Path:
     """Run every other rank's side. A failure is reported first, and raised once rank 0 has told all ranks."""
@@ -140,14 +142,15 @@ def _follow(
         if write_files is not None:
             write_files(folder)
         part = _write_own(checkpoints, folder, rank, state)
-        talk.report({"part": part.to_json(), "replicas": _replica_digests(state) if check_replicas else None})
+        replicas = replicas or ReplicaSums(state)
+        talk.report({"part": part.to_json(), "replicas": replicas.digest(), "copies": _copies(state)})
     except Exception as error:
         talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})
         if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
             talk.listen()
         raise
     # Rank 0 answers once it has committed; its error is raised here.
-    talk.listen()
+    answer(talk, replicas)
     return checkpoints.path(step)
 
 
@@ -252,67 +255,25 @@ def record_of(entry: Entry, parts: Iterable[TensorPart]) -> TensorRecord:
     return TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), shape, tuple(parts))
 
 
-def _replicated(state: State) -> list[tuple[str, Replicated]]:
-    return sorted((name, entry) for name, entry in state.items() if isinstance(entry, Replicated))
-
-
-def _value_digest(value: Json) -> int:
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def _replica_digests(state: State) -> dict[str, Any]:
-    """Return the digests that rank 0 compares.
-
-    There is a crc32 for each value and for each copy of a shard, and one for all names.
-    """
-    entries = _replicated(state)
-    digests = [
-        zlib.crc32(tensors.to_bytes(name, entry.value))
-        if isinstance(entry.value, torch.Tensor)
-        else _value_digest(entry.value)
-        for name, entry in entries
-    ]
-    copies = {
+def _copies(state: State) -> dict[str, Any]:
+    """Return a crc32 for each copy of a part that another rank writes, with its offsets. Rank 0 compares them."""
+    return {
         name: [[offsets, zlib.crc32(tensors.to_bytes(name, value))] for value, offsets in entry.pieces()]
         for name, entry in state.items()
         if isinstance(entry, Sharded) and entry.is_copy
     }
-    return {"names": _value_digest([name for name, _ in entries]), "crc32": digests, "copies": copies}
 
 
-def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError with the values that `rank` holds differently. Rank 0's digests are those of its file."""
-    if found is None:
-        return
-    names = [name for name, _ in _replicated(state)]
-    # Compare the names first: the digests below are matched by position.
-    if found["names"] != _value_digest(names):
-        raise CheckpointError(
-            f"rank {rank} declares other replicated values than rank 0; both must build the same model"
-        )
-    expected = [
-        own.tensors[name].parts[0].crc32 if name in own.tensors else _value_digest(own.values[name].value)
-        for name in names
-    ]
-    pairs = zip(names, expected, found["crc32"], strict=True)
-    different = [name for name, ours, theirs in pairs if ours != theirs]
-    if different:
-        raise CheckpointError(
-            f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
-            "the replicas have drifted apart, or the value is per rank"
-        )
-
-
-def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError with the parts that `rank` holds differently from their writer."""
+def _check_copies(manifest: Manifest, rank: int, copies: Mapping[str, Any]) -> None:
+    """Raise UnequalRanksError with the parts that `rank` holds differently from their writer."""
     different = []
-    for name, pieces in (found["copies"] if found else {}).items():
+    for name, pieces in copies.items():
         parts = manifest.tensors[name].parts if name in manifest.tensors else ()
         written = {(part.offsets, part.crc32) for part in parts}
         if any((tuple(offsets), crc32) not in written for offsets, crc32 in pieces):
             different.append(name)
     if different:
-        raise CheckpointError(
+        raise UnequalRanksError(
             f"{listing(different)}: rank {rank} holds another value than the rank that writes its part; "
             "the replicas have drifted apart"
         )

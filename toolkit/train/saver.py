@@ -14,10 +14,11 @@ from toolkit import fsio, logs, trust
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.replicas import ReplicaSums
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UnequalRanksError
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.rundir import RunDir
@@ -134,15 +135,19 @@ class Saver:
         on, because a full disk must not end it: the next save stores a later state. With ``must`` (nothing comes after
         this save) it is retried for ``PATIENCE_S``, and then raises CheckpointError.
 
-        The training waits for the first save of an attempt, which proves that the replicas are equal. Later ones are
-        written in the background, one at a time, unless they ``must`` be made.
+        The training waits for the first save of an attempt. Later ones are written in the background, one at a time,
+        unless they ``must`` be made. Raises UnequalRanksError for replicas that have drifted apart; if the save before
+        this one, in the background, has found it, at this one.
         """
         started = time.monotonic()
         self.await_save()  # one save at a time
         self._best_begun = self._state.best
         if self._background and self._has_saved and not must:
             # It writes a copy, because the next step changes the weights.
-            staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
+            state = self._state.now()
+            # Rank 0 compares with what it writes, so its training need not wait for sums.
+            replicas = None if self._session.is_main else ReplicaSums(state)
+            staged, wait_for_copy = self._staging.copy(state, self._session.rank)
             meta = {**self._state.meta, **reached}
             # A store client serves one call at a time, so the writing thread gets one of its own.
             if self._client is None and self._session.store is not None:
@@ -150,7 +155,7 @@ class Saver:
 
             def write() -> Path:
                 wait_for_copy()
-                return self._write(step, staged, meta, self._client, check_replicas=False)
+                return self._write(step, staged, meta, self._client, replicas)
 
             self._waits = False
             self._writing = BackgroundSave(step, self._client, write, self._note_failure)
@@ -165,12 +170,13 @@ class Saver:
         while True:
             try:
                 state, meta = self._state.now(), {**self._state.meta, **reached}
-                self._write(step, state, meta, self._session.store, check_replicas=True)
+                self._write(step, state, meta, self._session.store)
                 self._succeed(step)
                 return
             except CheckpointError as error:
-                # Other ranks may wait inside the library, so the attempt cannot go on.
-                if self._write_files is not None:
+                # Other ranks may wait inside the library, so the attempt cannot go on. Nor does it where replicas have
+                # drifted apart: all later saves would fail, too.
+                if self._write_files is not None or isinstance(error, UnequalRanksError):
                     raise
                 self._note_failure(step, error)
                 if not must:
@@ -192,6 +198,8 @@ class Saver:
         writing.is_cancelled = wanted is not None and writing.step != wanted
         writing.wait()
         self._writing = None
+        if isinstance(writing.error, UnequalRanksError):  # on all ranks
+            raise writing.error
         if writing.error is None:
             self._succeed(writing.step)
         else:
@@ -224,7 +232,9 @@ class Saver:
         if self._writing is not None:
             self._writing.abandon()
 
-    def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
+    def _write(
+        self, step: int, state: State, meta: Mapping[str, Json], kv: Any, replicas: ReplicaSums | None = None
+    ) -> Path:
         started, session = time.monotonic(), self._session
         path = save(
             self.checkpoints,
@@ -235,7 +245,7 @@ class Saver:
             world_size=session.world_size,
             kv=kv,
             attempt=session.attempt,
-            check_replicas=check_replicas,
+            replicas=replicas,
             lost=session.lost,
             write_files=self._write_files,
         )

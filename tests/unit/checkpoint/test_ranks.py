@@ -16,7 +16,7 @@ from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UnequalRanksError
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
@@ -120,14 +120,46 @@ def test_a_rank_that_hears_nothing_from_rank_0_does_not_wait_for_ever(tmp_path: 
 
 
 def test_replicas_that_have_drifted_apart_are_named(tmp_path: Path) -> None:
-    def run(rank: int, kv: HashStore, *, check: bool = True) -> Path:
+    def run(rank: int, kv: HashStore) -> Path:
         state = {"same": Replicated(torch.ones(2)), "drifted": Replicated(torch.ones(2) * (1 + rank * 1e-7))}
-        checkpoints = CheckpointFolder(tmp_path)
-        return save(checkpoints, 3, state, {}, rank=rank, world_size=2, kv=kv, check_replicas=check)
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
 
-    texts = messages(on_ranks(2, run))
-    assert all("drifted declared as replicated, but rank 1 and rank 0 hold different values" in t for t in texts)
-    assert on_ranks(2, lambda r, kv: run(r, kv, check=False)) == [tmp_path / "step-00000003"] * 2
+    outcomes = on_ranks(2, run)
+    assert all(isinstance(outcome, UnequalRanksError) for outcome in outcomes)
+    text = "drifted declared as replicated, but rank 1 and rank 0 hold different values"
+    assert all(text in found for found in messages(outcomes))
+    assert list(tmp_path.iterdir()) == []
+
+
+SAME = torch.arange(1, 31, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.cat([torch.zeros(1), SAME])[1:],  # aligned to 4 bytes only
+        SAME.view(5, 6).t().contiguous().t().reshape(-1),
+        torch.stack([SAME, SAME], 1)[:, 0],  # with a stride
+    ],
+    ids=["unaligned", "copied", "strided"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64], ids=str)
+def test_replicas_may_lie_differently_in_memory(tmp_path: Path, other: torch.Tensor, dtype: torch.dtype) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        state = {"w": Replicated((other if rank else SAME).to(dtype)), "empty": Replicated(torch.zeros(0))}
+        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+
+    assert on_ranks(2, run) == [tmp_path / "step-00000003"] * 2
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_a_single_flipped_bit_tells_replicas_apart(tmp_path: Path, bit: int) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        values = SAME[:29].clone()
+        values.view(torch.int32)[bit % 29] ^= rank << bit if bit < 31 else -rank << bit
+        return save(CheckpointFolder(tmp_path), 3, {"w": Replicated(values)}, {}, rank=rank, world_size=2, kv=kv)
+
+    assert all("w declared as replicated" in text for text in messages(on_ranks(2, run)))
 
 
 def test_numbers_that_differ_are_no_replicas(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Tells whether ranks hold equal values. Sums of their bits are made where the values lie, and are compared.
+
+So each save can prove it. ReplicaSums that differ are an error of the job, or of a node, that no later save mends.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from toolkit.checkpoint.exchange import Exchange
+from toolkit.checkpoint.tensors import as_bytes, check_plain
+from toolkit.errors import UnequalRanksError, listing
+from toolkit.ranks.state import Json, Replicated, State
+
+
+class ReplicaSums:
+    """The values that a rank holds as all ranks do, as they were when this was made."""
+
+    def __init__(self, state: State) -> None:
+        values = {name: entry.value for name, entry in sorted(state.items()) if isinstance(entry, Replicated)}
+        self._sums: dict[str, int] = dict.fromkeys(values, 0)
+        self._pending: dict[torch.device, dict[str, torch.Tensor]] = {}  #: not read yet: a GPU computes on
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                self._pending.setdefault(value.device, {})[name] = _sum_of_bits(name, value)
+            else:
+                self._sums[name] = _digest(value)
+
+    def sums(self) -> Mapping[str, int]:
+        """Return a number for each value. Waits for the GPU, if the values are there."""
+        while self._pending:
+            _, found = self._pending.popitem()
+            self._sums |= zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        return self._sums
+
+    def digest(self) -> int:
+        """Return one number for all names and values."""
+        return _digest(self.sums())
+
+
+def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int]) -> None:
+    """Raise UnequalRanksError if the ranks' ``digests`` are not rank 0's. Ask them for their sums then.
+
+    Only rank 0 calls this; the others :func:`answer`.
+    """
+    unequal = [rank for rank, digest in digests.items() if digest != own.digest()]
+    if not unequal:
+        return
+    talk.tell({"sums": True})
+    ours, theirs = own.sums(), talk.gather()[unequal[0]]["sums"]
+    # Compare the names first.
+    if ours.keys() != theirs.keys():
+        raise UnequalRanksError(
+            f"rank {unequal[0]} declares other replicated values than rank 0; both must build the same model"
+        )
+    different = [name for name in ours if ours[name] != theirs[name]]
+    raise UnequalRanksError(
+        f"{listing(different)} declared as replicated, but rank {unequal[0]} and rank 0 hold different values; "
+        "the replicas have drifted apart, or the value is per rank"
+    )
+
+
+def answer(talk: Exchange, own: ReplicaSums) -> None:
+    """Wait for rank 0's verdict. Send it the sums if it asks for them. Raises CheckpointError for a failure."""
+    if "sums" in talk.listen():
+        talk.report({"sums": own.sums()})
+        talk.listen()
+
+
+def _sum_of_bits(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's 8-byte words in C order, modulo 2^64, as a tensor that may still be computed."""
+    check_plain(name, value)
+    content = as_bytes(value.detach().resolve_conj().resolve_neg().contiguous())
+    words, rest = content[: content.numel() // 8 * 8], content[content.numel() // 8 * 8 :]
+    if words.storage_offset() % 8:  # torch reads words only where they are aligned
+        words = words.clone()
+    total = words.view(torch.int64).sum()
+    return total + rest.sum() if rest.numel() else total
+
+
+def _digest(value: Json) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
