@@ -28,10 +28,10 @@ class WatchingAgent:
         self.note = folder / "watching"
         secret = secrets.token_bytes(32)
         (folder / "key").write_bytes(secret)
-        listening = socket.create_server(("127.0.0.1", 0))
         command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), str(folder)]
-        self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "1", "node2"])
-        self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "1", "node2"])
+            self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
         self.say(do="watch", command=["sh", "-c", script], turn=0)
@@ -60,6 +60,7 @@ def agent(tmp_path: Path) -> Iterator[WatchingAgent]:
     yield agent
     agent.process.kill()
     agent.process.wait()
+    agent.connection.close()
 
 
 def test_an_agent_that_hears_its_supervisor_leaves_the_batch_host_alone(

@@ -81,8 +81,9 @@ class StoreHost:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            port_in(line)
+        with self._process.stdout as stdout:
+            for line in stdout:
+                port_in(line)
         code = self._process.wait()
         if not self._closing:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
@@ -97,6 +98,9 @@ class StoreHost:
         self._closing = True
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 def port_in(line: str) -> int | None:
