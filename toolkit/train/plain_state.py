@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import ConfigError
-from toolkit.ranks.state import Json
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 
 
 def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
@@ -121,3 +122,18 @@ _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "$scalar": lambda inner, tensors: tensors[inner].numpy()[()],
     **{word: _joined(put_together) for word, _, _, put_together in _KINDS},
 }
+
+
+def entries_of(at: str, kind: type[Replicated | PerRank], value: Json, tensors: Iterable[Tensor]) -> dict[str, Entry]:
+    """Return the entries of one object: its value, and its tensors by number."""
+    entries: dict[str, Entry] = {at: kind(value)}
+    for index, tensor in enumerate(tensors):
+        entries[f"{at}/{index}"] = kind(tensor)
+    return entries
+
+
+def places_of(at: str, manifest: Manifest) -> list[Tensor]:
+    """Return new tensors like those that a checkpoint has of one object."""
+    count = len([key for key in manifest.tensors if key.startswith(f"{at}/")])
+    records = [manifest.tensors[f"{at}/{index}"] for index in range(count)]
+    return [torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records]

@@ -8,7 +8,7 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,18 +18,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.tensors import to_bytes
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
+from toolkit.train.optimizer_slots import OptimizerSlots
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
-MODEL, AVERAGE, OPTIMIZER, OTHERS, GROUPS = "model", "ema", "optim", "state", "groups"
+MODEL, AVERAGE, OTHERS = "model", "ema", "state"
 
 
 @runtime_checkable
@@ -122,7 +123,7 @@ class Resumables:
         for name, is_equal in zip(parts, are_equal, strict=True):
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
-            entries |= _numbered(at, kind, value, tensors)
+            entries |= plain_state.entries_of(at, kind, value, tensors)
         return entries
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
@@ -134,8 +135,8 @@ class Resumables:
             # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
-            other.filled = _numbered_places(at, manifest)
-            entries |= _numbered(at, kind, None, other.filled)
+            other.filled = plain_state.places_of(at, manifest)
+            entries |= plain_state.entries_of(at, kind, None, other.filled)
         return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
@@ -173,106 +174,6 @@ class Resumables:
             entries |= {f"{prefix}{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
             entries |= self._extra[prefix].entries() if exchange else self._extra[prefix].places()
         return entries
-
-
-class OptimizerSlots:
-    """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
-
-    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-        self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
-        self._filled: dict[str, list[Tensor]] = {}  #: by slot, the places of tensors in lists
-        # A parameter made before its module was wrapped or moved is not the model's any more.
-        unknown = [parameter for parameter in self.parameters() if parameter not in names]
-        if unknown:
-            shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
-            raise ConfigError(
-                f"run.resumable: {name} has {len(unknown)} parameters of no model that was handed over (of shape "
-                f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
-            )
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def entries(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
-        for name, value in self._slots():
-            key, tensors = f"{OPTIMIZER}/{name}", list[Tensor]()
-            if isinstance(value, Tensor):
-                entries[key] = entry(value)
-            else:  # a number, or a list of tensors as LBFGS keeps it
-                entries |= _numbered(key, Replicated, plain_state.encode(value, key, tensors), tensors)
-        groups: list[Json] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            tensors = []
-            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
-            if tensors:
-                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
-            groups.append({"parameters": len(group["params"]), "settings": settings})
-        entries[self._at] = Replicated({"class": type(self.optimizer).__name__, "groups": groups})
-        return entries
-
-    def places(self, manifest: Manifest) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {self._at: Replicated(None)}
-        self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
-        for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
-            if record := manifest.tensors.get(key):
-                value = self.optimizer.state[parameter][slot] = _place_of(parameter, slot, record, settings)
-                entries[key] = entry(value)
-            else:
-                self._filled[key] = _numbered_places(key, manifest)
-                entries |= _numbered(key, Replicated, None, self._filled[key])
-        return entries
-
-    def loaded(self, values: Mapping[str, Json]) -> None:
-        """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
-        for parameter, slot, key, _ in self._stored(values):
-            self.optimizer.state[parameter][slot] = plain_state.decode(values[key], self._filled[key])
-        # Settings belong to groups by their order, so the class and the groups' sizes must match.
-        saved: Any = values[self._at]
-        saved_sizes = [group["parameters"] for group in saved["groups"]]
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        kind = type(self.optimizer).__name__
-        if (saved["class"], saved_sizes) != (kind, sizes):
-            raise ConfigError(
-                f"run.resumable: the checkpoint holds the state of {saved['class']} with groups of {saved_sizes} "
-                f"parameters, and here is {kind} with {sizes}"
-            )
-        for group, saved_group in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in plain_state.decode(saved_group["settings"], []).items():
-                if isinstance(group.get(key), Tensor):  # a learning rate of a captured graph, read in place
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-
-    def live(self) -> dict[str, Tensor]:
-        return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
-
-    def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
-        """Yield parameter, slot, key and group for each of ``keys`` that is this optimizer's."""
-        groups = self.optimizer.param_groups
-        own = {self._names[parameter]: (parameter, group) for group in groups for parameter in group["params"]}
-        for key in keys:
-            name, _, slot = key.removeprefix(f"{OPTIMIZER}/").rpartition("/")
-            if key.startswith(f"{OPTIMIZER}/") and name in own:
-                parameter, group = own[name]
-                yield parameter, slot, key, group
-
-    def _slots(self) -> Iterator[tuple[str, Any]]:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                for slot, value in self.optimizer.state.get(parameter, {}).items():
-                    if value is not None:
-                        yield f"{self._names[parameter]}/{slot}", value
-
-
-def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
-    """Return a tensor as the optimizer would have made it. It is sharded as the parameter is, if it has its shape."""
-    dtype = getattr(torch, record.dtype)
-    if record.shape == tuple(parameter.shape) and record.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    on_host = slot == "step" and not (settings.get("capturable") or settings.get("fused"))  # torch's own rule
-    return torch.zeros(record.shape, dtype=dtype, device="cpu" if on_host else local(parameter).device)
 
 
 class Other:
@@ -330,21 +231,6 @@ def _are_equal(one: nn.Module, other: nn.Module) -> bool:
 
 def _place(name: str, rank: int | None = None) -> str:
     return f"{OTHERS}/{name}" if rank is None else f"{OTHERS}/{name}/rank{rank}"
-
-
-def _numbered(at: str, kind: type[Replicated | PerRank], value: Json, tensors: Iterable[Tensor]) -> dict[str, Entry]:
-    """Return the entries of one object: its value, and its tensors by number."""
-    entries: dict[str, Entry] = {at: kind(value)}
-    for index, tensor in enumerate(tensors):
-        entries[f"{at}/{index}"] = kind(tensor)
-    return entries
-
-
-def _numbered_places(at: str, manifest: Manifest) -> list[Tensor]:
-    """Return new tensors like those that a checkpoint has of one object."""
-    count = len([key for key in manifest.tensors if key.startswith(f"{at}/")])
-    records = [manifest.tensors[f"{at}/{index}"] for index in range(count)]
-    return [torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records]
 
 
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

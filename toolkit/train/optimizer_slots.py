@@ -1,0 +1,118 @@
+"""An optimizer's state by parameter names, as the loop's checkpoints hold it (``optim/<parameter>/<slot>``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.errors import ConfigError, listing
+from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies.layouts import entry, local
+from toolkit.train import plain_state
+
+OPTIMIZER, GROUPS = "optim", "groups"
+
+
+class OptimizerSlots:
+    """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
+
+    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+        self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
+        self._filled: dict[str, list[Tensor]] = {}  #: by slot, the places of tensors in lists
+        # A parameter made before its module was wrapped or moved is not the model's any more.
+        unknown = [parameter for parameter in self.parameters() if parameter not in names]
+        if unknown:
+            shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
+            raise ConfigError(
+                f"run.resumable: {name} has {len(unknown)} parameters of no model that was handed over (of shape "
+                f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
+            )
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def entries(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for name, value in self._slots():
+            key, tensors = f"{OPTIMIZER}/{name}", list[Tensor]()
+            if isinstance(value, Tensor):
+                entries[key] = entry(value)
+            else:  # a number, or a list of tensors as LBFGS keeps it
+                entries |= plain_state.entries_of(key, Replicated, plain_state.encode(value, key, tensors), tensors)
+        groups: list[Json] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            tensors = []
+            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
+            if tensors:
+                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
+            groups.append({"parameters": len(group["params"]), "settings": settings})
+        entries[self._at] = Replicated({"class": type(self.optimizer).__name__, "groups": groups})
+        return entries
+
+    def places(self, manifest: Manifest) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {self._at: Replicated(None)}
+        self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
+        for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
+            if record := manifest.tensors.get(key):
+                value = self.optimizer.state[parameter][slot] = _place_of(parameter, slot, record, settings)
+                entries[key] = entry(value)
+            else:
+                self._filled[key] = plain_state.places_of(key, manifest)
+                entries |= plain_state.entries_of(key, Replicated, None, self._filled[key])
+        return entries
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
+        for parameter, slot, key, _ in self._stored(values):
+            self.optimizer.state[parameter][slot] = plain_state.decode(values[key], self._filled[key])
+        # Settings belong to groups by their order, so the class and the groups' sizes must match.
+        saved: Any = values[self._at]
+        saved_sizes = [group["parameters"] for group in saved["groups"]]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        kind = type(self.optimizer).__name__
+        if (saved["class"], saved_sizes) != (kind, sizes):
+            raise ConfigError(
+                f"run.resumable: the checkpoint holds the state of {saved['class']} with groups of {saved_sizes} "
+                f"parameters, and here is {kind} with {sizes}"
+            )
+        for group, saved_group in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in plain_state.decode(saved_group["settings"], []).items():
+                if isinstance(group.get(key), Tensor):  # a learning rate of a captured graph, read in place
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def live(self) -> dict[str, Tensor]:
+        return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
+
+    def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
+        """Yield parameter, slot, key and group for each of ``keys`` that is this optimizer's."""
+        groups = self.optimizer.param_groups
+        own = {self._names[parameter]: (parameter, group) for group in groups for parameter in group["params"]}
+        for key in keys:
+            name, _, slot = key.removeprefix(f"{OPTIMIZER}/").rpartition("/")
+            if key.startswith(f"{OPTIMIZER}/") and name in own:
+                parameter, group = own[name]
+                yield parameter, slot, key, group
+
+    def _slots(self) -> Iterator[tuple[str, Any]]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                for slot, value in self.optimizer.state.get(parameter, {}).items():
+                    if value is not None:
+                        yield f"{self._names[parameter]}/{slot}", value
+
+
+def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
+    """Return a tensor as the optimizer would have made it. It is sharded as the parameter is, if it has its shape."""
+    dtype = getattr(torch, record.dtype)
+    if record.shape == tuple(parameter.shape) and record.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    on_host = slot == "step" and not (settings.get("capturable") or settings.get("fused"))  # torch's own rule
+    return torch.zeros(record.shape, dtype=dtype, device="cpu" if on_host else local(parameter).device)
