@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -208,7 +209,28 @@ def stateful(run: TrainingRun) -> Iterator[None]:
             yield
 
 
+def target(run: TrainingRun, **options: bool) -> Iterator[None]:
+    """Each rank asks a network with statistics of its own, which DDP does not send: a copy of what it trains."""
+    model = DistributedDataParallel(net(), **options)  # type: ignore[arg-type]
+    asked = deepcopy(model.module)
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
+    run.resumable(model=model, asked=asked, optimizer=optimizer)
+    for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+        with torch.no_grad():
+            goal = asked.eval()(batch.inputs)
+        loss = (model(batch.inputs) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if run.step % 5 == 0:
+            asked.load_state_dict(model.module.state_dict())
+        run.log(loss=loss)
+        yield
+
+
 KINDS: dict[str, tuple[Kind, int]] = {
+    "target": (target, 20),
+    "statistics": (partial(target, broadcast_buffers=False), 20),
     "ddp": (ddp, 25),
     "metrics": (metrics, 20),
     "fsdp": (fsdp, 20),
@@ -218,10 +240,10 @@ KINDS: dict[str, tuple[Kind, int]] = {
 }
 
 
-def made(session: Session, kind: str, folder: Path, stops: Iterable[int | None]) -> dict[str, Tensor]:
+def made(session: Session, kind: str, folder: Path, stops: Iterable[int | None], every: int = 4) -> dict[str, Tensor]:
     """Train in an attempt for each of ``stops``. A number of steps ends it as a kill would; None is the end."""
     for stop in stops:
-        run = begun(session, folder)
+        run = begun(session, folder, every=every)
         for steps, _ in enumerate(KINDS[kind][0](run), 1):
             if steps == stop:
                 break
@@ -243,6 +265,18 @@ def test_a_loop_of_any_kind_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> No
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
     assert logged(tmp_path / "whole")
     assert logged(tmp_path / "whole") == logged(tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["target", "statistics"])
+def test_a_save_changes_no_statistics_that_ddp_does_not_send(kind: str, tmp_path: Path) -> None:
+    without_saves = run_ranks(2, made, kind, tmp_path / "whole", [None], 1000)
+    again = run_ranks(2, made, kind, tmp_path / "again", [6, 3, 4, None])
+    for mine, other in zip(without_saves, again, strict=True):
+        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+    assert [name for name in without_saves[0] if not torch.equal(without_saves[0][name], without_saves[1][name])]
+    # Another number of ranks takes rank 0's.
+    ((first, *_), (alone,)) = without_saves, run_ranks(1, made, kind, tmp_path / "again", [None])
+    assert [name for name in first if not torch.equal(first[name], alone[name])] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

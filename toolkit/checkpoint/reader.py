@@ -287,7 +287,7 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
         if is_needed and name not in used and not name.startswith((*OPTIONAL, FILES)):
             unexpected.append(f"{name} is only in the checkpoint")
     # Values of one rank alone fit the same number of ranks only, unless they are averaged.
-    own = (name for name, record in stored.items() if record.kind == "per_rank")
+    own = (n for n, record in stored.items() if record.kind == "per_rank" and not n.startswith(OPTIONAL))
     if any(not _averages(used.get(name)) for name in own) and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
     return missing + unexpected + wrong

@@ -16,7 +16,7 @@ class OwnState(Resumables):
     """The objects that a loop hands over, with the window of its logged means."""
 
     def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
-        super().__init__(objects, session.rank, session.device)
+        super().__init__(objects, session.rank, session.world_size, session.device)
         self._window = window
         self._is_loaded = False
         self._objects = list(objects.values())

@@ -8,7 +8,7 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,9 +28,9 @@ from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
 from toolkit.train.optimizer_slots import OptimizerSlots
-from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
+from toolkit.train.unwrapped import bare, bare_optimizer, is_metric, sends_buffers
 
-MODEL, AVERAGE, OTHERS = "model", "ema", "state"
+MODEL, AVERAGE, OTHERS, BUFFERS = "model", "ema", "state", "buffers"
 
 
 @runtime_checkable
@@ -48,9 +48,9 @@ class Resumables:
     It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
     """
 
-    def __init__(self, objects: Mapping[str, Any], rank: int, device: torch.device) -> None:
+    def __init__(self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> None:
         """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
-        self._rank, self._device = rank, device
+        self._rank, self._world_size, self._device = rank, world_size, device
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
@@ -58,6 +58,9 @@ class Resumables:
         self._modules = _prefixed(modules)
         for name, module in modules.items():
             refuse_copies(f"run.resumable: {name}", module)
+        sent = [module for module in objects.values() if isinstance(module, nn.Module) and sends_buffers(module)]
+        self._sent_by_ddp = {buffer for module in sent for buffer in module.buffers()}
+        self._filled_buffers: dict[str, Tensor] = {}  #: by the names of :meth:`_named_buffers`
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()
@@ -93,20 +96,16 @@ class Resumables:
                 names[parameter] = (prefix + name).removeprefix(f"{MODEL}/")
         return names
 
+    @property
+    def _own_place(self) -> str:
+        return f"{BUFFERS}/rank{self._rank}/"
+
     # ------------------------------------------------------------------------------------------ for the checkpoints
 
     def state(self) -> dict[str, Entry]:
         """Return everything as it is now, live; a collective."""
-        # Buffers such as BatchNorm's statistics differ among replicas; a checkpoint has those of rank 0.
-        buffers = [buffer for module in self._modules.values() for buffer in module.buffers()]
-        buffers = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-        # NCCL sends nothing from host memory, where an average may be kept.
-        sent = [buffer.to(self._device) for buffer in buffers]
-        broadcast_tensors(sent, source=0)
-        for buffer, given in zip(buffers, sent, strict=True):
-            if given is not buffer:
-                buffer.copy_(given)
         entries = self._weights()
+        entries |= self._buffers(entries.keys())
         for slots in self._optimizers.values():
             entries |= slots.entries()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
@@ -126,9 +125,45 @@ class Resumables:
             entries |= plain_state.entries_of(at, kind, value, tensors)
         return entries
 
+    def _buffers(self, saved: Collection[str]) -> dict[str, Entry]:
+        """Return rank 0's buffers under their names, those of ``saved``, and this rank's where they are others.
+
+        BatchNorm's statistics differ among replicas, for one. Those that DDP sends before each pass are made equal
+        here, too. Others, as of a network that is only evaluated, stay as they are: who reads them sees no save.
+        """
+        named = self._named_buffers()
+        is_kept = {name: self._rank > 0 and buffer not in self._sent_by_ddp for name, buffer in named.items()}
+        # NCCL sends nothing from host memory, where an average may be kept.
+        first = {name: buffer.to(self._device, copy=is_kept[name]) for name, buffer in named.items()}
+        broadcast_tensors(first.values(), source=0)
+        entries: dict[str, Entry] = {}
+        for name, buffer in named.items():
+            given = first[name].to(buffer.device)
+            if not is_kept[name]:
+                buffer.copy_(given)
+            elif name in saved and not torch.equal(buffer, given):
+                entries |= {name: Replicated(given), f"{self._own_place}{name}": PerRank(buffer)}
+        return entries
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{prefix}{name}": buffer
+            for prefix, module in self._modules.items()
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+            if not isinstance(buffer, DTensor)
+        }
+
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
         entries = self._weights(exchange=False)
+        # On another number of ranks all have rank 0's buffers.
+        of_rank = manifest.tensors if manifest.world_size == self._world_size else ()
+        self._filled_buffers = {
+            name: torch.zeros_like(buffer)
+            for name, buffer in self._named_buffers().items()
+            if f"{self._own_place}{name}" in of_rank
+        }
+        entries |= {f"{self._own_place}{name}": PerRank(buffer) for name, buffer in self._filled_buffers.items()}
         for slots in self._optimizers.values():
             entries |= slots.places(manifest)
         for name, other in self._others.items():
@@ -141,6 +176,9 @@ class Resumables:
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
+        buffers = self._named_buffers()
+        for name, filled in self._filled_buffers.items():
+            buffers[name].copy_(filled)
         for extra in self._extra.values():
             extra.loaded(values)
         for slots in self._optimizers.values():

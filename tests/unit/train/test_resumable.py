@@ -26,7 +26,7 @@ from toolkit.train.resume import OWN_LOOP, log_what_differs
 
 
 def handed_over(**objects: Any) -> Resumables:
-    return Resumables(objects, 0, torch.device("cpu"))
+    return Resumables(objects, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
