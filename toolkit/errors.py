@@ -82,8 +82,11 @@ class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, or none of those present can be read."""
 
 
-class UnequalRanksError(CheckpointError):
-    """Ranks hold different values where they must be equal. A later save does not mend it."""
+class UnsavableStateError(CheckpointError):
+    """The state is such that no later save succeeds either.
+
+    Ranks hold different values where they must be equal, or a value is of a kind that a checkpoint cannot hold.
+    """
 
 
 class TrackerError(ToolkitError):

@@ -31,7 +31,7 @@ from tests.dist.ranks import in_run, run_ranks
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, UnequalRanksError
+from toolkit.errors import ConfigError, UnsavableStateError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.train.own_loop import TrainingRun
@@ -458,7 +458,7 @@ def unfreeze(session: Session, folder: Path) -> tuple[str, int | None]:
             optimizer.zero_grad()
             model(batch.inputs).sum().backward()
             optimizer.step()
-    except UnequalRanksError as error:
+    except UnsavableStateError as error:
         said = str(error)
     run.close()
     return said, newest_step(folder / "checkpoints")

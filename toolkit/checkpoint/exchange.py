@@ -11,10 +11,10 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from toolkit.errors import CheckpointError, UnequalRanksError
+from toolkit.errors import CheckpointError, UnsavableStateError
 
 #: Seconds between two checks of a rank that waits: at first, at most, and at most with very many ranks.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0
@@ -95,7 +95,7 @@ class Exchange:
                 "look for the failure in rank 0's log"
             )
         if "error" in message:
-            raise (UnequalRanksError if message.get("is_unequal") else CheckpointError)(message["error"])
+            raise _kind([message])(message["error"])
         return message
 
     def report(self, message: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Exchange:
         if silent:
             troubles.append(f"no word within {self._timeout_s:g} s from rank {', '.join(silent)}: see their logs")
         if troubles:
-            raise CheckpointError("; ".join(troubles))
+            raise _kind(reports.values())("; ".join(troubles))
         return reports
 
     def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
@@ -165,9 +165,18 @@ def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text, is_unequal = f"{doing}: {describe(error)}", isinstance(error, UnequalRanksError)
-        talk.tell({"error": text, "is_unequal": is_unequal})
-        raise (UnequalRanksError if is_unequal else CheckpointError)(text) from error
+        message = failure(error, f"{doing}: {describe(error)}")
+        talk.tell(message)
+        raise _kind([message])(message["error"]) from error
+
+
+def failure(error: Exception, text: str) -> dict[str, Any]:
+    """Return the message about a failure, with which it is raised on another rank."""
+    return {"error": text, "is_unsavable": isinstance(error, UnsavableStateError)}
+
+
+def _kind(messages: Iterable[Mapping[str, Any]]) -> type[CheckpointError]:
+    return UnsavableStateError if any(message.get("is_unsavable") for message in messages) else CheckpointError
 
 
 def describe(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.tensors import as_bytes, check_plain
-from toolkit.errors import UnequalRanksError, listing
+from toolkit.errors import UnsavableStateError, listing
 from toolkit.ranks.state import Json, Replicated, State
 
 
@@ -43,7 +43,7 @@ class ReplicaSums:
 
 
 def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int]) -> None:
-    """Raise UnequalRanksError if the ranks' ``digests`` are not rank 0's. Ask them for their sums then.
+    """Raise UnsavableStateError if the ranks' ``digests`` are not rank 0's. Ask them for their sums then.
 
     Only rank 0 calls this; the others :func:`answer`.
     """
@@ -54,11 +54,11 @@ def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int])
     ours, theirs = own.sums(), talk.gather()[unequal[0]]["sums"]
     # Compare the names first.
     if ours.keys() != theirs.keys():
-        raise UnequalRanksError(
+        raise UnsavableStateError(
             f"rank {unequal[0]} declares other replicated values than rank 0; both must build the same model"
         )
     different = [name for name in ours if ours[name] != theirs[name]]
-    raise UnequalRanksError(
+    raise UnsavableStateError(
         f"{listing(different)} declared as replicated, but rank {unequal[0]} and rank 0 hold different values; "
         "the replicas have drifted apart, or the value is per rank"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart, check_crc, open_part, unreadable_is_corrupt
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UnsavableStateError
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -34,7 +34,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raise CheckpointError unless the tensor is plain, dense and local. The machine must be little-endian."""
     if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.detach()) is not torch.Tensor:
-        raise CheckpointError(
+        raise UnsavableStateError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; declare dense local tensors "
             "(of a DTensor its local part, as Sharded)"
         )

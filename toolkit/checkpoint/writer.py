@@ -19,7 +19,7 @@ import torch
 from toolkit import logs
 from toolkit.checkpoint import header, tensors
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failure, failures_told
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import (
     Manifest,
@@ -33,7 +33,7 @@ from toolkit.checkpoint.manifest import (
     parse_value,
 )
 from toolkit.checkpoint.replicas import ReplicaSums, answer, refuse_unequal
-from toolkit.errors import CheckpointError, UnequalRanksError, listing
+from toolkit.errors import CheckpointError, UnsavableStateError, listing
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)
@@ -61,9 +61,9 @@ def save(
     A step that is committed already is left as it is. CheckpointError, with the same message on every rank, says which
     rank failed and why, or which ranks did not answer for `timeout_s`; nothing is committed then.
 
-    Raises UnequalRanksError, and commits nothing, where replicated values are not equal bit for bit on all ranks, or
-    copies of a shard are not. If `state` is a copy that has only what this rank writes, `replicas` are the values of
-    that time; copies of shards are not compared then.
+    Raises UnsavableStateError, and commits nothing, where replicated values are not equal bit for bit on all ranks,
+    copies of a shard are not, or a tensor is not dense. If `state` is a copy that has only what this rank writes,
+    `replicas` are the values of that time; copies of shards are not compared then.
 
     ``lost``: ranks that have died; it may grow during the save. Their parts are not waited for. What they alone had is
     missing then, and if a whole tensor needs it nothing is committed.
@@ -145,7 +145,7 @@ def _follow(
         replicas = replicas or ReplicaSums(state)
         talk.report({"part": part.to_json(), "replicas": replicas.digest(), "copies": _copies(state)})
     except Exception as error:
-        talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})
+        talk.report(failure(error, f"rank {rank} on {socket.gethostname()}: {describe(error)}"))
         if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
             talk.listen()
         raise
@@ -265,7 +265,7 @@ def _copies(state: State) -> dict[str, Any]:
 
 
 def _check_copies(manifest: Manifest, rank: int, copies: Mapping[str, Any]) -> None:
-    """Raise UnequalRanksError with the parts that `rank` holds differently from their writer."""
+    """Raise UnsavableStateError with the parts that `rank` holds differently from their writer."""
     different = []
     for name, pieces in copies.items():
         parts = manifest.tensors[name].parts if name in manifest.tensors else ()
@@ -273,7 +273,7 @@ def _check_copies(manifest: Manifest, rank: int, copies: Mapping[str, Any]) -> N
         if any((tuple(offsets), crc32) not in written for offsets, crc32 in pieces):
             different.append(name)
     if different:
-        raise UnequalRanksError(
+        raise UnsavableStateError(
             f"{listing(different)}: rank {rank} holds another value than the rank that writes its part; "
             "the replicas have drifted apart"
         )
@@ -316,4 +316,6 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
 
 def _check_new(name: str, *known: Mapping[str, object]) -> None:
     if any(name in names for names in known):
-        raise CheckpointError(f"two ranks declare {name} as their own; the name of a PerRank value must hold the rank")
+        raise UnsavableStateError(
+            f"two ranks declare {name} as their own; the name of a PerRank value must hold the rank"
+        )

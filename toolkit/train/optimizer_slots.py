@@ -40,9 +40,9 @@ class OptimizerSlots:
         entries: dict[str, Entry] = {}
         for name, value in self._slots():
             key, tensors = f"{OPTIMIZER}/{name}", list[Tensor]()
-            if isinstance(value, Tensor):
+            if _is_entry(value):
                 entries[key] = entry(value)
-            else:  # a number, or a list of tensors as LBFGS keeps it
+            else:  # a number, a list of tensors as LBFGS keeps it, or several in one as torchao does
                 entries |= plain_state.entries_of(key, Replicated, plain_state.encode(value, key, tensors), tensors)
         groups: list[Json] = []
         for index, group in enumerate(self.optimizer.param_groups):
@@ -89,7 +89,7 @@ class OptimizerSlots:
                     group[key] = value
 
     def live(self) -> dict[str, Tensor]:
-        return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
+        return {f"optimizer/{name}": local(value) for name, value in self._slots() if _is_entry(value)}
 
     def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
         """Yield parameter, slot, key and group for each of ``keys`` that is this optimizer's."""
@@ -107,6 +107,10 @@ class OptimizerSlots:
                 for slot, value in self.optimizer.state.get(parameter, {}).items():
                     if value is not None:
                         yield f"{self._names[parameter]}/{slot}", value
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, Tensor) and not plain_state.consists_of_tensors(value)
 
 
 def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:

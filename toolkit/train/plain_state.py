@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -38,6 +39,8 @@ def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
         return _encode_tensor(value, where, tensors)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     # Lists, and mappings with plain keys, are JSON already; other containers get a key with ``$``.
     if type(value) is list:
         return [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
@@ -66,6 +69,8 @@ def decode(value: Json, tensors: list[Tensor]) -> Any:
 
 
 def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors: list[Tensor]) -> Json:
+    if consists_of_tensors(value):
+        return {"$subclass": _encode_subclass(value, where, tensors)}
     if isinstance(value, DTensor):
         raise ConfigError(f"run.resumable: {where} is a DTensor; only a module's and an optimizer's can be resharded")
     word = "$tensor"
@@ -79,6 +84,35 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
         word = "$device"
     tensors.append(value)
     return {word: len(tensors) - 1}
+
+
+def consists_of_tensors(value: Any) -> bool:
+    """True for a tensor subclass that holds several plain tensors, such as torchao's states of 8 bits."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
+
+
+def _encode_subclass(value: Any, where: str, tensors: list[Tensor]) -> Json:
+    # torch's protocol for such classes: https://docs.pytorch.org/docs/stable/notes/extending.html
+    names, context = value.__tensor_flatten__()
+    return {
+        "class": [type(value).__module__, type(value).__qualname__],
+        "context": encode(context, f"{where}.context", tensors),
+        "parts": {name: encode(getattr(value, name), f"{where}.{name}", tensors) for name in names},
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+    }
+
+
+def _decode_subclass(saved: Any, tensors: list[Tensor]) -> Tensor:
+    module, name = saved["class"]
+    kind: Any = getattr(sys.modules.get(module), name, None)  # a checkpoint has nothing imported
+    if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+        raise ConfigError(
+            f"run.resumable: the checkpoint holds a tensor of {module}.{name}, which is not imported here"
+        )
+    parts, context = (decode(saved[key], tensors) for key in ("parts", "context"))
+    put_together: Callable[..., Tensor] = kind.__tensor_unflatten__  # type: ignore[attr-defined]
+    return put_together(parts, context, torch.Size(saved["shape"]), tuple(saved["stride"]))
 
 
 def _pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
@@ -116,8 +150,10 @@ def _on_device(tensor: Tensor) -> Tensor:
 _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "$float": lambda inner, tensors: float(inner),
     "$bytes": lambda inner, tensors: base64.b64decode(inner),
+    "$dtype": lambda inner, tensors: getattr(torch, inner),
     "$tensor": lambda inner, tensors: tensors[inner],
     "$device": lambda inner, tensors: _on_device(tensors[inner]),
+    "$subclass": _decode_subclass,
     "$array": lambda inner, tensors: tensors[inner].numpy(),
     "$scalar": lambda inner, tensors: tensors[inner].numpy()[()],
     **{word: _joined(put_together) for word, _, _, put_together in _KINDS},

@@ -60,7 +60,9 @@ class Resumables:
             refuse_copies(f"run.resumable: {name}", module)
         sent = [module for module in objects.values() if isinstance(module, nn.Module) and sends_buffers(module)]
         self._sent_by_ddp = {buffer for module in sent for buffer in module.buffers()}
-        self._filled_buffers: dict[str, Tensor] = {}  #: by the names of :meth:`_named_buffers`
+        #: By the names of :meth:`_named_buffers`.
+        self._filled_buffers: dict[str, Tensor] = {}
+        self._resized: dict[str, Tensor] = {}
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()
@@ -156,13 +158,17 @@ class Resumables:
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
         entries = self._weights(exchange=False)
-        # On another number of ranks all have rank 0's buffers.
-        of_rank = manifest.tensors if manifest.world_size == self._world_size else ()
-        self._filled_buffers = {
-            name: torch.zeros_like(buffer)
-            for name, buffer in self._named_buffers().items()
-            if f"{self._own_place}{name}" in of_rank
-        }
+        # Some modules size their buffers as they run, such as observers of a quantization, and so when they load them.
+        self._resized, self._filled_buffers = {}, {}
+        for name, buffer in self._named_buffers().items():
+            record = manifest.tensors.get(name)
+            if name in entries and record is not None and record.shape != buffer.shape:
+                self._resized[name] = buffer.new_zeros(record.shape)
+                entries[name] = Replicated(self._resized[name])
+            # On another number of ranks all have rank 0's buffers.
+            record = manifest.tensors.get(f"{self._own_place}{name}")
+            if record is not None and manifest.world_size == self._world_size:
+                self._filled_buffers[name] = buffer.new_zeros(record.shape)
         entries |= {f"{self._own_place}{name}": PerRank(buffer) for name, buffer in self._filled_buffers.items()}
         for slots in self._optimizers.values():
             entries |= slots.places(manifest)
@@ -176,6 +182,12 @@ class Resumables:
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
+        for prefix, module in self._modules.items() if self._resized else ():
+            of_this = {name.removeprefix(prefix): b for name, b in self._resized.items() if name.startswith(prefix)}
+            try:
+                module.load_state_dict({**module.state_dict(), **of_this})
+            except RuntimeError as error:
+                raise ConfigError(f"run.resumable: the checkpoint is another model's: {error}") from None
         buffers = self._named_buffers()
         for name, filled in self._filled_buffers.items():
             buffers[name].copy_(filled)

@@ -18,7 +18,7 @@ from toolkit.checkpoint.replicas import ReplicaSums
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
-from toolkit.errors import CheckpointError, UnequalRanksError
+from toolkit.errors import CheckpointError, UnsavableStateError
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.rundir import RunDir
@@ -136,8 +136,8 @@ class Saver:
         this save) it is retried for ``PATIENCE_S``, and then raises CheckpointError.
 
         The training waits for the first save of an attempt. Later ones are written in the background, one at a time,
-        unless they ``must`` be made. Raises UnequalRanksError for replicas that have drifted apart; if the save before
-        this one, in the background, has found it, at this one.
+        unless they ``must`` be made. Raises UnsavableStateError where no later save would succeed either, such as for
+        replicas that have drifted apart; if the save before this one, in the background, has found it, at this one.
         """
         started = time.monotonic()
         self.await_save()  # one save at a time
@@ -174,9 +174,9 @@ class Saver:
                 self._succeed(step)
                 return
             except CheckpointError as error:
-                # Other ranks may wait inside the library, so the attempt cannot go on. Nor does it where replicas have
-                # drifted apart: all later saves would fail, too.
-                if self._write_files is not None or isinstance(error, UnequalRanksError):
+                # Other ranks may wait inside the library, so the attempt cannot go on. Nor does it where all later
+                # saves would fail, too: it would train on without checkpoints.
+                if self._write_files is not None or isinstance(error, UnsavableStateError):
                     raise
                 self._note_failure(step, error)
                 if not must:
@@ -198,7 +198,7 @@ class Saver:
         writing.is_cancelled = wanted is not None and writing.step != wanted
         writing.wait()
         self._writing = None
-        if isinstance(writing.error, UnequalRanksError):  # on all ranks
+        if isinstance(writing.error, UnsavableStateError):  # on all ranks
             raise writing.error
         if writing.error is None:
             self._succeed(writing.step)

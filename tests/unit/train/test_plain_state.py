@@ -24,6 +24,7 @@ LEAVES = (
     | st.text()
     | st.binary()
     | st.floats(width=32).map(np.float32)
+    | st.sampled_from([torch.bfloat16, torch.int8])
     | st.lists(st.integers(-5, 5)).map(lambda items: np.array(items, dtype=np.int16))
 )
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.booleans())
@@ -40,6 +41,32 @@ TREES = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+class Halves(torch.Tensor):
+    """A tensor of two, by torch's protocol, as torchao's states of 8 bits are codes and scales."""
+
+    def __new__(cls, one: torch.Tensor, two: torch.Tensor, name: str) -> Halves:
+        made: Halves = cls._make_wrapper_subclass(cls, (2, *one.shape), dtype=one.dtype)
+        return made
+
+    def __init__(self, one: torch.Tensor, two: torch.Tensor, name: str) -> None:
+        self.one, self.two, self.label = one, two, name
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[str]]:
+        return ["one", "two"], [self.label]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: list[str], size: Any, stride: Any) -> Halves:
+        return cls(parts["one"], parts["two"], *context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
 
 
 def through_a_checkpoint(value: Any) -> Any:
@@ -95,3 +122,16 @@ def test_what_json_has_no_word_for_comes_back_too(value: Any) -> None:
 def test_what_cannot_be_stored_is_refused_by_its_place(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"run\.resumable: scheduler\.steps\[1\] is"):
         encode({"steps": [0, value]}, "scheduler", [])
+
+
+def test_a_tensor_of_several_tensors_comes_back_from_what_is_imported_only() -> None:
+    tensors: list[torch.Tensor] = []
+    saved: Any = json.loads(json.dumps(encode({"a": Halves(torch.ones(3), torch.zeros(3), "odd")}, "it", tensors)))
+    assert [type(tensor) for tensor in tensors] == [torch.Tensor] * 2
+    found = decode(saved, tensors)["a"]
+    assert type(found) is Halves
+    assert (found.one.tolist(), found.two.tolist(), found.label, found.shape) == ([1.0] * 3, [0.0] * 3, "odd", (2, 3))
+    for other in ("antigravity", "json"):  # one that is not imported, one without such a class
+        saved["a"]["$subclass"]["class"][0] = other
+        with pytest.raises(ConfigError, match=rf"a tensor of {other}\.Halves, which is not imported here"):
+            decode(saved, tensors)

@@ -161,6 +161,53 @@ def test_a_list_of_tensors_is_refused_as_optim_name() -> None:
         OptimizerState(names, Shampoo(model.parameters())).entries()
 
 
+class Observed(nn.Linear):
+    """Has buffers of a size that it learns from the first samples, as torch's observers have."""
+
+    lowest: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("lowest", torch.tensor([]))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        self.lowest = samples.amin(0) if not self.lowest.numel() else torch.minimum(self.lowest, samples.amin(0))
+        return super().forward(samples)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.lowest = torch.empty_like(state[f"{prefix}lowest"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Fixed(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, size: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("lowest", torch.zeros(size))
+
+
+def test_a_module_that_sizes_its_buffers_as_it_runs_comes_back(checkpoints: CheckpointFolder) -> None:
+    model = nn.Sequential(Observed(3, 2), Observed(2, 2))
+    model(torch.randn(4, 3))
+    save(checkpoints, 4, handed_over(model=model).state(), {}, rank=0, world_size=1, kv=None)
+    fresh = nn.Sequential(Observed(3, 2), Observed(2, 2))
+    places = handed_over(model=fresh)
+    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
+    assert loaded is not None
+    places.loaded(loaded.values)
+    assert [
+        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, fresh.state_dict()[name])
+    ] == []
+
+
+def test_a_buffer_of_another_size_is_refused_where_its_module_cannot_take_it(checkpoints: CheckpointFolder) -> None:
+    save(checkpoints, 4, handed_over(model=Fixed(3, 2, 5)).state(), {}, rank=0, world_size=1, kv=None)
+    places = handed_over(model=Fixed(3, 2, 4))
+    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
+    assert loaded is not None
+    with pytest.raises(ConfigError, match=r"(?s)the checkpoint is another model's.*size mismatch for lowest"):
+        places.loaded(loaded.values)
+
+
 def test_an_average_has_the_names_of_the_model_that_it_averages(checkpoints: CheckpointFolder) -> None:
     model = nn.Linear(2, 2)
     wrapped = nn.DataParallel(model)
