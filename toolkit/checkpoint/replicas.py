@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.tensors import as_bytes, check_plain
 from toolkit.errors import UnsavableStateError, listing
@@ -23,18 +24,25 @@ class ReplicaSums:
     def __init__(self, state: State) -> None:
         values = {name: entry.value for name, entry in sorted(state.items()) if isinstance(entry, Replicated)}
         self._sums: dict[str, int] = dict.fromkeys(values, 0)
-        self._pending: dict[torch.device, dict[str, torch.Tensor]] = {}  #: not read yet: a GPU computes on
+        found: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                self._pending.setdefault(value.device, {})[name] = _sum_of_bits(name, value)
+                found.setdefault(value.device, {})[name] = _sum_of_bits(name, value)
             else:
                 self._sums[name] = _digest(value)
+        # On a GPU all this is only enqueued. Another thread may read it, whose own stream would not wait for it.
+        self._copies = [
+            ([*sums], torch.stack([*sums.values()]).to("cpu", non_blocking=True)) for sums in found.values()
+        ]
+        self._wait = page_locked.enqueued() if any(device.type == "cuda" for device in found) else lambda: None
 
     def sums(self) -> Mapping[str, int]:
         """Return a number for each value. Waits for the GPU, if the values are there."""
-        while self._pending:
-            _, found = self._pending.popitem()
-            self._sums |= zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if self._copies:
+            self._wait()
+        while self._copies:
+            names, copy = self._copies.pop()
+            self._sums |= zip(names, copy.tolist(), strict=True)
         return self._sums
 
     def digest(self) -> int:
