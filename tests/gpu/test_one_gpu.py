@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.dist.test_fork import Site
 from tests.gpu import NO_GPU, throughput, training
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.background import Staging
+from toolkit.checkpoint.replicas import ReplicaSums
 from toolkit.data.loader import Loader
 from toolkit.data.to_device import _copy_stream
 from toolkit.metrics.stopwatch import stopwatch
@@ -132,6 +134,18 @@ def test_a_save_has_the_values_of_its_step_though_the_next_one_changes_them() ->
     value.zero_()
     wait()
     assert staged["w"].value.min().item() == 1  # type: ignore[union-attr]
+
+
+def test_sums_of_replicas_are_those_of_their_step_whichever_thread_reads_them() -> None:
+    value = torch.ones(1 << 24, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # whose work no other stream waits for
+        torch.cuda._sleep(SHORT)
+        sums = ReplicaSums({"w": Replicated(value)})
+        value.zero_()
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(sums.sums).result()
+    assert found == ReplicaSums({"w": Replicated(torch.ones(1 << 24))}).sums()
 
 
 def test_a_block_that_cannot_be_page_locked_leaves_no_error_for_the_next_kernel() -> None:
