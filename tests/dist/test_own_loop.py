@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,7 +229,26 @@ def target(run: TrainingRun, **options: bool) -> Iterator[None]:
         yield
 
 
+def accumulated(run: TrainingRun) -> Iterator[None]:
+    """A step of the optimizer every three batches, also where an epoch ends between. It counts from where it begins."""
+    model = DistributedDataParallel(net())
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
+    run.resumable(model=model, optimizer=optimizer)
+    loader = DataLoader(dataset(), 6, sampler=DistributedSampler(dataset(), run.world_size, run.rank))
+    for _ in run.epochs(5):
+        for number, (x, y) in enumerate(run.steps(loader), 1):
+            with nullcontext() if number % 3 == 0 else model.no_sync():
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            run.log(loss=loss)
+            yield
+
+
 KINDS: dict[str, tuple[Kind, int]] = {
+    "accumulated": (accumulated, 25),
     "target": (target, 20),
     "statistics": (partial(target, broadcast_buffers=False), 20),
     "ddp": (ddp, 25),

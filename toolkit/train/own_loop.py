@@ -37,6 +37,7 @@ from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session, open_session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
+from toolkit.train.accumulation import Accumulation
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.gpu_settings import apply_gpu_settings
@@ -196,6 +197,7 @@ class TrainingRun(OwnSteps):
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._state = OwnState(objects, self._session, self._window)
+        self._accumulation = Accumulation(self._state.optimizers)
         # A resume is refused where any of this has changed.
         identity: dict[str, Json] = {"kind": OWN_LOOP}
         if self._loader is not None:
@@ -299,7 +301,7 @@ class TrainingRun(OwnSteps):
                 self._in_step = True
                 # The body of the user's loop runs here: it is the step.
                 yield batch
-                self._end_step()
+                self._end_step(may_save=not self._accumulation.is_open())
 
     def finish(self) -> None:
         """End the run: save what is not saved yet, and hand over the result."""

@@ -90,6 +90,11 @@ class Resumables:
         """Return the models, without wrappers."""
         return list(self._modules.values())
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers, without wrappers."""
+        return [slots.optimizer for slots in self._optimizers.values()]
+
     def _parameters(self) -> dict[Tensor, str]:
         """Return each parameter's name, without ``model/``."""
         names: dict[Tensor, str] = {}
