@@ -83,8 +83,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={spec.slurmd_timeout_s}
 JobRequeue=1
-# Slurm drains the node of a step that has not ended so long after it was killed, the usual minute: on a busy machine one
-# takes longer, and Slurm's own process of a step whose node was taken out of its job was seen to hang
+# Slurm drains the node of a step that has not ended so long after it was killed, by default a minute: on a busy machine
+# one takes longer, and Slurm's own process of a step whose node was taken out of its job was seen to hang
 UnkillableStepTimeout=3600
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio

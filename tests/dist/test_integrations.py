@@ -157,6 +157,17 @@ def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(scri
                 ("cpu=True", "cpu=True, project_config=ProjectConfiguration('out', automatic_checkpoint_naming=True)"),
             ],
         ),
+        # Gradients of several batches, without accelerator.accumulate.
+        (
+            "accelerate",
+            [
+                ("        optimizer.zero_grad()\n", ""),
+                (
+                    "        optimizer.step()\n",
+                    "        if run.step % 3 == 2:\n            optimizer.step()\n            optimizer.zero_grad()\n",
+                ),
+            ],
+        ),
         # A validation after the steps that are saved, counted in the weights.
         (
             "lightning",

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch.optim import Optimizer
 
 from toolkit.integrations.library_run import LibraryRun, set_for_now
 from toolkit.ranks.state import Json
+from toolkit.train.accumulation import Accumulation
 
 
 class AccelerateRun(LibraryRun):
@@ -30,6 +32,9 @@ class AccelerateRun(LibraryRun):
         self._accelerator = accelerator
         super().__init__("accelerate", self._save)
         self.refuse_other_world(accelerator.num_processes)
+        # For scripts that accumulate gradients without ``accelerator.accumulate``.
+        optimizers = [prepared.optimizer for prepared in accelerator._optimizers]
+        self._accumulation = Accumulation([each for each in optimizers if isinstance(each, Optimizer)])
         if self.checkpoint is not None:
             accelerator.load_state(str(self.checkpoint))
             project = accelerator.project_configuration

@@ -301,7 +301,7 @@ class TrainingRun(OwnSteps):
                 self._in_step = True
                 # The body of the user's loop runs here: it is the step.
                 yield batch
-                self._end_step(may_save=not self._accumulation.is_open())
+                self._end_step()
 
     def finish(self) -> None:
         """End the run: save what is not saved yet, and hand over the result."""

@@ -17,6 +17,7 @@ from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
+from toolkit.train.accumulation import Accumulation
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.describe import own_hparams, swept_hparams
 from toolkit.train.lifecycle import Lifecycle
@@ -47,6 +48,7 @@ class OwnSteps:
         self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
         self._total: int | None = None
         self._in_step = False
+        self._accumulation = Accumulation(())
         self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._save_asked = False
@@ -89,7 +91,7 @@ class OwnSteps:
             if life.step % self.config.train.log_every == 0 or life.step == self._total:
                 self._write()
             self._save_asked |= self._checkpoints.saver.is_due(life.step)
-        if not may_save:
+        if self._accumulation.is_open() or not may_save:
             return
         is_due, self._save_asked = self._save_asked, False
         life.save_or_copy(is_due)
