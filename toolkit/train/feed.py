@@ -93,7 +93,7 @@ class ForeignFeed:
         self._is_there = is_there
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
-        batches = self._begun(number)
+        batches = self._resumed(number) if self._is_there else self._begun(number)
         # After a resume in the middle of an epoch: read the batches before it, unless the loader's state did that.
         skip, self._is_there = 0 if self._is_there else first, False
         began = time.monotonic()
@@ -115,6 +115,18 @@ class ForeignFeed:
             except StopIteration:
                 return
             step += 1
+
+    def _resumed(self, number: int) -> Iterator[Any]:
+        """Go on with an epoch whose position the loader knows."""
+        # torchdata's nodes would begin the next epoch at once where the position is this one's end.
+        restarts = getattr(self._loader, "restart_on_stop_iteration", False)
+        if restarts:
+            self._loader.restart_on_stop_iteration = False
+        try:
+            return self._begun(number)
+        finally:
+            if restarts:
+                self._loader.restart_on_stop_iteration = True
 
     def batches_in(self, number: int) -> int | None:
         try:

@@ -28,7 +28,7 @@ from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
 from toolkit.train.optimizer_slots import OptimizerSlots
-from toolkit.train.unwrapped import bare, bare_optimizer, is_metric, sends_buffers
+from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
 MODEL, AVERAGE, OTHERS, BUFFERS = "model", "ema", "state", "buffers"
 
@@ -58,8 +58,6 @@ class Resumables:
         self._modules = _prefixed(modules)
         for name, module in modules.items():
             refuse_copies(f"run.resumable: {name}", module)
-        sent = [module for module in objects.values() if isinstance(module, nn.Module) and sends_buffers(module)]
-        self._sent_by_ddp = {buffer for module in sent for buffer in module.buffers()}
         #: By the names of :meth:`_named_buffers`.
         self._filled_buffers: dict[str, Tensor] = {}
         self._resized: dict[str, Tensor] = {}
@@ -135,20 +133,16 @@ class Resumables:
     def _buffers(self, saved: Collection[str]) -> dict[str, Entry]:
         """Return rank 0's buffers under their names, those of ``saved``, and this rank's where they are others.
 
-        BatchNorm's statistics differ among replicas, for one. Those that DDP sends before each pass are made equal
-        here, too. Others, as of a network that is only evaluated, stay as they are: who reads them sees no save.
+        BatchNorm's statistics differ among replicas, for one. They stay as they are: who reads them sees no save.
         """
-        named = self._named_buffers()
-        is_kept = {name: self._rank > 0 and buffer not in self._sent_by_ddp for name, buffer in named.items()}
+        named = {name: buffer for name, buffer in self._named_buffers().items() if name in saved}
         # NCCL sends nothing from host memory, where an average may be kept.
-        first = {name: buffer.to(self._device, copy=is_kept[name]) for name, buffer in named.items()}
+        first = {name: buffer.to(self._device, copy=self._rank > 0) for name, buffer in named.items()}
         broadcast_tensors(first.values(), source=0)
         entries: dict[str, Entry] = {}
-        for name, buffer in named.items():
+        for name, buffer in named.items() if self._rank else ():
             given = first[name].to(buffer.device)
-            if not is_kept[name]:
-                buffer.copy_(given)
-            elif name in saved and not torch.equal(buffer, given):
+            if not torch.equal(buffer, given):
                 entries |= {name: Replicated(given), f"{self._own_place}{name}": PerRank(buffer)}
         return entries
 

@@ -21,13 +21,6 @@ def bare(module: nn.Module) -> nn.Module:
             return module
 
 
-def sends_buffers(module: nn.Module) -> bool:
-    """True if the module, or one that it wraps, is a DDP that sends rank 0's buffers before each pass."""
-    if is_compiled(module):
-        return sends_buffers(module._orig_mod)  # type: ignore[arg-type]
-    return isinstance(module, DistributedDataParallel) and bool(module.broadcast_buffers)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """True for what ``torch.compile(module)`` returns. Goes by name: importing torch's compiler takes a second."""
     return type(module).__name__ == "OptimizedModule"
