@@ -229,6 +229,25 @@ def nodes(run: TrainingRun) -> Iterator[None]:
             yield
 
 
+def thawed(run: TrainingRun) -> Iterator[None]:
+    """A layer that is trained from step 2 on, which a resume has passed."""
+    layers = net()
+    layers.get_submodule("0").requires_grad_(False)
+    optimizer = SGD(layers.parameters(), 0.01, momentum=0.9)
+    run.resumable(model=layers, optimizer=optimizer)
+    model = DistributedDataParallel(layers)
+    for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+        if run.step == 2:
+            layers.requires_grad_(True)
+            model = DistributedDataParallel(layers)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch.inputs), batch.targets)
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+        yield
+
+
 def target(run: TrainingRun, **options: bool) -> Iterator[None]:
     """Each rank asks a network with statistics of its own, which DDP does not send: a copy of what it trains."""
     model = DistributedDataParallel(net(), **options)  # type: ignore[arg-type]
@@ -269,6 +288,7 @@ def accumulated(run: TrainingRun) -> Iterator[None]:
 KINDS: dict[str, tuple[Kind, int]] = {
     "accumulated": (accumulated, 25),
     "nodes": (nodes, 20),
+    "thawed": (thawed, 20),
     "target": (target, 20),
     "statistics": (partial(target, broadcast_buffers=False), 20),
     "ddp": (ddp, 25),

@@ -27,6 +27,7 @@ from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
+from toolkit.train.frozen import Frozen
 from toolkit.train.optimizer_slots import OptimizerSlots
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
@@ -73,6 +74,7 @@ class Resumables:
                         f"run.resumable: {owners[parameter]} and {name} have a parameter of shape "
                         f"{tuple(parameter.shape)} in common: a checkpoint has one state for each"
                     )
+        self._frozen = Frozen(names, [value for value in objects.values() if isinstance(value, nn.Module)])
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
         #: The seeds that the script gave its generators. A filled one has the seed of the epoch that was saved.
         self.seeds = {g: g.initial_seed() for g in others.values() if isinstance(g, torch.Generator)}
@@ -111,6 +113,7 @@ class Resumables:
         """Return everything as it is now, live; a collective."""
         entries = self._weights()
         entries |= self._buffers(entries.keys())
+        entries |= self._frozen.entries()
         for slots in self._optimizers.values():
             entries |= slots.entries()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
@@ -158,6 +161,7 @@ class Resumables:
         """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
         entries = self._weights(exchange=False)
         # Some modules size their buffers as they run, such as observers of a quantization, and so when they load them.
+        entries |= self._frozen.entries()
         self._resized, self._filled_buffers = {}, {}
         for name, buffer in self._named_buffers().items():
             record = manifest.tensors.get(name)
@@ -190,6 +194,7 @@ class Resumables:
         buffers = self._named_buffers()
         for name, filled in self._filled_buffers.items():
             buffers[name].copy_(filled)
+        self._frozen.loaded(values)
         for extra in self._extra.values():
             extra.loaded(values)
         for slots in self._optimizers.values():

@@ -161,6 +161,42 @@ def test_a_list_of_tensors_is_refused_as_optim_name() -> None:
         OptimizerState(names, Shampoo(model.parameters())).entries()
 
 
+def saved_after(checkpoints: CheckpointFolder, first: bool, then: bool) -> None:
+    """Save a layer that was trained at first, or not, and then."""
+    model = nn.Linear(2, 2).requires_grad_(first)
+    handed = handed_over(model=model)
+    model.requires_grad_(then)
+    save(checkpoints, 4, handed.state(), {}, rank=0, world_size=1, kv=None)
+
+
+def loaded_into(checkpoints: CheckpointFolder, model: nn.Module) -> None:
+    places = handed_over(model=model)
+    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
+    assert loaded is not None
+    places.loaded(loaded.values)
+
+
+@pytest.mark.parametrize("then", [True, False])
+def test_a_layer_is_frozen_as_at_the_save_unless_the_script_has_changed(
+    checkpoints: CheckpointFolder, then: bool
+) -> None:
+    saved_after(checkpoints, not then, then)
+    same, other = nn.Linear(2, 2).requires_grad_(not then), nn.Linear(2, 2).requires_grad_(not then)
+    other.bias.requires_grad_(then)
+    loaded_into(checkpoints, same)
+    loaded_into(checkpoints, other)
+    assert [p.requires_grad for p in (same.weight, same.bias, other.weight, other.bias)] == [then, then, not then, then]
+
+
+def test_a_layer_that_ddp_was_made_without_is_refused(
+    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.train.frozen.DistributedDataParallel", nn.DataParallel)  # needs no process group
+    saved_after(checkpoints, first=False, then=True)
+    with pytest.raises(ConfigError, match=r"weight, bias are trained since a later step.*wrap it after run\.resumable"):
+        loaded_into(checkpoints, nn.DataParallel(nn.Linear(2, 2).requires_grad_(False)))
+
+
 class Observed(nn.Linear):
     """Has buffers of a size that it learns from the first samples, as torch's observers have."""
 
