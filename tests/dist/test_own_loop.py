@@ -197,29 +197,22 @@ def stream(run: TrainingRun) -> Iterator[None]:
 
 def stateful(run: TrainingRun) -> Iterator[None]:
     """torchdata's loader, which goes to its place at once. Each epoch draws its order anew."""
-    model = DistributedDataParallel(net())
-    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
-    loader = StatefulDataLoader(dataset(), 6, shuffle=True, drop_last=True)
-    run.resumable(model=model, optimizer=optimizer, loader=loader)
-    for _ in run.epochs(3):
-        for x, y in run.steps(loader):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
-            yield
+    yield from with_position(run, StatefulDataLoader(dataset(), 6, shuffle=True, drop_last=True), 3)
 
 
 def nodes(run: TrainingRun) -> Iterator[None]:
     """torchdata's nodes. An epoch has four batches, so what is saved is an epoch's end."""
-    model = DistributedDataParallel(net())
-    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
     samples = dataset()
     order = SamplerWrapper(DistributedSampler(samples, run.world_size, run.rank))
-    loader = Loader(ParallelMapper(Batcher(Mapper(order, samples.__getitem__), 7, drop_last=False), default_collate, 1))
+    batches = Batcher(Mapper(order, samples.__getitem__), 7, drop_last=False)
+    yield from with_position(run, Loader(ParallelMapper(batches, default_collate, 1)), 5)
+
+
+def with_position(run: TrainingRun, loader: Any, epochs: int) -> Iterator[None]:
+    model = DistributedDataParallel(net())
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
     run.resumable(model=model, optimizer=optimizer, loader=loader)
-    for _ in run.epochs(5):
+    for _ in run.epochs(epochs):
         for x, y in run.steps(loader):
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)

@@ -1,6 +1,6 @@
 """Tells whether ranks hold equal values. Sums of their bits are made where the values lie, and are compared.
 
-So each save can prove it. ReplicaSums that differ are an error of the job, or of a node, that no later save mends.
+So each save can prove it. Replicas that differ are an error of the job, or of a node, that no later save mends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int])
 
     Only rank 0 calls this; the others :func:`answer`.
     """
-    unequal = [rank for rank, digest in digests.items() if digest != own.digest()]
+    expected = own.digest()
+    unequal = [rank for rank, digest in digests.items() if digest != expected]
     if not unequal:
         return
     talk.tell({"sums": True})

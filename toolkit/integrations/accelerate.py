@@ -9,9 +9,10 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from toolkit.integrations.library_run import LibraryRun, set_for_now
+from toolkit.integrations.library_run import LibraryRun
 from toolkit.ranks.state import Json
 from toolkit.train.accumulation import Accumulation
+from toolkit.train.feed import set_for_now
 
 
 class AccelerateRun(LibraryRun):

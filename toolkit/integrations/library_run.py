@@ -8,8 +8,8 @@ Ranks agree over the launch's store. There is no collective of ours between thos
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +155,6 @@ class LibraryRun(TrainingRun):
 
     def saved_with(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "batch": self._batch}
-
-
-@contextmanager
-def set_for_now(owner: object, **values: Any) -> Iterator[None]:
-    """Set attributes of a library's object. Put the script's own values back at the end."""
-    own = {name: getattr(owner, name) for name in values}
-    try:
-        vars(owner).update(values)
-        yield
-    finally:
-        vars(owner).update(own)
 
 
 def _is_number(value: Any) -> bool:

@@ -87,7 +87,7 @@ class Sharded:
 #: Prefixes of the names of state that training can do without. What a checkpoint lacks of it keeps its initial value,
 #: and what only the checkpoint has is ignored. So these may be switched on and off at a resume, and those of one rank
 #: alone keep no other number of ranks from resuming.
-OPTIONAL = ("buffers/", "ema/", "mask/", "update/")
+OPTIONAL = ("ema/", "mask/", "update/")
 
 Entry: TypeAlias = Replicated | PerRank | Sharded
 State: TypeAlias = Mapping[str, Entry]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -118,15 +119,11 @@ class ForeignFeed:
 
     def _resumed(self, number: int) -> Iterator[Any]:
         """Go on with an epoch whose position the loader knows."""
-        # torchdata's nodes would begin the next epoch at once where the position is this one's end.
-        restarts = getattr(self._loader, "restart_on_stop_iteration", False)
-        if restarts:
-            self._loader.restart_on_stop_iteration = False
-        try:
+        if not hasattr(self._loader, "restart_on_stop_iteration"):
             return self._begun(number)
-        finally:
-            if restarts:
-                self._loader.restart_on_stop_iteration = True
+        # torchdata's nodes would begin the next epoch at once where the position is this one's end.
+        with set_for_now(self._loader, restart_on_stop_iteration=False):
+            return self._begun(number)
 
     def batches_in(self, number: int) -> int | None:
         try:
@@ -150,6 +147,17 @@ class ForeignFeed:
         self._seed(-1 - number)
         end_workers(self._loader)
         return iter(self._loader)
+
+
+@contextmanager
+def set_for_now(owner: object, **values: Any) -> Iterator[None]:
+    """Set attributes of a library's object. Put the script's own values back at the end."""
+    own = {name: getattr(owner, name) for name in values}
+    try:
+        vars(owner).update(values)
+        yield
+    finally:
+        vars(owner).update(own)
 
 
 def end_workers(loader: Any) -> None:

@@ -31,7 +31,7 @@ from toolkit.train.frozen import Frozen
 from toolkit.train.optimizer_slots import OptimizerSlots
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
-MODEL, AVERAGE, OTHERS, BUFFERS = "model", "ema", "state", "buffers"
+MODEL, AVERAGE, OTHERS, BUFFERS = "model", "ema", "state", "update/buffers"
 
 
 @runtime_checkable
@@ -160,10 +160,10 @@ class Resumables:
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
         entries = self._weights(exchange=False)
-        # Some modules size their buffers as they run, such as observers of a quantization, and so when they load them.
         entries |= self._frozen.entries()
         self._resized, self._filled_buffers = {}, {}
         for name, buffer in self._named_buffers().items():
+            # Some modules size their buffers as they run, such as observers of a quantization, and as they load them.
             record = manifest.tensors.get(name)
             if name in entries and record is not None and record.shape != buffer.shape:
                 self._resized[name] = buffer.new_zeros(record.shape)

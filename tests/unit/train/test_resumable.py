@@ -226,10 +226,7 @@ def test_a_module_that_sizes_its_buffers_as_it_runs_comes_back(checkpoints: Chec
     model(torch.randn(4, 3))
     save(checkpoints, 4, handed_over(model=model).state(), {}, rank=0, world_size=1, kv=None)
     fresh = nn.Sequential(Observed(3, 2), Observed(2, 2))
-    places = handed_over(model=fresh)
-    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
-    assert loaded is not None
-    places.loaded(loaded.values)
+    loaded_into(checkpoints, fresh)
     assert [
         name for name, tensor in model.state_dict().items() if not torch.equal(tensor, fresh.state_dict()[name])
     ] == []
@@ -237,11 +234,8 @@ def test_a_module_that_sizes_its_buffers_as_it_runs_comes_back(checkpoints: Chec
 
 def test_a_buffer_of_another_size_is_refused_where_its_module_cannot_take_it(checkpoints: CheckpointFolder) -> None:
     save(checkpoints, 4, handed_over(model=Fixed(3, 2, 5)).state(), {}, rank=0, world_size=1, kv=None)
-    places = handed_over(model=Fixed(3, 2, 4))
-    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
-    assert loaded is not None
     with pytest.raises(ConfigError, match=r"(?s)the checkpoint is another model's.*size mismatch for lowest"):
-        places.loaded(loaded.values)
+        loaded_into(checkpoints, Fixed(3, 2, 4))
 
 
 def test_an_average_has_the_names_of_the_model_that_it_averages(checkpoints: CheckpointFolder) -> None:
