@@ -112,7 +112,8 @@ class AttemptLoop:
             now = time.monotonic()
             if attempt.kill_at is not None and now >= attempt.kill_at:
                 unkillable_at = min(unkillable_at, now + UNKILLABLE_S)
-                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
+                # Again, as Slurm loses a signal for a step that its node has not started yet.
+                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True
                 self._ranks.kill()
                 if attempt.ask_slurm_at is not None:
                     attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
