@@ -18,7 +18,7 @@ from toolkit.launch.supervise.ending import judge
 from toolkit.launch.supervise.facts import Cause, Decision, Facts, Stop
 from toolkit.launch.supervise.stop_path import StopPath
 from toolkit.launch.watch.halving import Halving, worse_than
-from toolkit.run_files import RunProgress, SweepPoint
+from toolkit.run_files import AttemptRecord, RunProgress, SweepPoint
 from toolkit.rundir import RunDir
 
 
@@ -37,7 +37,7 @@ def test_a_run_is_judged_once_and_a_damaged_record_ends_none(tmp_path: Path) -> 
     for number in range(3):
         worse_than(rung, f"p{number}", float(number), 2)
     assert worse_than(rung, "late", 9.0, 2) == "number 4 of 4, and the best 2 go on"
-    assert worse_than(rung, "late", 9.0, 2) is None  # resumed by its user
+    assert worse_than(rung, "late", 9.0, 2) is None
     assert worse_than(rung, "nan", float("nan"), 2) == "not a number"
     (rung / "p9=x").touch()
     assert worse_than(rung, "other", 99.0, 2) is None
@@ -78,6 +78,24 @@ def test_a_run_is_stopped_at_the_first_rung_where_others_are_better(run: RunDir)
     assert verdict.line.startswith(attempt.stop_note)
     cancelled = judge(Facts(75, stopped_cleanly=True, stop=Stop.HALVING, slurm=JobFate.CANCELLED))
     assert cancelled.cause is Cause.CANCELLED
+
+
+def test_a_run_that_is_lost_before_it_has_stopped_stops_in_its_next_attempt(run: RunDir) -> None:
+    place = fsio.make_dir(run.path.parent.parent / ".sweeps/mine/rung-4")
+    for number in range(3):
+        (place / f"q{number}=0.5").touch()
+    first = look(Halving(cast(Any, SimpleNamespace(run=run))), 7, 2.0)[1].stop_note
+    add_attempt(run, 1, "lost", "the job is gone")
+    asked, attempt = look(Halving(cast(Any, SimpleNamespace(run=run))), 8, 0.1)
+    assert (asked, attempt.stop_note) == ([Stop.HALVING], first)
+    add_attempt(run, 2, "stopped", f"{first}; 7 steps are kept")
+    assert look(Halving(cast(Any, SimpleNamespace(run=run))), 9, 0.1)[0] == []  # its user has resumed it
+
+
+def add_attempt(run: RunDir, number: int, cause: str, line: str) -> None:
+    times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
+    ends = {"attempt": number, "cause": cause, "decision": "restart", "line": line, "nodes": "here"}
+    run.add_attempt(AttemptRecord.from_json({**ends, **times}))
 
 
 def test_a_run_of_no_sweep_is_compared_with_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ class Halving:
     def __init__(self, context: Context) -> None:
         self._folder = context.run.path.parent.parent / ".sweeps"
         try:
-            self._point = context.run.point()
+            # A run that halving has ended, and that runs again, was resumed by its user: it goes on.
+            was_ended = any((closed.line or "").startswith(HALVED) for closed in context.run.attempts())
+            self._point = None if was_ended else context.run.point()
         except OSError as error:
             log.warning("the run goes on without being compared with its sweep's others: %s", error)
             self._point = None
@@ -56,9 +58,11 @@ class Halving:
             # A metric such as ``-loss`` is better when it is lower.
             sign = 1.0 if point.metric.startswith("-") else -1.0
             why = worse_than(place, point.id, sign * value, point.halving)
-            if why is not None:
-                attempt.stop_note = f"{HALVED} at step {step}: {point.metric.removeprefix('-')} {value:g} is {why}"
-                log.warning("%s", attempt.stop_note)
+            note = why and f"{HALVED} at step {step}: {point.metric.removeprefix('-')} {value:g} is {why}"
+            note = _remember(place / f"{point.id}.ended", note)
+            if note:
+                attempt.stop_note = note
+                log.warning("%s", note)
                 stops.ask(Stop.HALVING)
                 return
 
@@ -82,3 +86,15 @@ def worse_than(place: Path, point: str, value: float, share: int) -> str | None:
     rank = sum(other < value for other in others) + 1
     best = max(1, count // share)
     return None if count < share or rank <= best else f"number {rank} of {count}, and the best {best} go on"
+
+
+def _remember(place: Path, note: str | None) -> str | None:
+    """Write down why the run ends. Without a note return that of an attempt which was lost before it could end."""
+    try:
+        if note:
+            fsio.write_atomic(place, note)
+        elif place.exists():
+            return place.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("%s: an attempt that is lost now would go on in its next one: %s", place, error)
+    return note
