@@ -158,6 +158,18 @@ def refusals(session: Session) -> list[str]:
     return found
 
 
+def refusal_of_adafactor(session: Session) -> str:
+    made = built(session, "fsdp", OptimConfig("torch.optim.Adafactor"))
+    with pytest.raises(ConfigError) as caught:
+        made.state()
+    return str(caught.value)
+
+
+def test_an_optimizer_that_torch_cannot_step_with_cut_weights_is_refused_by_name() -> None:
+    for message in run_ranks(2, refusal_of_adafactor):
+        assert message.startswith("optim.name: torch's Adafactor cannot update weights that the strategy has cut")
+
+
 def test_a_stage_refuses_a_pattern_only_where_the_whole_model_has_nothing_for_it() -> None:
     one, other = run_ranks(2, refusals)
     assert one == other

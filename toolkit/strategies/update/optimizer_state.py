@@ -44,7 +44,7 @@ class OptimizerState:
                         parameter.grad = torch.zeros_like(parameter)
             own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
-            self._optimizer.step()
+            _try_step(self._optimizer)
             _refuse_state_in_groups(self._optimizer, own)
             self._optimizer.zero_grad()
             for group, rate in zip(groups, rates, strict=True):
@@ -114,6 +114,19 @@ def refuse_lost_state(optimizer: Optimizer, key: str) -> None:
             f"{key}: the state_dict() of {type(optimizer).__qualname__} has {listing(sorted(more), 3)} beside the "
             "state of the parameters, which would be in no checkpoint; keep that in optimizer.state[parameter]"
         )
+
+
+def _try_step(optimizer: Optimizer) -> None:
+    """Make a step. Raise ConfigError if torch cannot make it with weights that the strategy has cut (DTensors)."""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "sharding" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"optim.name: torch's {type(optimizer).__name__} cannot update weights that the strategy has cut into "
+            f"shards ({str(error).splitlines()[0]}); use another optimizer, or strategy.name ddp"
+        ) from error
 
 
 def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
