@@ -341,8 +341,8 @@ _OF_STARTED = ("status.json", "result.json", "owner.json")
 def find(text: str, root: Path | None = None) -> RunDir:
     """Return the run that ``text`` names.
 
-    That is a path, a run id, a unique prefix of one, ``name/id``, or a config's name (its newest run). Raises
-    RunNotFoundError that says what there is.
+    That is a path, a run id, a unique prefix of one or its last eight digits, ``name/id``, or a config's name (its
+    newest run). Raises RunNotFoundError that says what there is.
     """
     if not text:
         raise RunNotFoundError("the name of a run is empty; is a variable of your shell unset?")
@@ -350,9 +350,9 @@ def find(text: str, root: Path | None = None) -> RunDir:
     if (path / "config.yaml").is_file():
         return RunDir(path.absolute())
     runs = all_runs(root)
-    by_id = [run for run in runs if run.id.startswith(text) or f"{run.name}/{run.id}" == text]
+    by_id = [run for run in runs if run.id.startswith(text) or text in (run.id[-8:], f"{run.name}/{run.id}")]
     if len(by_id) > 1:
-        raise RunNotFoundError(f"{text!r} begins {len(by_id)} run ids: {', '.join(run.id for run in by_id[-5:])}")
+        raise RunNotFoundError(f"{text!r} names {len(by_id)} runs: {', '.join(run.id for run in by_id[-5:])}")
     by_name = [run for run in runs if run.name == text]
     # An id counts before a name.
     if by_id or by_name:

@@ -27,7 +27,7 @@ from toolkit.rundir import RunDir
 def runs(tmp_path: Path) -> list[rundir.RunDir]:
     made = []
     for number, name in enumerate(["digits", "digits", "mnist"]):
-        path = tmp_path / name / f"2026010{number + 1}-000000-aaaa"
+        path = tmp_path / name / f"2026010{number + 1}-000000-aaaa000{number}"
         path.mkdir(parents=True)
         (path / "config.yaml").write_text("")
         made.append(rundir.RunDir(path))
@@ -37,6 +37,7 @@ def runs(tmp_path: Path) -> list[rundir.RunDir]:
 def test_a_run_is_found_by_id_prefix_name_and_path(runs: list[rundir.RunDir], tmp_path: Path) -> None:
     assert rundir.find(runs[0].id, tmp_path) == runs[0]
     assert rundir.find("20260103", tmp_path) == runs[2]
+    assert rundir.find("aaaa0001", tmp_path) == runs[1]  # as narrow tables write it
     assert rundir.find("digits", tmp_path) == runs[1]
     assert rundir.find(str(runs[0].path)) == runs[0]
     assert rundir.find(f"digits/{runs[0].id}", tmp_path) == runs[0]

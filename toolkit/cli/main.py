@@ -31,8 +31,9 @@ COMMANDS = (
     *("env", "doctor", "init", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
     *("completion",),  # the shell
 )
-EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.
-Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanly, to be continued."""
+EPILOG = """A RUN is a run id, a unique prefix of one or its last eight digits, a config's
+name (its newest run), or a path. Exit codes: 0 done, 1 the job failed, 2 the
+request was wrong, 75 stopped cleanly, to be continued."""
 #: The exit code that a shell gives for SIGINT.
 EXIT_INTERRUPTED = 130
 
