@@ -94,14 +94,7 @@ def _waiting(sweep: SweepDir) -> list[Point]:
         if sweep.was_removed(point):
             continue
         run = sweep.run_of(point)
-        written = run.path / "result.json"
-        if not written.exists():
-            points.append(point)
-            continue
-        # A result that is older than the list was there before the retry. If the run failed, it runs again.
-        result = run.result()
-        is_older = written.stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
-        if is_older and result is not None and result.state is not RunState.COMPLETED:
+        if not (run.path / "result.json").exists() or sweep_folder.is_again(run, array, record):
             points.append(point)
     return points
 

@@ -139,12 +139,15 @@ def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | No
         return {}, False
 
 
+_NO_PROCESS = "no process runs this sweep's points here: logs/local.log in its folder may say why, and retry starts one"
+
+
 def _waiting_state(
     record: ArrayRecord | None, job_id: str | None, status: JobStatus | None, is_known: bool, works_here: bool
 ) -> tuple[str, str | None]:
     """Return the state of a point without a run, and why."""
     if record is not None and record.executor == "local":
-        return ("queued", None) if works_here else (LOST, "no process runs this sweep's points here")
+        return ("queued", None) if works_here else (LOST, _NO_PROCESS)
     if job_id is None:
         return NOT_SUBMITTED, "the submission was interrupted; the same `toolkit sweep` command completes it"
     if not is_known:

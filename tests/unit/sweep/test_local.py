@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.sweep.test_submission import project
+from toolkit.cli import show
 from toolkit.launch import outages
-from toolkit.launch.record import ownership, sweep_folder
+from toolkit.launch.record import awaited, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
-from toolkit.run_files import RunResult, RunState
+from toolkit.run_files import AfterRecord, RunResult, RunState
 from toolkit.rundir import RunDir
-from toolkit.sweep import local, request, submission
+from toolkit.sweep import again, local, request, submission
 from toolkit.sweep.request import Options
+from toolkit.sweep.states import PointStanding, standings
 
 __all__ = ["project"]  # the fixture: each test is in a project of its own
 
@@ -59,3 +62,32 @@ def test_a_point_that_its_user_resumes_at_this_moment_is_left_to_him(sweep: Swee
     run.write_owner(owner.replace(pid=os.getppid()))
     assert local._start(sweep, point) is None
     assert run.result() is None
+
+
+def test_points_that_wait_for_their_second_start_count_as_queued_and_can_be_stopped(sweep: SweepDir) -> None:
+    points = sweep.arrays()[0].points()
+    for point in points:
+        sweep.make_run(point, 1.0).write_result(RunResult(RunState.FAILED, attempts=1, step=7, metrics={}))
+    time.sleep(0.01)  # a tick of the file system's clock
+    again.retry(sweep, look(sweep))
+    assert [each.state for each in look(sweep)] == ["failed"] * 2  # no process would start them
+    awaiting = AfterRecord((), (str(sweep.path),))
+    fd = sweep.local_lock()  # as the process holds it
+    assert fd is not None
+    try:
+        waiting = look(sweep)
+        assert [each.state for each in waiting] == ["queued"] * 2
+        assert len(awaited.outlook(awaiting, lambda jobs: {}).working) == 2
+        assert len(local._waiting(sweep)) == 2
+        time.sleep(0.01)
+        assert again.stop(sweep, waiting) == (2, 0)
+        assert [each.state for each in look(sweep)] == ["failed"] * 2
+        assert local._waiting(sweep) == []
+    finally:
+        os.close(fd)
+    results = [sweep.run_of(point).result() for point in points]
+    assert [result and result.step for result in results] == [7, 7]
+
+
+def look(sweep: SweepDir) -> list[PointStanding]:
+    return standings(sweep, lambda jobs: {}, show.status_rows, [])

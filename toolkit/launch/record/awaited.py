@@ -112,6 +112,7 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
     for point, array, index in newest.values():
         run = sweep.run_of(point)
         result, listed = run.result(), array.record()
+        is_here = works_here and listed is not None and listed.executor == "local"
         is_halved = result is not None and (result.why or "").startswith(HALVED)
         is_done = is_halved or (result is not None and result.state is RunState.COMPLETED)
         if is_done or (point.id in begun and sweep.was_removed(point)):
@@ -121,8 +122,9 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
         of_point = [*([own] if own else ()), *ownership.jobs_of(run)]
         jobs = tuple(dict.fromkeys(map(base_id, of_point)))
         if result is not None:
-            yield UnfinishedRun(run, result, jobs, is_again=sweep_folder.is_again(run, array, listed))
-        elif listed is not None and listed.executor == "local" and works_here:
+            is_again = sweep_folder.is_again(run, array, listed)
+            yield UnfinishedRun(run, result, jobs, is_again, works_here=is_again and is_here)
+        elif is_here:
             yield UnfinishedRun(run, None, works_here=True)
         else:
             yield _at_work(run, jobs)

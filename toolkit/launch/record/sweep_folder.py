@@ -240,19 +240,21 @@ def of_name(name: str) -> SweepDir:
 
 
 def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
-    """True if ``array`` submits a run again and its job has not taken it yet.
+    """True if ``array`` submits a run again, and neither a job nor this machine's process has taken it yet.
 
     The run has a folder already. A run that was lost has no result.
     """
     result = run.result([])
-    if record is None or record.executor != "slurm" or (result is not None and result.state is RunState.COMPLETED):
+    if record is None or (result is not None and result.state is RunState.COMPLETED):
         return False
     owner = ownership.read(run, [])
-    if owner is not None:
+    if owner is not None and record.executor == "slurm":
         return owner.token != record.token
-    # It was stopped before a job had it. The list is newer than that if it submits the run again.
-    path = run.path / "result.json"
-    return path.exists() and path.stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
+    # It was stopped before a job had it, or needs none. The list is newer than its result if it submits the run again.
+    try:
+        return (run.path / "result.json").stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:
