@@ -66,6 +66,10 @@ class RunNotFoundError(RequestError):
     """No run, or more than one, matches the name given."""
 
 
+class TakenError(RequestError):
+    """Another process is submitting the run at this moment."""
+
+
 class DamagedFileError(RequestError):
     """A file of a run is damaged, and nothing of it can be used."""
 

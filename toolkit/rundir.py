@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,9 +234,11 @@ class RunDir:
         path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
         try:
             # O_EXCL decides between two processes.
-            os.close(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
+        with contextlib.suppress(OSError), os.fdopen(fd, "w") as file:  # only who finds it taken reads it
+            file.write(f"{socket.gethostname()} {os.getpid()}")
         return True
 
     def give_back_number(self, number: int) -> None:
@@ -246,10 +249,6 @@ class RunDir:
         """Return the highest number that was taken; 0 before the first."""
         names = (path.name for path in (self.path / "owners").glob("*"))
         return max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
-
-    def taken_at(self, number: int) -> float:
-        """Return when the number was taken, in seconds since the epoch."""
-        return (self.path / "owners" / str(number)).stat().st_mtime
 
     def owner_number(self) -> int | None:
         """Return the number in ``owner.json``; None if it cannot be read."""

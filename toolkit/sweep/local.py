@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import fsio, logs
-from toolkit.errors import ToolkitError
+from toolkit.errors import TakenError, ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.record import ownership, sweep_folder
 from toolkit.launch.record.journal import write_ended
@@ -117,6 +117,8 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
             return executors.send(run, config, "local", ownership.submit_as(run, "local", number))
         handle = attach(run)
         return handle if run.result() is None and not handle.is_over() else resume(run, executor="local")
+    except TakenError:  # by its user at this moment
+        return None
     except (ToolkitError, OSError) as error:
         if isinstance(error, OSError) and error.errno in outages.PASSING:
             raise

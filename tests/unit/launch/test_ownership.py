@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -403,6 +404,20 @@ def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, m
         resume(run, executor="slurm")
     monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
     assert resume(run, executor="slurm").job_id == "3"
+
+
+@pytest.mark.parametrize("has_owned", [False, True])
+def test_who_died_here_while_it_resumed_a_run_holds_nobody_up_at_all(run: RunDir, has_owned: bool) -> None:
+    attach(run).cancel()
+    before = ownership.number_of(run)
+    taken = ownership.take(run, before)
+    (run.path / "owners" / str(taken)).write_text(f"{socket.gethostname()} {2**22 + 1}")
+    if has_owned:  # it has submitted the run since `before` was read, and has ended
+        ownership.submit_as(run, "slurm", taken)
+        with pytest.raises(RequestError, match="being resumed by somebody else"):
+            ownership.take(run, before)
+    else:
+        assert resume(run, executor="slurm").job_id == "3"
 
 
 def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,23 @@ def test_a_point_that_its_user_resumes_at_this_moment_is_left_to_him(sweep: Swee
     assert run.result() is None
 
 
+def test_a_point_that_its_user_resumes_after_a_retry_is_started_by_one_of_them(
+    sweep: SweepDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = sweep.arrays()[0].points()[0]
+    run = sweep.make_run(point, 1.0)
+    ownership.submit_as(run, "local", ownership.take(run, 0))
+    run.write_result(RunResult(RunState.FAILED, attempts=1, step=7, metrics={}))
+    number = ownership.take(run, ownership.number_of(run))  # and at this moment it has written no owner yet
+    assert local._start(sweep, point) is None
+    assert run.result() == RunResult(RunState.FAILED, attempts=1, step=7, metrics={})
+    run.give_back_number(number)
+    started: list[str] = []
+    monkeypatch.setattr(executors, "send", lambda run, *_: started.append(run.id))
+    local._start(sweep, point)
+    assert started == [run.id]
+
+
 def test_points_that_wait_for_their_second_start_count_as_queued_and_can_be_stopped(sweep: SweepDir) -> None:
     points = sweep.arrays()[0].points()
     for point in points:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import fsio
-from toolkit.errors import RequestError
+from toolkit.errors import TakenError
 from toolkit.launch import outages
 from toolkit.run_files import OwnerRecord, Submission
 from toolkit.rundir import RunDir
@@ -114,17 +114,32 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
 def take(run: RunDir, before: int) -> int:
     """Take the run for a new submission, and return the submission's number.
 
-    It is the first free number after ``before``. Raises RequestError where another process has taken the run since
+    It is the first free number after ``before``. Raises TakenError where another process has taken the run since
     ``before`` was read.
     """
     number = before + 1
     while not run.take_number(number):
-        if time.time() - run.taken_at(number) < SUBMITTING_S:  # else its taker died before writing the owner
-            raise RequestError(
+        if not _died_before_it_owned(run, number):
+            raise TakenError(
                 f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
             )
         number += 1
     return number
+
+
+def _died_before_it_owned(run: RunDir, number: int) -> bool:
+    """True if the process that has taken the number will never write the owner."""
+    path = run.path / "owners" / str(number)
+    try:
+        host, _, pid = path.read_text(errors="replace").partition(" ")
+        taken = path.stat().st_mtime
+    except FileNotFoundError:  # given back
+        return True
+    if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        # It has ended: an owner that it did write is there by now.
+        owner = run.owner_number()
+        return owner is not None and owner < number
+    return time.time() - taken >= SUBMITTING_S
 
 
 def submit_as(run: RunDir, executor: str, number: int, token: str | None = None) -> OwnerRecord:
