@@ -52,6 +52,10 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+def halving_of(run: RunDir, *lines: AttemptRecord) -> Halving:
+    return Halving(cast(Any, SimpleNamespace(run=run, journal=SimpleNamespace(lines=lines))))
+
+
 def look(halving: Halving, step: int, loss: float | None) -> tuple[list[Stop], Any]:
     metrics = {} if loss is None else {"eval/loss": loss}
     progress = RunProgress(step=step, total_steps=100, metrics=metrics)
@@ -66,7 +70,7 @@ def test_a_run_is_stopped_at_the_first_rung_where_others_are_better(run: RunDir)
         place = fsio.make_dir(run.path.parent.parent / f".sweeps/mine/rung-{rung}")
         for number, loss in enumerate((0.5, 0.6, 3.0)):
             (place / f"q{number}={loss if rung < 3 else loss + 9}").touch()
-    halving = Halving(cast(Any, SimpleNamespace(run=run)))
+    halving = halving_of(run)
     assert look(halving, 5, 2.0)[0] == []  # before the first rung
     assert look(halving, 6, None)[0] == []  # no figure yet
     assert look(halving, 7, 2.0)[0] == []  # rung 4: the others were worse
@@ -84,22 +88,22 @@ def test_a_run_that_is_lost_before_it_has_stopped_stops_in_its_next_attempt(run:
     place = fsio.make_dir(run.path.parent.parent / ".sweeps/mine/rung-4")
     for number in range(3):
         (place / f"q{number}=0.5").touch()
-    first = look(Halving(cast(Any, SimpleNamespace(run=run))), 7, 2.0)[1].stop_note
-    add_attempt(run, 1, "lost", "the job is gone")
-    asked, attempt = look(Halving(cast(Any, SimpleNamespace(run=run))), 8, 0.1)
+    first = look(halving_of(run), 7, 2.0)[1].stop_note
+    lost = closed(1, "lost", "the job is gone")
+    asked, attempt = look(halving_of(run, lost), 8, 0.1)
     assert (asked, attempt.stop_note) == ([Stop.HALVING], first)
-    add_attempt(run, 2, "stopped", f"{first}; 7 steps are kept")
-    assert look(Halving(cast(Any, SimpleNamespace(run=run))), 9, 0.1)[0] == []  # its user has resumed it
+    ended = closed(2, "stopped", f"{first}; 7 steps are kept")
+    assert look(halving_of(run, lost, ended), 9, 0.1)[0] == []  # its user has resumed it
 
 
-def add_attempt(run: RunDir, number: int, cause: str, line: str) -> None:
+def closed(number: int, cause: str, line: str) -> AttemptRecord:
     times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
     ends = {"attempt": number, "cause": cause, "decision": "restart", "line": line, "nodes": "here"}
-    run.add_attempt(AttemptRecord.from_json({**ends, **times}))
+    return AttemptRecord.from_json({**ends, **times})
 
 
 def test_a_run_of_no_sweep_is_compared_with_nothing(tmp_path: Path) -> None:
-    halving = Halving(cast(Any, SimpleNamespace(run=rundir.create("name", tmp_path))))
+    halving = halving_of(rundir.create("name", tmp_path))
     assert look(halving, 50, 9.0)[0] == []
 
 
@@ -110,7 +114,7 @@ def test_a_point_that_cannot_be_read_now_lets_the_run_go_on(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(Path, "read_bytes", fails)
-    assert look(Halving(cast(Any, SimpleNamespace(run=run))), 25, 2.0)[0] == []
+    assert look(halving_of(run), 25, 2.0)[0] == []
     assert "without being compared" in caplog.text
 
 

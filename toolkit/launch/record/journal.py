@@ -42,11 +42,11 @@ class Journal:
 
     def read(self) -> None:
         """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
-        self._number = self._run.next_attempt(self._lines) - 1
+        self._number = self._run.next_attempt(self.lines) - 1
 
     @cached_property
-    def _lines(self) -> list[AttemptRecord]:
-        """The closed attempts. They are read once: no other process adds one while this job has the run."""
+    def lines(self) -> list[AttemptRecord]:
+        """Return the closed attempts. They are read once: no other process adds one while this job has the run."""
         return self._run.attempts()
 
     @cached_property
@@ -57,7 +57,7 @@ class Journal:
 
     def next_number(self) -> int:
         """Return the number of the attempt that begins now, one more each time."""
-        self._number = max(self._number + 1, self._run.next_attempt(self._lines))
+        self._number = max(self._number + 1, self._run.next_attempt(self.lines))
         return self._number
 
     def begin(self, row: JobRow | None) -> Start:
@@ -65,7 +65,7 @@ class Journal:
 
         ``row`` is this job in Slurm.
         """
-        now, earlier = time.time(), self._lines
+        now, earlier = time.time(), self.lines
         best = max((line.step_end or 0 for line in earlier), default=0)
         ended = earlier[-1].ended if earlier else None
         # A restart within the job has waited in no queue.
@@ -97,7 +97,7 @@ class Journal:
     def history(self) -> list[Past]:
         """Return the attempts since a user last started the run. A user who resumes it has fixed something."""
         history: list[Past] = []
-        for line in self._lines:
+        for line in self.lines:
             past = Past(
                 line.cause,
                 line.decision,
@@ -120,7 +120,7 @@ class Journal:
             attempt.step_saved = newest_step(self._run.checkpoints)
         except CheckpointError as error:
             log.warning("what attempt %d gained is not known: %s", attempt.number, error)
-        saved_before = max((line.step_saved or 0 for line in self._lines), default=0)
+        saved_before = max((line.step_saved or 0 for line in self.lines), default=0)
         gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
         # The ranks' clock measured the gain, this node's the attempt's length, and this one may have been set
         # meanwhile.
@@ -164,12 +164,12 @@ class Journal:
             line=verdict.line,
             **more,
         )
-        lines = self._lines  # read before the line is in the file
+        lines = self.lines  # read before the line is in the file
         self._run.add_attempt(line)
         lines.append(line)
 
     def write_result(self, attempt: Attempt, state: RunState, why: str) -> None:
-        now, lines = time.time(), self._lines
+        now, lines = time.time(), self.lines
         at = attempt.progress
         result = RunResult(state, len(lines), step=at.step, epoch=at.epoch, samples=at.samples, metrics=at.metrics)
         # Rank 0's own result wins over its last progress.

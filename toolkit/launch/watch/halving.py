@@ -29,11 +29,12 @@ class Halving:
     def __init__(self, context: Context) -> None:
         self._folder = context.run.path.parent.parent / ".sweeps"
         try:
-            # A run that halving has ended, and that runs again, was resumed by its user: it goes on.
-            was_ended = any((closed.line or "").startswith(HALVED) for closed in context.run.attempts())
-            self._point = None if was_ended else context.run.point()
+            self._point = context.run.point()
         except OSError as error:
             log.warning("the run goes on without being compared with its sweep's others: %s", error)
+            self._point = None
+        # A run that halving has ended, and that runs again, was resumed by its user: it goes on.
+        if self._point and any((closed.line or "").startswith(HALVED) for closed in context.journal.lines):
             self._point = None
         self._done = set[int]()  #: rungs that this run has passed
 
