@@ -95,9 +95,10 @@ def _end_without_job(run: RunDir, executor: str) -> None:
     A point of this machine needs one, or it would be started. A process that is being started is stopped.
     """
     is_here = executor != "slurm"
-    if not (is_here and ownership.read(run) is not None) and run.config.exists() and run.result() is None:
-        write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
-    if is_here and run.result() is not None:  # of before its retry, and the process here starts what has an older one
+    if run.result() is None:
+        if not (is_here and ownership.read(run) is not None) and run.config.exists():
+            write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+    elif is_here:  # the result is of before its retry, and the process here starts what has an older one
         (run.path / "result.json").touch()
     if is_here and ownership.read(run) is not None:  # its process is being started, perhaps since this moment
         stop_request.ask(run, Intent.STOP)

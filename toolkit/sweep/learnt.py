@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from toolkit.errors import RequestError
 from toolkit.launch.record import sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.supervise.facts import HALVED
+from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import RunState
 from toolkit.sweep.axes import Axis, Discrete, Values, refuse_many
 
@@ -31,7 +31,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
         result = sweep.run_of(point).result([])
         # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
-        is_tried = result is not None and (result.state is RunState.COMPLETED or (result.why or "").startswith(HALVED))
+        is_tried = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
         score = result.metrics.get(metric.removeprefix("-")) if result is not None and is_tried else None
         found.append(Tried(point.values, result is not None, score if isinstance(score, (int, float)) else None))
     return found

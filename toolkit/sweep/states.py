@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.errors import SlurmError
 from toolkit.launch.record import after, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.launch.supervise.facts import HALVED
+from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import states as slurm_states
@@ -45,7 +45,7 @@ class PointStanding:
     @property
     def is_to_retry(self) -> bool:
         """True if the point has ended without its result, or will never start. Not one that halving has ended."""
-        if (self.why or "").startswith(HALVED):
+        if is_halved(self.why):
             return False
         word = self.state.split()[0]
         return word in (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)

@@ -18,7 +18,7 @@ from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError
 from toolkit.launch.record import after, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission.handle import ShowJobs, attach
-from toolkit.launch.supervise.facts import HALVED
+from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import AfterRecord, RunResult, RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import base_id
@@ -113,8 +113,7 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
         run = sweep.run_of(point)
         result, listed = run.result(), array.record()
         is_here = works_here and listed is not None and listed.executor == "local"
-        is_halved = result is not None and (result.why or "").startswith(HALVED)
-        is_done = is_halved or (result is not None and result.state is RunState.COMPLETED)
+        is_done = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
         if is_done or (point.id in begun and sweep.was_removed(point)):
             continue
         # Ids of whole arrays: there may be thousands of points.

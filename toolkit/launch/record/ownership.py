@@ -107,8 +107,12 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     sent = run.submission()
     if sent is not None and sent.token == owner.token:
         return False
-    is_here = owner.host == socket.gethostname()
-    return time.time() - owner.time < SUBMITTING_S and (not is_here or Path(f"/proc/{owner.pid}").exists())
+    return time.time() - owner.time < SUBMITTING_S and not _has_died_here(owner.host, owner.pid)
+
+
+def _has_died_here(host: str, pid: int | str | None) -> bool:
+    """True if the process was on this machine, and has ended."""
+    return host == socket.gethostname() and not Path(f"/proc/{pid}").exists()
 
 
 def take(run: RunDir, before: int) -> int:
@@ -135,7 +139,7 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
         taken = path.stat().st_mtime
     except FileNotFoundError:  # given back
         return True
-    if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    if pid.isdigit() and _has_died_here(host, pid):
         # It has ended: an owner that it did write is there by now.
         owner = run.owner_number()
         return owner is not None and owner < number

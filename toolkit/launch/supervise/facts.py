@@ -37,6 +37,11 @@ class Decision(StrEnum):
 HALVED = "ended by halving"
 
 
+def is_halved(why: str | None) -> bool:
+    """True for the line about a run that its sweep has ended by halving."""
+    return (why or "").startswith(HALVED)
+
+
 class Stop(StrEnum):
     """Why the supervisor ended the ranks, or asked them to stop."""
 

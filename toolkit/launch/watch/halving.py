@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit import fsio, logs
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.facts import HALVED, Stop
+from toolkit.launch.supervise.facts import HALVED, Stop, is_halved
 from toolkit.launch.supervise.stop_path import StopPath
 
 #: The most rungs: an eighty-first of the steps is the first one with 3.
@@ -34,7 +34,7 @@ class Halving:
             log.warning("the run goes on without being compared with its sweep's others: %s", error)
             self._point = None
         # A run that halving has ended, and that runs again, was resumed by its user: it goes on.
-        if self._point and any((closed.line or "").startswith(HALVED) for closed in context.journal.lines):
+        if self._point and any(is_halved(closed.line) for closed in context.journal.lines):
             self._point = None
         self._done = set[int]()  #: rungs that this run has passed
 
