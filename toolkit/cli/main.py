@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from toolkit import __version__
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, ToolkitError
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
 
 #: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
 COMMANDS = (
@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from toolkit.cli import completion
 
         return completion.main(words[1:])
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        text = f"no command {words[0]!r}; {nearest(words[0], COMMANDS)}`toolkit --help` lists the commands"
+        print(f"toolkit: error: {text}", file=sys.stderr)
+        return EXIT_REQUEST
     # Of one command only its own module is loaded: all would take longer than most commands.
     args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
     try:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
 
 from toolkit.cli import main as cli
 from toolkit.cli.main import COMMANDS
+from toolkit.errors import EXIT_REQUEST
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_examples_that_parse_and_are_in_its_help(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     examples = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}").EXAMPLES
     assert examples
     parser = cli.build_parser()
@@ -22,6 +26,7 @@ def test_each_command_has_examples_that_parse_and_are_in_its_help(
         cli.parse(parser, [name, "--help"])
     assert left.value.code == 0
     page = capsys.readouterr().out
+    assert [line for line in page.splitlines() if len(line) > 80] == []
     for line, what in examples:
         program, command, *_ = words = shlex.split(line)
         assert (program, command) == ("toolkit", name)
@@ -30,3 +35,20 @@ def test_each_command_has_examples_that_parse_and_are_in_its_help(
         assert line in page
         assert what in page
         assert len(what) <= 72
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submitt", "x.yaml"]) == EXIT_REQUEST
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert (
+        said.err == "toolkit: error: no command 'submitt'; did you mean 'submit'? `toolkit --help` lists the commands\n"
+    )
+
+
+def test_an_unknown_data_set_is_refused_without_torch() -> None:
+    code = "import sys; from toolkit.cli import main as cli; "
+    code += "print(cli.main(['data', 'fetch', 'nosuch']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [str(EXIT_REQUEST), "False"]
+    assert "no data set 'nosuch'" in done.stderr

@@ -1,7 +1,7 @@
 """end a run for good; its checkpoints stay
 
-Checkpoints that are committed stay; what was trained since the last one is lost.
-`toolkit stop` commits first.
+Checkpoints that are committed stay; what was trained since the last one is
+lost. `toolkit stop` commits first.
 """
 
 from argparse import Namespace

@@ -15,9 +15,10 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP] [--with RUN] [--keep N] [--json]\n"
-        "       toolkit checkpoint export RUN [STEP] --to PATH [--as {safetensors,torch,dcp}]\n"
-        "                [--weights {average,raw} | --all]"
+        "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP]\n"
+        "                [--with RUN] [--keep N] [--json]\n"
+        "       toolkit checkpoint export RUN [STEP] --to PATH\n"
+        "                [--as {safetensors,torch,dcp}] [--weights {average,raw} | --all]"
     )
     parser.add_argument("verb", choices=["list", "verify", "diff", "export", "prune"])
     parser.add_argument("run", metavar="RUN")

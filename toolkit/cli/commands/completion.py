@@ -1,6 +1,8 @@
-"""print the script by which a shell completes commands, runs, config keys and values
+"""print the script by which a shell completes commands, runs, keys and values
 
-Put the line of your shell into its start-up file: ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish."""
+Put the line of your shell into its start-up file: ~/.bashrc, ~/.zshrc or
+~/.config/fish/config.fish.
+"""
 
 from argparse import ArgumentParser, Namespace
 

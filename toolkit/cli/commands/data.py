@@ -15,8 +15,8 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
         "toolkit data fetch NAME [--root DIR]\n"
-        "       toolkit data tokenize IN [IN ...] --out DIR [--tokenizer FILE] [--end TOKEN] [--field NAME]\n"
-        "                [--shard-tokens N] [--json]"
+        "       toolkit data tokenize IN [IN ...] --out DIR [--tokenizer FILE]\n"
+        "                [--end TOKEN] [--field NAME] [--shard-tokens N] [--json]"
     )
     parser.add_argument("verb", choices=["fetch", "tokenize"])
     parser.add_argument("names", nargs="+", metavar="NAME|IN", help="a data set; tokenize: texts, .jsonl, folders")
@@ -32,6 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
+    from toolkit import origin
+    from toolkit.config import catalog
     from toolkit.errors import RequestError
 
     if args.verb == "tokenize":
@@ -56,6 +58,8 @@ def run(args: Namespace) -> None:
     # The parser takes several names for tokenize; fetch takes one.
     if len(args.names) > 1:
         raise RequestError(f"toolkit data fetch {args.names[0]}: {args.names[1]!r} is one word too many")
+    if not origin.is_published(args.names[0]):
+        catalog.entry_of(args.names[0])  # refuses an unknown name before torch is imported, which takes seconds
     from toolkit.data.datasets import fetch
 
     print(fetch(args.names[0], args.root))

@@ -1,4 +1,4 @@
-"""read the site, and check nodes as every job does before its ranks start, or try the site out"""
+"""read the site, check nodes as every job does first, or try the site out"""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -15,7 +15,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "toolkit doctor [--site | --prove] [--nodes N] [--json] [CONFIG] [key=value ...]"
+    parser.usage = "toolkit doctor [--site | --prove] [--nodes N] [CONFIG] [key=value]"
     parser.add_argument("overrides", nargs="*", metavar="[CONFIG] [key=value]", help="such as cluster.partition=gpu")
     parser.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes; 2 with --prove")
     what = parser.add_mutually_exclusive_group()

@@ -16,7 +16,10 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "toolkit exec [--name NAME] [--executor E] [--after RUN] [--wait] [--follow] [key=value ...] -- CMD"
+    parser.usage = (
+        "toolkit exec [--name NAME] [--executor E] [--after RUN] [--wait]\n"
+        "                    [--follow] [key=value ...] -- CMD"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
     parser.add_argument("--name", help="of the run; default: the script's")
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")

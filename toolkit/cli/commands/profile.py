@@ -1,4 +1,4 @@
-"""record some steps of a rank while the run trains: a trace for Perfetto, and its memory"""
+"""record some steps of a rank while it trains: a trace for Perfetto, its memory"""
 
 from argparse import ArgumentParser, Namespace
 

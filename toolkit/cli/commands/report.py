@@ -1,4 +1,4 @@
-"""one HTML file about runs: curves, attempts, where the time went, nodes, differences"""
+"""one HTML file about runs: curves, attempts, times, nodes, differences"""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,7 +1,7 @@
 """commit a checkpoint and end; `resume` goes on
 
-All ranks agree on a step, commit it and end. The job is not requeued. A job that
-waits in the queue is cancelled: it has nothing to save.
+All ranks agree on a step, commit it and end. The job is not requeued. A job
+that waits in the queue is cancelled: it has nothing to save.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -6,7 +6,7 @@ from toolkit.cli import arguments
 
 EXAMPLES = (
     ("toolkit sweep configs/digits_ddp.yaml optim.lr=1e-2,1e-1 train.seed=0..4", "ten runs, as one job array"),
-    ("toolkit sweep configs/digits_ddp.yaml 'optim.lr=log(1e-4,1e-1)' --random 50 --dry-run", "list a sample"),
+    ("toolkit sweep gpt.yaml 'optim.lr=log(1e-4,1e-1)' --random 50 --dry-run", "list a sample"),
     ("toolkit sweep status digits-ddp", "how its points stand, and why"),
     ("toolkit sweep retry digits-ddp", "submit again what has failed"),
 )
@@ -16,7 +16,7 @@ VERBS = ("status", "retry", "stop", "best", "export")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "toolkit sweep CONFIG key=value,value 'key=range(64,512,64)' key=0..4 [options]\n"
+        "toolkit sweep CONFIG key=value,value 'key=range(64,512,64)' key=0..4 ...\n"
         "       toolkit sweep {status,retry,stop,best,export} NAME [--json]"
     )
     arguments.add_config(parser)

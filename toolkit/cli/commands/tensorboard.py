@@ -1,23 +1,36 @@
 """open TensorBoard on runs"""
 
+from __future__ import annotations
+
 import os
+import shlex
+import socket
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.errors import RequestError
 
-#: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that; 1,600 do not fit into an argument.
+if TYPE_CHECKING:
+    from toolkit.rundir import RunDir
+
+#: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that.
 MOST_RUNS = 100
 
 EXAMPLES = (
     ("toolkit tensorboard", "the newest runs"),
     ("toolkit tensorboard gpt digits-ddp --port 6007", "two runs, at another port"),
+    ("toolkit tensorboard --host 0.0.0.0", "for browsers of other machines, too"),
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="*", metavar="RUN", help="default: all runs")
     parser.add_argument("--port", type=int, default=6006)
+    host = "the address to serve at; default: this machine only"
+    parser.add_argument("--host", default="localhost", help=host)
 
 
 def run(args: Namespace) -> None:
@@ -30,7 +43,41 @@ def run(args: Namespace) -> None:
     if not args.run and len(runs) > MOST_RUNS:
         print(f"the newest {MOST_RUNS} of {len(runs)} runs; name others to see them", file=sys.stderr)
         runs = runs[-MOST_RUNS:]
-    os.chdir(runs[0].path.parent.parent)  # for short, relative paths: a comma in an absolute one would end it
-    folders = ",".join(f"{run.name}/{run.id}:{os.path.relpath(run.tensorboard)}" for run in runs)
-    argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir_spec", folders, "--port", str(args.port)]
-    os.execv(argv[0], argv)
+    if args.host == "localhost" and "SSH_CONNECTION" in os.environ:
+        print(f"from your own machine: {_tunnel(args.port)}", file=sys.stderr)
+    argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", os.fspath(_links(runs))]
+    os.execv(argv[0], [*argv, "--port", str(args.port), "--host", args.host])
+
+
+def _tunnel(port: int) -> str:
+    """Return the command that makes this machine's port reachable from the machine that has logged in."""
+    # SSH_CONNECTION holds the addresses and ports of both ends, ssh(1): the third word is this machine's.
+    words = os.environ["SSH_CONNECTION"].split()
+    host = words[2] if len(words) == 4 else socket.gethostname()
+    user = os.environ.get("USER", "")
+    target = shlex.quote(f"{user}@{host}" if user else host)
+    return f"`ssh -N -L {port}:localhost:{port} {target}`, then open http://localhost:{port}"
+
+
+def _links(runs: Sequence[RunDir]) -> Path:
+    """Return a folder that links ``NAME/ID`` to the curves of each run. TensorBoard names the runs by it.
+
+    The same runs have the same folder, in the user's cache.
+    """
+    import hashlib
+    import tempfile
+
+    from toolkit import fsio
+    from toolkit.user_cache import cache_dir
+
+    paths = "\n".join(os.fspath(run.tensorboard) for run in runs)
+    cache = cache_dir()
+    if cache is None:
+        folder = Path(tempfile.mkdtemp(prefix="toolkit-tensorboard-"))
+    else:
+        folder = cache / "tensorboard" / hashlib.sha256(os.fsencode(paths)).hexdigest()[:16]
+    for run in runs:
+        link = fsio.make_dir(folder / run.name) / run.id
+        if not link.is_symlink():
+            link.symlink_to(run.tensorboard)
+    return folder

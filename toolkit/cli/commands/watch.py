@@ -1,8 +1,9 @@
 """a live table of runs, from their files each second
 
-The files of the runs are read each second. Slurm is asked about those that wait,
-at most 120 times an hour. q or Ctrl-C ends it, and the runs go on. Without a
-terminal the table is printed once for each change, until all runs are over.
+The files of the runs are read each second. Slurm is asked about those that
+wait, at most 120 times an hour. q or Ctrl-C ends it, and the runs go on.
+Without a terminal the table is printed once for each change, until all runs
+are over.
 """
 
 from argparse import ArgumentParser, Namespace
