@@ -63,7 +63,11 @@ class DataMissingError(RequestError):
 
 
 class RunNotFoundError(RequestError):
-    """No run, or more than one, matches the name given."""
+    """No run, or more than one, matches the name given. ``sweep`` is the sweep that it names instead."""
+
+    def __init__(self, message: str, sweep: str | None = None) -> None:
+        super().__init__(message)
+        self.sweep = sweep
 
 
 class TakenError(RequestError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -341,7 +342,8 @@ def find(text: str, root: Path | None = None) -> RunDir:
     """Return the run that ``text`` names.
 
     That is a path, a run id, a unique prefix of one or its last eight digits, ``name/id``, or a config's name (its
-    newest run). Raises RunNotFoundError that says what there is.
+    newest run). Raises RunNotFoundError that says what there is; also for a name whose newest runs are the points of a
+    sweep, which have all been submitted at the same time.
     """
     if not text:
         raise RunNotFoundError("the name of a run is empty; is a variable of your shell unset?")
@@ -352,11 +354,24 @@ def find(text: str, root: Path | None = None) -> RunDir:
     by_id = [run for run in runs if run.id.startswith(text) or text in (run.id[-8:], f"{run.name}/{run.id}")]
     if len(by_id) > 1:
         raise RunNotFoundError(f"{text!r} names {len(by_id)} runs: {', '.join(run.id for run in by_id[-5:])}")
+    if by_id:  # an id counts before a name
+        return by_id[0]
     by_name = [run for run in runs if run.name == text]
-    # An id counts before a name.
-    if by_id or by_name:
-        return (by_id or by_name)[-1]
     root = root or runs_root()
+    if (sweep := _sweep_of(text, by_name, root)) is not None:
+        raise RunNotFoundError(
+            f"{text!r} names the points of sweep {sweep}: `toolkit sweep status {sweep}` lists their runs, and "
+            f"`toolkit sweep stop {sweep}` ends them; one of them is named by its last eight digits",
+            sweep,
+        )
+    if by_name:
+        return by_name[-1]
+    if (point := _point_to_start(text, root)) is not None:
+        sweep, run_id = point
+        raise RunNotFoundError(
+            f"run {run_id} is a point of sweep {sweep} that has not started; `toolkit sweep status {sweep}` says what "
+            "it waits for"
+        )
     if not runs:
         why = f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
     else:
@@ -364,6 +379,37 @@ def find(text: str, root: Path | None = None) -> RunDir:
         newest = ", ".join(f"{run.name}/{run.id}" for run in runs[-3:])
         why = f"no run {text!r} under {root}; {nearest(text, names)}names: {', '.join(names)}; newest: {newest}"
     raise RunNotFoundError(why)
+
+
+#: The folder of the sweeps among the runs. `launch.record.sweep_folder` says what is in one.
+SWEEPS = ".sweeps"
+
+
+def sweep_paths(root: Path | None = None) -> list[Path]:
+    """Return the folder of every sweep."""
+    return sorted(path.parent for path in ((root or runs_root()) / SWEEPS).glob("*/sweep.json"))
+
+
+def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:
+    """Return the sweep that a config's name means, None if it means a single run. ``runs`` have that name."""
+    newest = runs[-1] if runs else None
+    if newest is not None and (point := newest.point([])) is not None:
+        return point.sweep
+    # A sweep has the config's name if it was given no other. It may be that none of its points has started.
+    try:
+        stamp = str(json.loads((root / SWEEPS / name / "sweep.json").read_bytes())["stamp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if newest is None or stamp > newest.id else None
+
+
+def _point_to_start(text: str, root: Path) -> tuple[str, str] | None:
+    """Return the sweep and the run id of a point without a folder, by its id, its beginning or last eight digits."""
+    for path in sorted((root / SWEEPS).glob("*/arrays/*.jsonl")):
+        for found in re.finditer(r'"run": ?"([^"]+)/([^"/]+)"', path.read_text(errors="replace")):
+            if found[2].startswith(text) or text in (found[2][-8:], f"{found[1]}/{found[2]}"):
+                return path.parents[1].name, found[2]
+    return None
 
 
 # ---------------------------------------------------------------------------------- finding the run of a requeued job

@@ -39,7 +39,7 @@ _WORTH_WRITING = 20
 _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
-#: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `_EMPTY`, too. The rows are kept in
+#: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
 #: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
 _VERSION = 100 * 6 + marshal.version
 
@@ -51,15 +51,15 @@ def read_row(run: RunDir) -> dict[str, Any]:
 
 def _quick_row(run: RunDir) -> dict[str, Any]:
     """Return the row of a run as the cache keeps it. Of an ended run only the files that matter are read."""
-    # Values that the path or `_EMPTY` holds are left out.
+    # Values that the path or `EMPTY` holds are left out.
     row = _patient_row(run, is_whole=False)
     from_path = ("run", "name", "path")
     row["state"] = str(row["state"])
-    return {name: value for name, value in row.items() if name not in from_path and value != _EMPTY[name]}
+    return {name: value for name, value in row.items() if name not in from_path and value != EMPTY[name]}
 
 
 def _whole(kept: dict[str, Any], run: RunDir) -> dict[str, Any]:
-    row = {**_EMPTY, "run": run.id, "name": run.name, "path": os.fspath(run.path), **kept}
+    row = {**EMPTY, "run": run.id, "name": run.name, "path": os.fspath(run.path), **kept}
     row["state"] = _STATES.get(row["state"], row["state"])
     return row
 
@@ -69,7 +69,7 @@ def _patient_row(run: RunDir, is_whole: bool) -> dict[str, Any]:
     try:
         return _row(run, damage, is_whole)
     except OSError as error:
-        return {**_EMPTY, "run": run.id, "name": run.name, "path": str(run.path), "damage": [*damage, str(error)]}
+        return {**EMPTY, "run": run.id, "name": run.name, "path": str(run.path), "damage": [*damage, str(error)]}
 
 
 def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "ended": status.ended if result is not None else None,
         "why": result and result.why,
         "changes": changes.rows(run, damage),
+        "points": None,
         "damage": damage,
         "path": str(run.path),
     }
@@ -125,7 +126,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
 
 
 #: A row without facts, which also names all keys.
-_EMPTY: Mapping[str, Any] = {
+EMPTY: Mapping[str, Any] = {
     "run": "",
     "name": "",
     "state": "unknown",
@@ -158,6 +159,7 @@ _EMPTY: Mapping[str, Any] = {
     "ended": None,
     "why": None,
     "changes": [],
+    "points": None,  # of a sweep's row: how many are in each state
     "damage": [],
     "path": "",
 }
@@ -200,10 +202,10 @@ class RowCache:
         files_of: Callable[[Mapping[str, Any]], Sequence[str]],
     ) -> list[dict[str, Any]]:
         paths = [os.fspath(run.path) for run in runs]
-        values = self._known(kind, paths, files_of(_EMPTY))
+        values = self._known(kind, paths, files_of(EMPTY))
         unknown = {path: run for path, run in zip(paths, runs, strict=True) if path not in values}
         # Look at the files before they are read: a change meanwhile makes the row old at once.
-        before = [_signature(path, files_of(_EMPTY)) for path in unknown]
+        before = [_signature(path, files_of(EMPTY)) for path in unknown]
         found = _map(read, list(unknown.values()))
         for path, signature, value in zip(unknown, before, found, strict=True):
             values[path] = value

@@ -7,10 +7,11 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from toolkit import rundir
-from toolkit.errors import RequestError, nearest
+from toolkit.errors import RequestError, RunNotFoundError, nearest
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
@@ -31,6 +32,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--state", metavar="STATE", help=states)
     parser.add_argument("--since", metavar="TIME", help="submitted since then: 90min, 12h, 2d, 1w or 2026-01-31")
     parser.add_argument("--name", metavar="PATTERN", help="name of the config, such as 'gpt*'")
+
+
+def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
+    """Return the runs that ``texts`` name, and the folders of the sweeps among them.
+
+    The runs of a sweep are those that have started. Raises RunNotFoundError for a name that is neither.
+    """
+    runs, sweeps = list[RunDir](), list[Path]()
+    for text in texts:
+        try:
+            runs.append(rundir.find(text))
+        except RunNotFoundError as error:
+            if error.sweep is None:
+                raise
+            from toolkit.launch.record import sweep_folder
+
+            sweep = sweep_folder.of_name(error.sweep)
+            sweeps.append(sweep.path)
+            points = sweep_folder.newest(sweep.arrays(), [])
+            runs += [run for point, _, _ in points.values() if (run := sweep.run_of(point)).config.exists()]
+    return list(dict.fromkeys(runs)), sweeps
 
 
 def is_asked(args: Namespace) -> bool:

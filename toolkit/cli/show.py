@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
@@ -158,18 +160,16 @@ def _waits(row: dict[str, Any]) -> bool:
     return row["slurm"] == "PENDING" and row["reason"] not in (None, "None")
 
 
-def _held_lines(rows: list[dict[str, Any]]) -> str:
-    """Return lines about jobs that never start by themselves.
+def _held(rows: list[dict[str, Any]]) -> Iterator[Note]:
+    """Yield notes on jobs that never start by themselves.
 
     Slurm's reasons are in squeue(1) and, with blanks, in its source.
     """
-    lines = ""
     for row in rows:
         why = _held_for(row)
         if why is not None:
-            lines += f"\n{row['run']}: Slurm holds job {row['job_id']} ({why}); when that is mended, "
-            lines += f"`scontrol release {row['job_id']}` lets it go on"
-    return lines
+            text = f"Slurm holds job {row['job_id']} ({why}); when that is mended, "
+            yield row["run"], f"{text}`scontrol release {row['job_id']}` lets it go on"
 
 
 def _held_for(row: dict[str, Any]) -> str | None:
@@ -188,25 +188,47 @@ _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> str:
     """Return the rows as a table for a terminal.
 
-    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Lines below the table explain
-    the rows; of more than ``MOST_TOLD`` rows they give the number by state.
+    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Notes below the table explain
+    the rows; of more than ``MOST_TOLD`` rows they give the number by state. Among several runs each note is one line,
+    cut at ``width``.
     """
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     shown = rows if width is None else columns.with_short_states(rows)
     names = names or (columns.USUAL if width is None else columns.that_fit(shown, width))
+    lines = [table(columns.cells(shown, names))]
     if len(rows) > MOST_TOLD:
-        lines = f"\n{count_by_state(rows)}{_damage_lines(rows)}"
+        lines.append(count_by_state(rows))
+        notes = [*_damages(rows)]
     else:
-        slow_nodes = [(row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"]]
-        lines = _why_lines(rows) + _damage_lines(rows) + _waits_lines(rows) + _held_lines(rows)
-        lines += "".join(f"\n{run}: {text}" for run, text in slow_nodes if text)
+        notes = [*_remarks(rows), *_damages(rows), *_waits_for(rows), *_held(rows)]
+        notes += [(row["run"], text) for row in rows if not row["silent"] and (text := slow.remark(row["stragglers"]))]
+    lines += note_lines(notes, width, is_whole=len(rows) == 1)
     # Where the time went and what is used: among several runs a reader could not tell which run is meant.
     if len(rows) == 1:
         is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
         told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
-        lines += "".join(f"\n{text}" for text in told if text)
-    return table(columns.cells(shown, names)) + lines
+        lines += filter(None, told)
+    return "\n".join(lines)
+
+
+#: The id of a run, and what is to be said of it.
+Note: TypeAlias = tuple[str, str]
+
+
+def note_lines(notes: Sequence[Note], width: int | None, is_whole: bool) -> list[str]:
+    """Return the notes as lines of at most ``width`` characters; as they are if that is None.
+
+    Whole notes are wrapped. Others are cut, and a last line says where all of it is.
+    """
+    if width is None:
+        return [f"{run}: {text}" for run, text in notes]
+    texts = [f"{run}: {' '.join(text.split())}" for run, text in notes]
+    if is_whole:
+        whole = partial(textwrap.wrap, width=width, subsequent_indent="  ", break_on_hyphens=False)
+        return [line for text in texts for line in whole(text, break_long_words=False)]
+    lines = [text if len(text) <= width else f"{text[: width - 3]}..." for text in texts]
+    return lines + ["`toolkit status RUN` and `toolkit why RUN` tell more"] * (lines != texts)
 
 
 #: The most rows of which lines below the table tell more.
@@ -219,37 +241,39 @@ def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(rows)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())
 
 
-def _waits_lines(rows: list[dict[str, Any]]) -> str:
-    """Return what runs wait for, in words, and when Slurm expects pending jobs to start."""
-    lines = list[str]()
+def _waits_for(rows: list[dict[str, Any]]) -> Iterator[Note]:
+    """Yield what runs wait for, in words, and when Slurm expects pending jobs to start."""
     for row in rows:
         start = columns.start_text(row["expected_start"])
         if (_waits(row) or row["after"]) and _held_for(row) is None:
-            lines.append(f"\n{row['run']}: {columns.text(row, 'waits_for')}")
-            lines[-1] += f"; Slurm expects it to start at {start}" if start else ""
-    return "".join(lines)
+            expected = f"; Slurm expects it to start at {start}" if start else ""
+            yield row["run"], f"{columns.text(row, 'waits_for')}{expected}"
 
 
-def _damage_lines(rows: list[dict[str, Any]]) -> str:
-    return "".join(f"\n{row['run']}: damaged: {what}" for row in rows for what in row["damage"])
+def _damages(rows: list[dict[str, Any]]) -> Iterator[Note]:
+    return ((row["run"], f"damaged: {what}") for row in rows for what in row["damage"])
 
 
-def _why_lines(rows: list[dict[str, Any]]) -> str:
+def _remarks(rows: list[dict[str, Any]]) -> list[Note]:
     # Collected by kind, so that equal remarks about several runs stand together.
-    why, losses, changed, bad, ailing, dead = (list[str]() for _ in range(6))
+    why, losses, changed, bad, ailing, dead, points = (list[Note]() for _ in range(7))
     for row in rows:
-        run = f"\n{row['run']}: "
+        run = row["run"]
         if row["why"] and row["state"] != RunState.COMPLETED:
-            why.append(run + row["why"])
+            why.append((run, row["why"]))
         if text := loss_remark(row["metrics"]):
-            losses.append(run + text)
-        changed += [run + text for text in changes.lines(row["changes"])]
-        bad += [f"{run}{host} is not used: {reason}" for host, reason in row["bad_nodes"].items()]
-        ailing += [f"{run}node {host}: {what}" for host, what in row["ailing_nodes"].items()]
-        ailing += [run + row["save_error"]] if row["save_error"] else []
-        for rank, how in row["lost_ranks"].items():
-            dead.append(f"{run}rank {rank} died ({how}); the run went on without it")
-    return "".join([*why, *losses, *changed, *bad, *ailing, *dead])
+            losses.append((run, text))
+        changed += [(run, text) for text in changes.lines(row["changes"])]
+        bad += [(run, f"{host} is not used: {reason}") for host, reason in row["bad_nodes"].items()]
+        ailing += [(run, f"node {host}: {what}") for host, what in row["ailing_nodes"].items()]
+        ailing += [(run, row["save_error"])] if row["save_error"] else []
+        dead += [
+            (run, f"rank {rank} died ({how}); the run went on without it") for rank, how in row["lost_ranks"].items()
+        ]
+        if row["points"]:
+            counts = ", ".join(f"{count} {state}" for state, count in row["points"].items())
+            points.append((run, f"{counts}; `toolkit sweep status {run}` lists them"))
+    return [*why, *losses, *changed, *bad, *ailing, *dead, *points]
 
 
 def loss_remark(metrics: Any) -> str:

@@ -16,6 +16,7 @@ import time
 import tty
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from toolkit import rundir
@@ -46,6 +47,7 @@ class Watch:
         self._queue = queue
         self._now = now
         self._runs: list[RunDir] = []
+        self._sweep_rows: list[dict[str, Any]] = []
         self._listed_at: float | None = None
         self._ask_every_s = WATCH_S
         self._asked_at: float | None = None
@@ -53,23 +55,39 @@ class Watch:
         self._answers: dict[str, JobStatus] = {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows as they are now, those of the newest runs first."""
-        rows = self._cache.rows(self._listed())
-        rows = show.with_slurm(rows, self._ask)
-        return sorted(selection.by_state(rows, self._args.state), key=lambda row: row["run"], reverse=True)
+        """Return the rows as they are now, the newest last. Rows of sweeps are up to 10 s old."""
+        rows = self._rows_of(self._listed())
+        rows = selection.by_state([*rows, *self._sweep_rows], self._args.state)
+        return sorted(rows, key=lambda row: row["run"] if row["points"] is None else rundir.id_time(row["submitted"]))
+
+    def _rows_of(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+        return show.with_slurm(self._cache.rows(runs), self._ask)
 
     def _listed(self) -> list[RunDir]:
         """Return the runs that the arguments select. Without any: those that go on or have ended lately."""
         if self._listed_at is None or self._now() - self._listed_at >= LIST_EVERY_S:
             self._listed_at = self._now()
-            named = [rundir.find(name) for name in self._args.run]
+            named, _ = selection.named(self._args.run)
             self._runs = selection.by_place(named or rundir.all_runs(), self._args)
-            if not named and not selection.is_asked(self._args):
+            if not self._args.run and not selection.is_asked(self._args):
+                self._fold_sweeps()
                 rows, since = self._cache.rows(self._runs), self._now() - ENDED_S
                 self._cache.save()
                 pairs = zip(self._runs, rows, strict=True)
                 self._runs = [run for run, row in pairs if row["state"] not in run_rows.OVER or _ended(row) > since]
         return self._runs
+
+    def _fold_sweeps(self) -> None:
+        """Replace the runs of points by the rows of their sweeps."""
+        if not (paths := rundir.sweep_paths()):
+            self._sweep_rows = []
+            return
+        from toolkit.cli import sweep_rows  # reads configs, which takes longer to import than all that is here
+
+        ask, since = partial(self._queue.show_jobs, every_s=WATCH_S), self._now() - ENDED_S
+        self._runs, stamped = sweep_rows.fold(self._runs, paths)
+        rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]
+        self._sweep_rows = [row for row in rows if row["state"] not in run_rows.OVER or _ended(row) > since]
 
     def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
         """Return Slurm's answer, an earlier one while it is not time to ask again."""
@@ -142,15 +160,15 @@ def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, he
     notes = [note for row in rows if (note := _note(row))][: max(2, height // 4)]
     room = max(1, height - len(notes) - 3)
     # One line is kept for the number of runs that do not fit.
-    shown = columns.with_short_states(rows[: room if len(rows) <= room else room - 1])
+    shown = columns.with_short_states(rows[-(room if len(rows) <= room else max(1, room - 1)) :])
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{head[:width]}\n", "bold")
     table = show.table(columns.cells(shown, names or columns.that_fit(shown, width))).splitlines()
     text.append(f"{table[0]}\n", "dim")
-    for row, line in zip(shown, table[1:], strict=True):
-        text.append(f"{line}\n", _COLORS.get(str(row["state"]).split(" ")[0], ""))
     if len(shown) < len(rows):
         text.append(f"... and {len(rows) - len(shown)} older runs\n", "dim")
+    for row, line in zip(shown, table[1:], strict=True):
+        text.append(f"{line}\n", _COLORS.get(str(row["state"]).split(" ")[0], ""))
     for note in notes:
         text.append(f"{note}\n", "yellow")
     text.append("q ends this; the runs go on", "dim")

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit import rundir
 from toolkit.errors import SlurmError
 from toolkit.launch.record import after, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
+from toolkit.slurm import reasons
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
@@ -86,6 +88,8 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
                 job_id, executor = row["job_id"], row["executor"]
         elif point.after is not None and state == RunState.QUEUED and why in (None, "Dependency"):
             why = after.sentence(after.names(point.after))
+        elif state == RunState.QUEUED and why is not None:
+            why = reasons.in_words(why)
         elif not row and id_ in begun and sweep.was_removed(point):
             state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
         found.append(PointStanding(point, run, state, job_id, why, row, executor))
@@ -114,7 +118,7 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
     place, owner, result = run.point([]), ownership.read(run, []), run.result([])
     if place is None or (result is not None and result.state is RunState.COMPLETED):
         return False
-    sweep = SweepDir(run.path.parent.parent / sweep_folder.FOLDER / place.sweep)
+    sweep = SweepDir(run.path.parent.parent / rundir.SWEEPS / place.sweep)
     for array in reversed(sweep.arrays()):
         record = array.record([])
         if record is None:

@@ -280,6 +280,30 @@ def test_a_narrow_terminal_gets_the_columns_that_fit(root: Path) -> None:
     assert lines[0].split()[:4] == ["RUN", "NAME", "STATE", "STEP"]
 
 
+def test_a_filter_that_no_run_matches_says_how_many_there_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--name", "nosuch"]) == EXIT_DONE
+    assert capsys.readouterr().out == f"none of the 61 runs under {root} matches these filters\n"
+
+
+def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_wrapped(root: Path) -> None:
+    error = "rank 1 failed: ValueError: the label 11 is not one of the 10 classes\nof sample 3 " + "x" * 90
+    runs = [rundir.create("broken") for _ in range(2)]
+    for run in runs:
+        run.config.write_text("")
+        run.write_status(RunStatus(state=RunState.FAILED))
+        run.write_result(RunResult(RunState.FAILED, why=error))
+    _, _, _, *notes, last = show.status_table(show.status_rows(runs), width=80).splitlines()
+    for run, line in zip(runs, notes, strict=True):
+        assert len(line) == 80
+        assert line.startswith(f"{run.id}: rank 1 failed: ValueError: ")
+        assert line.endswith("...")
+    assert last == "`toolkit status RUN` and `toolkit why RUN` tell more"
+    _, _, *lines = show.status_table(show.status_rows(runs[:1]), width=80).splitlines()
+    assert " ".join(" ".join(lines).split()) == f"{runs[0].id}: {' '.join(error.split())}"
+    assert [line for line in lines if len(line) > 80] == [f"  {'x' * 90}"]  # a path, say, stays one word
+    assert error in show.status_table(show.status_rows(runs))  # a file or a pipe gets all of it
+
+
 def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(
     root: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

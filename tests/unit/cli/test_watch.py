@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -22,6 +23,7 @@ from toolkit.cli import show
 from toolkit.cli import watch as watching
 from toolkit.cli.run_rows import RowCache
 from toolkit.cli.watch import Watch
+from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
@@ -114,6 +116,25 @@ def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: 
     assert len(lines) <= height
     assert max(map(len, lines[:2])) <= max(width, 60)
     assert "101 runs: " in lines[0]
+
+
+def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
+    sweep = SweepDir(rundir.runs_root() / rundir.SWEEPS / "seeds")
+    (sweep.path / "arrays").mkdir(parents=True)
+    sweep.write_record(SweepRecord("seeds", "mine.yaml", created=hour.slurm.now, stamp="20260131-120000"))
+    array = sweep.next_array()
+    job = hour.slurm.sbatch(["--array=0-1", "job.sh"])
+    array.write_record(ArrayRecord("token", "slurm", job_id=job))
+    points = [Point(str(index), f"digits/20260131-120000-0000000{index}", index=index) for index in range(2)]
+    array.points_path.write_text("".join(f"{json.dumps(point.to_file())}\n" for point in points))
+    single, watcher = hour.run("running", "9"), hour.watcher()
+    first = watcher.rows()
+    assert [row["run"] for row in first] == ["seeds", single.id]
+    assert first[0]["points"] == {"queued": 2}
+    assert len(hour.slurm.asked_for_jobs) == 1
+    hour.slurm.cancel(job)
+    hour.slurm.advance(watching.ENDED_S + 60)
+    assert [row["run"] for row in watcher.rows()] == [single.id]
 
 
 @pytest.fixture

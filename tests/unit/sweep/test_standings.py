@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sweep.test_submission import project, submit  # noqa: F401  # a fixture
+from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes, remembered
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import ownership, stop_request, sweep_folder
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission import handle
 from toolkit.run_files import RunProgress, RunResult, RunState
 from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
+from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.sweep import again, element, states
 from toolkit.sweep.states import PointStanding, standings
@@ -360,3 +362,81 @@ def test_an_unknown_sweep_is_refused_with_those_there_are(capsys: pytest.Capture
     assert cli.main(["sweep", "status", "mien"]) == 2
     assert "did you mean 'mine'" in capsys.readouterr().err
     assert cli.main(["sweep", "status"]) == 2
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Submit a sweep of six points, of which one runs, one has failed, and the others wait."""
+    slurm = FakeSlurm(now=time.time())
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    monkeypatch.setattr(shared_queue, "cache_dir", lambda: None)
+    sent = submit(slurm, "train.seed=0..5", name="seeds")
+    start(sent.sweep, slurm, 0)
+    start(sent.sweep, slurm, 1)
+    write_ended(sent.sweep.run_of(sent.sweep.arrays()[0].points()[1]), RunState.FAILED, "a bad sample")
+    slurm.finish(f"{sent.jobs[0]}_1", exit_code=1)
+    return slurm
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = EXIT_DONE) -> str:
+    assert cli.main(list(words)) == code
+    said = capsys.readouterr()
+    return said.out + said.err
+
+
+def test_a_sweep_is_one_row_of_the_listing_that_unfolds(listed: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    _, row, note = printed(capsys, "status").splitlines()
+    assert row.split()[:5] == ["seeds", "sweep", "of", "6", "running"]
+    assert note == "seeds: 4 queued, 1 running, 1 failed; `toolkit sweep status seeds` lists them"
+    (data,) = json.loads(printed(capsys, "status", "--json"))
+    assert data["points"] == {"queued": 4, "running": 1, "failed": 1}
+    # Its name, its config's name and a filter list each point, also those that have not started.
+    for words in (["seeds"], ["mine"], ["--name", "mine"], ["--all"], ["--state", "queued,running,failed"]):
+        rows = json.loads(printed(capsys, "status", "--json", *words))
+        assert sorted(each["state"].split()[0] for each in rows) == ["failed", *["queued"] * 4, "running"], words
+    queued = json.loads(printed(capsys, "status", "--json", "--state", "queued"))
+    assert {each["name"] for each in queued} == {"mine"}
+    (array,) = sweep_folder.of_name("seeds").arrays()
+    assert {each["job_id"] for each in queued} == {array.job_of(index, array.record()) for index in range(2, 6)}
+
+
+def test_a_name_that_a_sweep_made_ambiguous_is_refused_until_a_newer_run_has_it(
+    listed: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("why", "cancel", "evaluate", "logs"):
+        said = printed(capsys, command, "mine", code=EXIT_REQUEST)
+        assert "'mine' names the points of sweep seeds: `toolkit sweep status seeds` lists their runs" in said
+    points = sweep_folder.of_name("seeds").arrays()[0].points()
+    assert rundir.find(points[0].run[-8:]).id == points[0].run.rpartition("/")[2]
+    waits = points[5].run.rpartition("/")[2]
+    for text in (waits, waits[-8:], points[5].run):
+        said = printed(capsys, "why", text, code=EXIT_REQUEST)
+        assert f"run {waits} is a point of sweep seeds that has not started" in said
+    # A single run of the same name that was submitted later is what the name means.
+    newer = rundir.RunDir(rundir.runs_root() / "mine" / f"{rundir.id_time(time.time() + 60)}-00000000")
+    newer.path.mkdir(parents=True)
+    newer.config.write_text("")
+    assert rundir.find("mine") == newer
+
+
+def test_a_sweep_of_which_nothing_has_started_is_found_by_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(now=time.time())
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    monkeypatch.setattr(shared_queue, "cache_dir", lambda: None)
+    submit(slurm, "train.seed=0..2")
+    assert "sweep of 3" in printed(capsys, "status")
+    assert "names the points of sweep mine" in printed(capsys, "stop", "mine", code=EXIT_REQUEST)
+    assert len(json.loads(printed(capsys, "status", "mine", "--json"))) == 3
+
+
+def test_a_point_says_in_words_what_it_waits_for() -> None:
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..1")
+    waiting = {
+        f"{sent.jobs[0]}_{index}": JobStatus(f"{sent.jobs[0]}_{index}", "PENDING", "JobArrayTaskLimit")
+        for index in (0, 1)
+    }
+    found = standings(sent.sweep, lambda _: waiting, show.status_rows, [])
+    assert {each.why for each in found} == {"as many elements of its array run as it allows (JobArrayTaskLimit)"}

@@ -23,10 +23,10 @@ def run(args: Namespace) -> None:
     import time
 
     from toolkit import fsio, rundir
-    from toolkit.cli import show
+    from toolkit.cli import selection, show
     from toolkit.cli.report import browser, facts, page
 
-    runs = [rundir.find(name) for name in dict.fromkeys(args.run)]
+    runs, _ = selection.named(args.run)
     other = rundir.find(args.compare) if args.compare else None
     if args.json and (args.png or args.to):
         raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")

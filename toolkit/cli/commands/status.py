@@ -32,6 +32,7 @@ def run(args: Namespace) -> None:
     import gc
     import shutil
     import sys
+    from functools import partial
     from pathlib import Path
 
     from toolkit import rundir
@@ -39,11 +40,20 @@ def run(args: Namespace) -> None:
 
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
     is_short = not (args.run or args.all or selection.is_asked(args))
-    runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
-    runs = selection.by_place(runs, args)[-10 if is_short else 0 :]
+    runs, sweeps = selection.named(args.run) if args.run else (rundir.all_runs(), rundir.sweep_paths())
     # The cache is read as a whole, which pays only for a listing of many runs.
-    cache = run_rows.cache_of(rundir.runs_root()) if args.all or selection.is_asked(args) else None
-    rows = selection.by_state(show.status_rows(runs, cache), args.state)
+    is_long = args.all or selection.is_asked(args) or bool(sweeps)
+    cache = run_rows.cache_of(rundir.runs_root()) if is_long else None
+    rows_of = partial(show.status_rows, cache=cache)
+    if not sweeps:
+        rows = rows_of(selection.by_place(runs, args)[-10 if is_short else 0 :])
+    else:
+        from toolkit.cli import sweep_rows  # reads configs, which takes longer to import than a listing without sweeps
+
+        rows = (
+            sweep_rows.newest(runs, sweeps, rows_of) if is_short else sweep_rows.unfolded(runs, sweeps, args, rows_of)
+        )
+    rows = selection.by_state(rows, args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"
     if columns.needs_config((*names, sort)):
@@ -58,6 +68,9 @@ def run(args: Namespace) -> None:
         rows = columns.in_order(rows, sort, args.reverse)
     if args.json:
         print(show.as_json(rows))
+        return
+    if not rows and runs:
+        print(f"none of the {len(runs)} runs under {rundir.runs_root()} matches these filters")
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(show.status_table(rows, names, width))

@@ -22,10 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from toolkit import logs, rundir
-    from toolkit.cli import sync
+    from toolkit import logs
+    from toolkit.cli import selection, sync
 
-    runs = [rundir.find(name) for name in dict.fromkeys(args.run)]
+    runs, _ = selection.named(args.run)
     if args.tracker == "csv":
         if args.project or args.all or (args.follow and not args.to):
             raise RequestError("toolkit sync csv writes all points: leave out --project and --all; --follow needs --to")

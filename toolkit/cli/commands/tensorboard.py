@@ -36,8 +36,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Replace this process by TensorBoard, so that Ctrl-C reaches it directly."""
     from toolkit import rundir
+    from toolkit.cli import selection
 
-    runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
+    runs = selection.named(args.run)[0] if args.run else rundir.all_runs()
     if not runs:
         raise RequestError(f"there are no runs under {rundir.runs_root()}")
     if not args.run and len(runs) > MOST_RUNS:

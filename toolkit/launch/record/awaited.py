@@ -210,7 +210,7 @@ def refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
             continue
         seen.add(path)
         # What the run, or the points of the sweep, in this folder wait for.
-        if Path(path).parent.name == sweep_folder.FOLDER:
+        if Path(path).parent.name == rundir.SWEEPS:
             points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
             others = [point.after for point, _, _ in points.values()]
         else:

@@ -21,8 +21,6 @@ from toolkit.launch.record import after, ownership
 from toolkit.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
 from toolkit.rundir import RunDir
 
-FOLDER = ".sweeps"
-
 
 @dataclass(frozen=True)
 class SweepRecord(FileRecord):
@@ -134,6 +132,10 @@ class SweepDir:
         """Return ``sweep.json``; None if there is none. Raises DamagedFileError."""
         return SweepRecord.read(self.path / "sweep.json")
 
+    def record_or_none(self) -> SweepRecord | None:
+        """Return ``sweep.json``; None if there is none, or it is damaged."""
+        return SweepRecord.read_or_none(self.path / "sweep.json", [])
+
     def write_record(self, record: SweepRecord) -> None:
         fsio.write_json(self.path / "sweep.json", record.to_file())
 
@@ -225,18 +227,17 @@ class SweepDir:
 
 def find(name: str) -> SweepDir:
     """Return the sweep of this name. Raises RequestError that says which there are."""
-    root = rundir.runs_root() / FOLDER
-    sweep = SweepDir(root / name)
+    sweep = of_name(name)
     if (sweep.path / "sweep.json").exists():
         return sweep
-    names = sorted(path.parent.name for path in root.glob("*/sweep.json"))
+    names = [path.name for path in rundir.sweep_paths()]
     there = f"{nearest(name, names)}there are: {', '.join(names)}" if names else "there are none"
     raise RequestError(f"no sweep {name!r} under {rundir.runs_root()}; {there}")
 
 
 def of_name(name: str) -> SweepDir:
     """Return the folder of a sweep that need not exist."""
-    return SweepDir(rundir.runs_root() / FOLDER / name)
+    return SweepDir(rundir.runs_root() / rundir.SWEEPS / name)
 
 
 def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:

@@ -1,0 +1,92 @@
+"""Rows of sweeps for `toolkit status` and `toolkit watch`: one row a sweep, or one a point."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli import selection
+from toolkit.cli.run_rows import EMPTY
+from toolkit.launch.record.sweep_folder import SweepDir
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+from toolkit.slurm import shared_queue
+from toolkit.slurm.jobs import JobStatus
+from toolkit.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
+
+#: A sweep is in the first of these states that one of its points has: what goes on counts before what has ended, and
+#: what went wrong before what is done.
+_IMPORTANCE = (
+    *(RunState.RUNNING, RunState.STOPPING, RunState.STARTING, RunState.REQUEUED, RunState.QUEUED),
+    *(NOT_SUBMITTED, RunState.FAILED, LOST, RunState.UNREADABLE, RunState.STOPPED, RunState.CANCELLED),
+)
+
+
+def newest(runs: Sequence[RunDir], sweeps: Sequence[Path], rows_of: RowsOfRuns, most: int = 10) -> list[dict[str, Any]]:
+    """Return the rows of the ``most`` newest runs and sweeps, oldest first.
+
+    A sweep stands for the runs of its points.
+    """
+    single, stamped = fold(runs, sweeps)
+    entries: list[tuple[str, RunDir | SweepDir]] = [*((run.id, run) for run in single), *stamped]
+    shown = [entry for _, entry in sorted(entries, key=lambda each: each[0])[-most:]]
+    rows = iter(rows_of([entry for entry in shown if isinstance(entry, RunDir)]))
+    return [next(rows) if isinstance(entry, RunDir) else row_of(entry, rows_of) for entry in shown]
+
+
+def fold(runs: Sequence[RunDir], sweeps: Sequence[Path]) -> tuple[list[RunDir], list[tuple[str, SweepDir]]]:
+    """Return the runs that are no points; and each sweep after the stamp that the ids of its runs begin with."""
+    stamped = [(record.stamp, sweep) for sweep in map(SweepDir, sweeps) if (record := sweep.record_or_none())]
+    # Few other runs begin with a stamp, and only of these a file is read.
+    stamps = {stamp for stamp, _ in stamped}
+    return [run for run in runs if run.id.rpartition("-")[0] not in stamps or run.point([]) is None], stamped
+
+
+def ask_shared(jobs: Iterable[str]) -> Mapping[str, JobStatus | None]:
+    """Return Slurm's answer about jobs. All processes of the user share it. Raises SlurmError."""
+    return shared_queue.of_user().show_jobs(jobs)
+
+
+def unfolded(
+    runs: Sequence[RunDir], sweeps: Sequence[Path], args: Namespace, rows_of: RowsOfRuns
+) -> list[dict[str, Any]]:
+    """Return a row for each run, and for each point that has not started. ``--since`` and ``--name`` are applied."""
+    points = [each for path in sweeps for each in standings(SweepDir(path), ask_shared, lambda _: [], [])]
+    waiting = {each.run: each for each in points if each.state != REMOVED and not each.run.config.exists()}
+    kept = selection.by_place(sorted([*runs, *waiting], key=lambda run: run.id), args)
+    started = iter(rows_of([run for run in kept if run not in waiting]))
+    return [_of_point(waiting[run]) if run in waiting else next(started) for run in kept]
+
+
+def row_of(sweep: SweepDir, rows_of: RowsOfRuns, ask: Ask = ask_shared) -> dict[str, Any]:
+    """Return the row that stands for all points of a sweep. Its key ``points`` has their number by state."""
+    damage: list[str] = []
+    found = standings(sweep, ask, rows_of, damage)
+    points = count_states(each.state for each in found)
+    row = _row(sweep.name, f"sweep of {len(found)}", str(sweep.path), points=points, damage=damage)
+    row["state"] = next((str(state) for state in _IMPORTANCE if state in points), RunState.COMPLETED)
+    row["updated"] = max((at for each in found if (at := each.row.get("updated")) is not None), default=None)
+    record = sweep.record_or_none()
+    row["submitted"] = 0.0 if record is None else record.created
+    row["executor"] = found[0].executor if found else "slurm"
+    return row
+
+
+def _of_point(each: PointStanding) -> dict[str, Any]:
+    row = _row(each.run.id, each.run.name, str(each.run.path), state=each.state, why=each.why)
+    return {**row, "job_id": each.job_id, "executor": each.executor}
+
+
+def _row(run: str, name: str, path: str, **values: Any) -> dict[str, Any]:
+    slurm = {"slurm": None, "reason": None, "expected_start": None, "silent": False}
+    return {**EMPTY, **slurm, "run": run, "name": name, "path": path, **values}
+
+
+def count_states(states: Iterable[str]) -> dict[str, int]:
+    """Return how many are in each state, the most first. ``running? (silent)`` counts as running."""
+    plain = (state if state == NOT_SUBMITTED else re.split(r"[? ]", str(state))[0] for state in states)
+    return dict(Counter(plain).most_common())
