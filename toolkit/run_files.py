@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 from toolkit import hostlist, records
 from toolkit.errors import RequestError
 from toolkit.json_record import NULL, FileRecord, JsonCodec, JsonRecord
+from toolkit.process_identity import ProcessIdentity
 from toolkit.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
 
 
@@ -214,6 +215,7 @@ class AttemptStatus(FileRecord):
     restart_count: int | None = None
     host: str | None = None
     pid: int | None = None
+    birth: str = ""  #: of the process, see `toolkit.process_identity`
     attempt: int | None = None
     nodes: tuple[Word, ...] = ()
     tasks: tuple[int, ...] = ()
@@ -234,6 +236,11 @@ class AttemptStatus(FileRecord):
     ended: Moment | None = None
     supervised: bool = True
     usage: JobUsage | None = None
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """Return the process that has written the status; None if it is unknown."""
+        return None if self.pid is None else ProcessIdentity(self.host or "", self.pid, self.birth)
 
 
 @dataclass(frozen=True)
@@ -328,6 +335,13 @@ class OwnerRecord(FileRecord):
     time: Moment = 0.0
     jobs: tuple[Word, ...] = ()
     follow_ups: tuple[Word, ...] = ()
+    birth: str = ""  #: of the process, see `toolkit.process_identity`
+    serves: bool = False  #: whether the process is the supervisor, and not the one that submits the run
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """Return the process that owns the run."""
+        return ProcessIdentity(self.host, self.pid, self.birth)
 
     @property
     def is_whole(self) -> bool:
@@ -351,6 +365,14 @@ class Submission(FileRecord):
     time: Moment | None = None
     token: str | None = None
     took_s: float | None = None  #: up to the job's id
+    birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.process_identity`
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """Return the process that carries the run without Slurm."""
+        if self.executor != "local" or not self.job_id.isdecimal():
+            return None
+        return ProcessIdentity(self.host or "", int(self.job_id), self.birth)
 
 
 # ---------------------------------------------------------------------------------------------------------- after.json

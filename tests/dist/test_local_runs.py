@@ -242,7 +242,10 @@ def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
 
 
 def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
-    """The cancel may come before the supervisor has written down its pid. The ranks need no torch."""
+    """The cancel may come before the supervisor has written down its pid. The ranks need no torch.
+
+    The last commands name the run by another spelling of its path.
+    """
     code, out = toolkit(env, "exec", "--executor", "local", "--", "sleep", "600")
     assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run goes on
     run = the_run(env)
@@ -254,7 +257,12 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     resumes = [subprocess.Popen([*TOOLKIT, "resume", run.id], cwd=ROOT, env=env, text=True) for _ in range(2)]
     assert sorted(process.wait(START_S) for process in resumes) == [0, 2]
     wait_for(lambda: run.status().state == "starting", START_S, "the start of the ranks")
-    assert toolkit(env, "stop", run.id)[0] == 0
+    link = run.path.parent.parent.with_name("link")
+    link.symlink_to(run.path.parent.parent)
+    spelling = str(link / run.name / ".." / run.name / run.id)
+    code, out = toolkit(env, "resume", spelling)
+    assert (code, "it can be resumed when it has ended" in out) == (2, True), out
+    assert toolkit(env, "stop", spelling)[0] == 0
     assert wait_for(run.result, START_S, "a result").state == "stopped"
     assert [line.attempt for line in run.attempts()] == [run.status().attempt]
 

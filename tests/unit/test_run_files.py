@@ -47,6 +47,7 @@ STATUS: dict[str, Any] = {
     "restart_count": 0,
     "host": "node1",
     "pid": 77,
+    "birth": "0f0e-boot:4026531836:123",
     "attempt": 1,
     "nodes": ["node1"],
     "tasks": [2],
@@ -253,6 +254,8 @@ OWNER: dict[str, Any] = {
     "time": 1.8e9,
     "jobs": ["1", "2"],
     "follow_ups": ["3"],
+    "birth": "0f0e-boot:4026531836:123",
+    "serves": True,
 }
 SUBMISSION: dict[str, Any] = {
     "version": 1,
@@ -263,6 +266,7 @@ SUBMISSION: dict[str, Any] = {
     "time": 1.8e9,
     "token": "0123",
     "took_s": 1.5,
+    "birth": "0f0e-boot:4026531836:123",
 }
 
 
@@ -284,7 +288,7 @@ def test_a_damaged_key_of_an_owner_is_named_and_its_number_is_read(run: RunDir, 
     damage: list[str] = []
     owner = run.owner(damage)
     assert owner is not None
-    assert owner.is_whole == (key in ("version", "jobs", "follow_ups"))
+    assert owner.is_whole == (key in ("version", "jobs", "follow_ups", "birth", "serves"))
     assert run.owner_number() == (None if key == "number" else 3)
     assert damage[0].startswith(f"{run.path / 'owner.json'}: {key}")
 

@@ -115,6 +115,9 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
     if not rundir.is_run_id(run.id):
         return f"{run.path} is not named as the folder of a run is, such as 20260131-120000-1a2b3c4d"
     if _lives(run):
+        with contextlib.suppress(ToolkitError):  # never submitted
+            if (why := attach(run).unseen()) is not None:
+                return why
         state = status_rows([run])[0]["state"]
         return (
             f"run {run.id} is {state}; when it has ended it can be removed: `toolkit cancel {run.id}` ends it "

@@ -41,7 +41,7 @@ _WORTH_PROCESSES = 1000
 _FEW = 500
 #: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
 #: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
-_VERSION = 100 * 6 + marshal.version
+_VERSION = 100 * 7 + marshal.version
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -105,6 +105,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "using": efficiency.remark(status.usage),
         "pid": status.pid,
         "host": status.host,
+        "birth": status.birth,
         "submitted": status.submitted,
         "updated": status.updated,
         "ended": status.ended if result is not None else None,
@@ -154,6 +155,7 @@ EMPTY: Mapping[str, Any] = {
     "using": "",
     "pid": None,
     "host": None,
+    "birth": "",
     "submitted": None,
     "updated": None,
     "ended": None,

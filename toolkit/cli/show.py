@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import textwrap
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.record import changes, ownership
 from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
+from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
@@ -120,10 +120,10 @@ def _honest_state(row: dict[str, Any]) -> str:
         if states.is_over(row["slurm"]):
             return _ASKED_FOR.get(row["asked"], f"lost ({row['slurm']})")
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
-    # A run on this machine is lost if its process is gone; another machine's process cannot be looked up.
-    here = row["host"] in (None, socket.gethostname())
-    is_alive = row["pid"] is not None and Path(f"/proc/{row['pid']}").exists()
-    return "lost" if here and not is_alive else f"{state}? (silent)"
+    # A run without Slurm is lost if its process is gone.
+    process = None if row["pid"] is None else ProcessIdentity(row["host"] or "", row["pid"], row["birth"])
+    is_gone = process is None or process.life(row["updated"] or 0.0) is Life.ENDED
+    return "lost" if is_gone else f"{state}? (silent)"
 
 
 #: The state of a run that its user has ended, by the request.

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -23,6 +23,7 @@ from toolkit.agent import reports
 from toolkit.config import DistConfig
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.hang.activity import Activity
+from toolkit.process_identity import ProcessIdentity
 from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.start_up import StartUp
@@ -203,8 +204,8 @@ def _session(
                 raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
             reporter = AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
         elif rank == 0:
-            status = RunStatus(supervised=False, world_size=world_size, attempt=1, pid=os.getpid())
-            reporter = FileReporter(run, status)
+            who = asdict(ProcessIdentity.of(os.getpid()))
+            reporter = FileReporter(run, RunStatus(supervised=False, world_size=world_size, attempt=1, **who))
         else:
             reporter = NullReporter()
         stack.callback(reporter.close)

@@ -27,6 +27,7 @@ from typing import Annotated
 from toolkit import fsio
 from toolkit.errors import SlurmError
 from toolkit.json_record import FileRecord
+from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.records import MOMENT
 from toolkit.slurm import commands
 from toolkit.slurm.commands import SlurmCommands
@@ -53,7 +54,7 @@ class QueueAnswer(FileRecord):
     """The file. Each job is a line as squeue prints it. Times in seconds since the epoch."""
 
     asked: Annotated[float, MOMENT] = 0.0
-    asker: str = ""  #: host and process that asks, empty when it has its answer
+    asker: str = ""  #: the process that asks, see `toolkit.process_identity`; empty when it has its answer
     calls: int = 1  #: programs of Slurm that were called for it
     error: str = ""  #: why there is no newer answer
     jobs: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class SharedQueue:
             # Another process is asking at this moment.
             self._pause(0.1)
         if answer.error or answer.asker:
-            raise SlurmError(answer.error or f"Slurm has not answered {answer.asker} yet")
+            raise SlurmError(answer.error or f"Slurm has not answered {answer.asker.rpartition(' ')[0]} yet")
         statuses = answer.statuses(wanted)
         if len(statuses) < len(wanted):
             self._note_missed(job_id for job_id in wanted if job_id not in statuses)
@@ -127,8 +128,8 @@ class SharedQueue:
         if age_s < -ANSWER_S:  # from the clock of a node that is ahead
             return True
         # A process on another host may still ask; one on this host only if it lives.
-        host, _, pid = answer.asker.rpartition(":")
-        is_asked = bool(answer.asker) and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())
+        asker = ProcessIdentity.parse(answer.asker)
+        is_asked = bool(answer.asker) and (asker is None or asker.life(answer.asked) is not Life.ENDED)
         return age_s >= (ANSWER_S if is_asked else every_s * answer.calls)
 
     def _ask(self, wanted: Sequence[str], every_s: float) -> QueueAnswer:
@@ -138,7 +139,8 @@ class SharedQueue:
             if not self._is_due(before, every_s):
                 return before
             wanted = list(dict.fromkeys((*wanted, *before.missed)))
-            asked = before.replace(asked=self._now(), asker=_this_process(), calls=1, error="", missed=())
+            this = str(ProcessIdentity.of(os.getpid()))
+            asked = before.replace(asked=self._now(), asker=this, calls=1, error="", missed=())
             self._write(asked)
         try:
             jobs = self._slurm.user_jobs()
@@ -224,10 +226,6 @@ def _cluster_name(config: str) -> str | None:
     except OSError:
         return None
     return match and match[1]
-
-
-def _this_process() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _lock(fd: int, pause: Callable[[float], None]) -> None:

@@ -62,6 +62,10 @@ NAMED_BY = {
 }
 
 
+#: No process: the kernel gives no higher pid.
+GONE = str(2**22 + 1)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run that crashed once, with every file that a run may have. Each file is written by its own writer."""
@@ -77,7 +81,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))
     fsio.write_json(
         run.submitit / "submission.json",
-        {"executor": "local", "job_id": "7", "host": socket.gethostname(), "time": 1.8e9, "token": "0123"},
+        {"executor": "local", "job_id": GONE, "host": socket.gethostname(), "time": 1.8e9, "token": "0123"},
     )
     allocation = Allocation(("here",), (2,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
@@ -108,7 +112,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     if not is_open:
         journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
     run.take_number(1)
-    run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), 7, 1.8e9))
+    run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), int(GONE), 1.8e9))
     nodes.remember(run, "node9", "sick")
     foreign.write_command(run, ["python", "train.py"])
     (run.logs / "supervisor.log").write_text("a line\n")

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,9 +152,8 @@ def test_a_process_that_was_killed_while_it_asked_is_not_waited_for(site: Site) 
     job = site.slurm.sbatch(["job.sh"])
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
-    here = shared_queue._this_process().rpartition(":")[0]
     assert site.path is not None
-    site.path.write_text(json.dumps({"asked": site.slurm.now - 10, "asker": f"{here}:{dead.pid}"}))
+    site.path.write_text(json.dumps({"asked": site.slurm.now - 10, "asker": f"{socket.gethostname()} {dead.pid}"}))
     before = site.slurm.now
     assert site.process().show_jobs([job])[job] is not None
     assert site.slurm.now == before
@@ -164,8 +164,8 @@ def test_a_process_that_asks_is_waited_for_but_not_for_ever(site: Site) -> None:
     job = site.slurm.sbatch(["job.sh"])
     assert site.path is not None
     begun = site.slurm.now
-    site.path.write_text(json.dumps({"asked": begun, "asker": "elsewhere:1"}))
-    with pytest.raises(SlurmError, match="has not answered elsewhere:1 yet"):
+    site.path.write_text(json.dumps({"asked": begun, "asker": "elsewhere 1 boot:1:1"}))
+    with pytest.raises(SlurmError, match="has not answered elsewhere 1 yet"):
         site.process().show_jobs([job])
     assert site.slurm.now - begun < 11
     site.slurm.advance(60)

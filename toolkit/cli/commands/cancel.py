@@ -4,11 +4,9 @@ Checkpoints that are committed stay; what was trained since the last one is
 lost. `toolkit stop` commits first.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
-from toolkit.cli.commands.stop import add_arguments, ask_to_end
-
-__all__ = ["add_arguments", "run"]
+from toolkit.cli.commands.stop import ask_to_end
 
 EXAMPLES = (
     ("toolkit cancel digits-ddp", "end the newest run of this name; its checkpoints stay"),
@@ -16,6 +14,15 @@ EXAMPLES = (
 )
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument(
+        "--gone",
+        action="store_true",
+        help="of a run without Slurm: you know that its machine or container is gone; this ends the run from here",
+    )
+
+
 def run(args: Namespace) -> None:
     text = "cancelled; its checkpoints stay, `toolkit resume {run}` goes on from the last one"
-    ask_to_end(args.run, "cancel", text)
+    ask_to_end(args.run, "cancel", text, **({"is_gone": True} if args.gone else {}))

@@ -17,7 +17,7 @@ def run(args: Namespace) -> None:
     ask_to_end(args.run, "stop", "asked to commit a checkpoint and end; `toolkit resume {run}` goes on from there")
 
 
-def ask_to_end(name: str, how: str, text: str) -> None:
+def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     """Ask a run to ``stop`` or ``cancel``, and print ``text``.
 
     If the run has ended or was asked before, print that instead.
@@ -33,7 +33,7 @@ def ask_to_end(name: str, how: str, text: str) -> None:
         return
     # Asking again is harmless, but the answer should say so.
     before = stop_request.asked(run)
-    getattr(attach(run), how)()
+    getattr(attach(run), how)(**options)
     if before in (how, stop_request.Intent.CANCEL):
         text = f"{before} was asked for before; it has been told again, which changes nothing"
     print(f"run {run.id}: {text.format(run=run.id)}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Past, Verdict
 from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.process_identity import ProcessIdentity
 from toolkit.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
@@ -31,7 +32,7 @@ class Journal:
     def __init__(self, run: RunDir, allocation: Allocation, nodes: Nodes) -> None:
         self._run, self._allocation, self._nodes = run, allocation, nodes
         self._unwritten: OSError | None = None
-        self._began = time.time()
+        self._began, self._who = time.time(), asdict(ProcessIdentity.of(os.getpid()))
         self._is_first = True  # attempt of this job, or since its supervisor was killed
         status = run.status()
         is_waiting = status.state is not None and status.state.is_waiting
@@ -196,7 +197,7 @@ class Journal:
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
             if status.to_json():
-                self._run.write_status(status.replace(pid=os.getpid(), updated=time.time()))
+                self._run.write_status(status.replace(**self._who, updated=time.time()))
 
     def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
         if self.usage is not None:
@@ -208,8 +209,6 @@ class Journal:
             run=f"{self._run.name}/{self._run.id}",
             job_id=self._allocation.job_id,
             restart_count=self._allocation.restart_count,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             attempt=attempt.number,
             nodes=attempt.plan.hosts,
             tasks=attempt.plan.tasks,
@@ -222,6 +221,7 @@ class Journal:
             updated=time.time(),
             stop=attempt.stop,
             progress=attempt.progress,
+            **self._who,
             **self._account(attempt, attempt.ended or time.time()),
             **more,
         )

@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio
 from toolkit.errors import TakenError
 from toolkit.launch import outages
+from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import OwnerRecord, Submission
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobStatus
@@ -59,6 +60,20 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     else:
         known = []
     return [job for job in known if job is not None]
+
+
+def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
+    """Return whether a run without Slurm has a living process, and which one.
+
+    It has two: its supervisor, and the one that starts the supervisor.
+    """
+    owner, sent = read(run), run.submission()
+    processes = [owner.process] if owner is not None and owner.serves else []
+    if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
+        processes.append(sent.process)
+    seen = max(0.0 if owner is None else owner.time, run.status().updated or 0.0)
+    lives = [(process.life(seen), process) for process in processes]
+    return min(lives, key=lambda each: each[0], default=(Life.ENDED, None))
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
@@ -102,17 +117,12 @@ def adopt_config(run: RunDir, token: str | None) -> None:
 
 def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     """True while a process calls sbatch for the run, or starts it on a machine."""
-    if owner is None or owner.jobs:
+    if owner is None or owner.jobs or owner.serves:
         return False
     sent = run.submission()
     if sent is not None and sent.token == owner.token:
         return False
-    return time.time() - owner.time < SUBMITTING_S and not _has_died_here(owner.host, owner.pid)
-
-
-def _has_died_here(host: str, pid: int | str | None) -> bool:
-    """True if the process was on this machine, and has ended."""
-    return host == socket.gethostname() and not Path(f"/proc/{pid}").exists()
+    return time.time() - owner.time < SUBMITTING_S and owner.process.life(owner.time) is not Life.ENDED
 
 
 def take(run: RunDir, before: int) -> int:
@@ -135,11 +145,11 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
     """True if the process that has taken the number will never write the owner."""
     path = run.path / "owners" / str(number)
     try:
-        host, _, pid = path.read_text(errors="replace").partition(" ")
+        process = ProcessIdentity.parse(path.read_text(errors="replace"))
         taken = path.stat().st_mtime
     except FileNotFoundError:  # given back
         return True
-    if pid.isdigit() and _has_died_here(host, pid):
+    if process is not None and process.life(taken) is Life.ENDED:
         # It has ended: an owner that it did write is there by now.
         owner = run.owner_number()
         return owner is not None and owner < number
@@ -151,10 +161,14 @@ def submit_as(run: RunDir, executor: str, number: int, token: str | None = None)
 
     ``token`` is that of a job that submits for itself, an element of a sweep's array.
     """
-    token, host = token or secrets.token_hex(8), socket.gethostname()
-    owner = OwnerRecord(number, token, executor, host, os.getpid(), time.time(), jobs=(), follow_ups=())
+    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, **_this_process())
     run.write_owner(owner)
     return owner
+
+
+def _this_process() -> dict[str, Any]:
+    """Return what an owner's file says of this process."""
+    return {**asdict(ProcessIdentity.of(os.getpid())), "time": time.time()}
 
 
 def number_of(run: RunDir) -> int:
@@ -200,11 +214,10 @@ class Claim:
                     number=run.last_number(),
                     token=token or (owner.token if owner else secrets.token_hex(8)),
                     executor="local" if job_id is None else "slurm",
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    time=time.time(),
                     jobs=jobs,
                     follow_ups=tuple(known[known.index(job_id) + 1 :]) if job_id in known else (),
+                    serves=True,
+                    **_this_process(),
                 ),
             )
             try:
@@ -219,7 +232,7 @@ class Claim:
         owner = read(run)
         if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
             return None
-        claim = Claim(run, owner.replace(host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+        claim = Claim(run, owner.replace(**_this_process()))
         claim._write(claim._owner)
         return claim
 
@@ -294,5 +307,6 @@ def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None 
         time=owner.time,
         token=owner.token,
         took_s=took_s,
+        birth=ProcessIdentity.of(int(jobs[0])).birth if owner.executor == "local" else "",
     )
     run.write_submission(submission)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit.checkpoint.folder import newest_step, resume_words
@@ -19,6 +17,7 @@ from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import notebook
+from toolkit.process_identity import Life
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -132,20 +131,27 @@ class Run:
             raise JobFailedError(f"run {self.id} {result.state}: {result.why or ''}; logs: {self.dir.logs}")
         return result.to_json()
 
-    def cancel(self) -> None:
-        """End the run for good; its checkpoints stay. Raises RequestError for a local run of another machine."""
-        self._end(Intent.CANCEL)
+    def cancel(self, *, is_gone: bool = False) -> None:
+        """End the run for good; its checkpoints stay.
+
+        Raises RequestError for a local run whose process cannot be seen from here, unless the caller knows that it
+        ``is_gone`` with its machine or container.
+        """
+        if is_gone:
+            self._end_gone()
+        else:
+            self._end(Intent.CANCEL)
 
     def stop(self) -> None:
         """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.
 
-        Raises RequestError for a local run of another machine.
+        Raises RequestError for a local run whose process cannot be seen from here.
         """
         self._end(Intent.STOP)
 
     def _end(self, what: Intent) -> None:
-        if self.executor != "slurm" and not self._is_here():
-            raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
+        if (why := self.unseen()) is not None:
+            raise RequestError(why)
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
             slurm, jobs = Slurm(), self._jobs()
@@ -161,12 +167,36 @@ class Run:
             is_over = all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
         else:
             owner = ownership.read(self.dir)
-            if owner is not None and _is_process_of(self.dir, owner.pid):  # else it finds the request at its start
+            # Else it finds the request at its start.
+            if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
                 os.kill(owner.pid, signal.SIGTERM)
             is_over = self._is_over()
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
+
+    def _end_gone(self) -> None:
+        """Write the result of a run whose process cannot be seen from here."""
+        if self.unseen() is None:
+            state = "is over" if self.is_over() else "has a job or process that can be asked"
+            raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
+        # As a new owner: a process that lives in spite of all notices that, and ends without a word.
+        ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
+        stop_request.ask(self.dir, Intent.CANCEL)
+        self._write_ended(Intent.CANCEL)
+
+    def unseen(self) -> str | None:
+        """Return what to do where it cannot be told from here whether a local run's process lives; None if it can."""
+        if self.executor != "local":
+            return None
+        life, process = ownership.local_life(self.dir)
+        if life is not Life.UNSEEN or process is None:
+            return None
+        return (
+            f"run {self.id} belongs to process {process.pid} on {process.host or 'an unknown host'}, which cannot be "
+            f"seen from here: `toolkit cancel {self.id}` there ends it; if that machine or container is gone for good, "
+            f"`toolkit cancel {self.id} --gone` here does"
+        )
 
     @property
     def job_now(self) -> str:
@@ -220,24 +250,13 @@ class Run:
         if self.executor == "debug":
             return True
         if self.executor == "local":
-            owner = ownership.read(self.dir)
-            # A local run is its owner's processes; a run on Slurm is the present job of its chain of follow-up jobs.
-            pids: list[int | str] = [*self._jobs(), *([owner.pid] if owner else [])]
-            return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
-        jobs = self._jobs()
+            return ownership.local_life(self.dir)[0] is Life.ENDED
+        jobs = self._jobs()  # a run on Slurm is the present job of its chain of follow-up jobs
         answers = (show_jobs or Slurm().show_jobs)(jobs) if jobs else {}
         if len(answers) < len(jobs):  # the answer is older than one of the jobs
             return False
         status = ownership.present(jobs, answers)[1] if jobs else None
         return status is None or status.is_over
-
-    def _host(self) -> str | None:
-        """Return the host on which a local run was started."""
-        sent = self.dir.submission()
-        return None if sent is None else sent.host
-
-    def _is_here(self) -> bool:
-        return self._host() in (None, socket.gethostname())
 
 
 def attach(run: RunDir) -> Run:
@@ -257,16 +276,3 @@ def attach(run: RunDir) -> Run:
     if damage:
         why = f"which job it is cannot be said: {'; '.join(damage)}"
     raise RequestError(f"run {run.id}: {why}; end its processes where they run")
-
-
-def _is_process_of(run: RunDir, pid: int | str) -> bool:
-    """True if the process runs and submitit has started it for this run. Pids are reused.
-
-    A process that has just been started may have no command line for some milliseconds. A zombie, which only waits for
-    its parent to reap it, has no command line either, and no program.
-    """
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return os.fsencode(run.submitit) in command if command else bool(Path(f"/proc/{pid}/exe").readlink())
-    except OSError:
-        return False

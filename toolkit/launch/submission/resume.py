@@ -87,9 +87,11 @@ def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
     is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
     if not is_known and status.state in (None, RunState.FAILED):
         return
-    if not is_known or not attach(run).is_over():
+    handle = attach(run) if is_known else None
+    if handle is None or not handle.is_over():
         raise RequestError(
-            f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: "
+            (handle and handle.unseen())
+            or f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: "
             f"`toolkit cancel {run.id}` ends it"
         )
 
