@@ -29,8 +29,10 @@ __all__ = [
     "TokenWindows",
     "TrainingRun",
     "build_datasets",
+    "find",
     "load_config",
     "load_tokens",
+    "runs",
     "staged",
     "start",
     "submit",
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from toolkit.data.stream import Streams
     from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.errors import ConfigError
-    from toolkit.launch.submission.handle import Run
+    from toolkit.launch.submission.handle import Run, find, runs
     from toolkit.launch.submission.submit import submit
     from toolkit.ranks.batch import Batch, Share
     from toolkit.staging import staged
@@ -73,8 +75,10 @@ _HOMES = {
     "TokenWindows": "toolkit.data.tokens.windows",
     "TrainingRun": "toolkit.train.own_loop",
     "build_datasets": "toolkit.data.datasets",
+    "find": "toolkit.launch.submission.handle",
     "load_config": "toolkit.config",
     "load_tokens": "toolkit.data.tokens.windows",
+    "runs": "toolkit.launch.submission.handle",
     "staged": "toolkit.staging",
     "start": "toolkit.train.own_loop",
     "submit": "toolkit.launch.submission.submit",
@@ -85,3 +89,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names. Without it a shell's completion shows what is imported here instead."""
+    return [*__all__, "__version__"]

@@ -12,6 +12,10 @@ from typing import get_args
 import pytest
 
 import toolkit
+from toolkit import rundir
+from toolkit.errors import RequestError
+from toolkit.launch.record import ownership
+from toolkit.run_files import RunResult, RunState
 
 ROOT = Path(__file__).parents[2]
 #: The public packages beside ``toolkit`` itself.
@@ -72,3 +76,52 @@ def test_a_job_is_few_lines_of_code(name: str, most: int) -> None:
         if line.strip() and not line.strip().startswith("#") and number not in strings
     ]
     assert len(code) <= most
+
+
+def test_a_shell_completes_the_public_names_only() -> None:
+    assert {name for name in dir(toolkit) if not name.startswith("_")} == set(toolkit.__all__)
+
+
+@pytest.mark.parametrize(
+    "given", [["optim.lr=0.5", "name=x1"], {"optim.lr": 0.5, "name": "x1"}, {"optim": {"lr": 0.5}, "name": "x1"}]
+)
+def test_overrides_are_texts_or_values_by_key(given: list[str] | dict[str, object]) -> None:
+    config = toolkit.load_config(None, given)
+    assert (config.optim.lr, config.name) == (0.5, "x1")
+
+
+def test_one_override_may_be_a_text() -> None:
+    assert toolkit.load_config(None, "optim.lr=0.5").optim.lr == 0.5
+
+
+def test_values_by_key_keep_their_types() -> None:
+    values = {
+        "optim.lr": 1e-5,
+        "cluster.extra": {"comment": "007"},
+        "data.root": Path("/data/a b"),
+        "train.max_steps": None,
+    }
+    config = toolkit.load_config(None, values)
+    assert (config.optim.lr, config.cluster.extra) == (1e-5, {"comment": "007"})
+    assert (config.data.root, config.train.max_steps) == ("/data/a b", None)
+    with pytest.raises(toolkit.ConfigError, match=r"optim.lrr.*did you mean 'optim.lr'"):
+        toolkit.load_config(None, {"optim.lrr": 1})
+    with pytest.raises(toolkit.ConfigError, match=r"set.*numbers, texts"):
+        toolkit.load_config(None, {"optim.lr": {1}})
+
+
+def test_earlier_runs_are_found_by_name_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
+    made = [rundir.create(name) for name in ("gpt-a", "gpt-b", "digits")]
+    for run in made:
+        run.config.write_text("")
+        ownership.note_jobs(run, ownership.submit_as(run, "slurm", ownership.take(run, 0)), "7")
+    made[0].write_result(RunResult(RunState.COMPLETED))
+    assert [run.dir for run in toolkit.runs("gpt-*")] == made[:2]
+    assert [run.dir for run in toolkit.runs(state="completed")] == made[:1]
+    assert toolkit.find("digits").dir == made[2]
+    assert toolkit.find(made[1].id[-8:]).dir == made[1]
+    with pytest.raises(RequestError, match="did you mean 'completed'"):
+        toolkit.runs(state="complete")
+    with pytest.raises(RequestError, match="no run 'gtp'"):
+        toolkit.find("gtp")

@@ -5,7 +5,7 @@ well under a second.
 """
 
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
-from toolkit.config.layer_files import parts_of, sweep_of
+from toolkit.config.layer_files import Overrides, override_texts, parts_of, sweep_of
 from toolkit.config.layers import dump_config, load_config, merged_layers
 from toolkit.config.params import filled, leaves
 from toolkit.config.places import check_places
@@ -60,6 +60,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "Overrides",
     "ParameterServerConfig",
     "PipelineConfig",
     "PruningConfig",
@@ -85,6 +86,7 @@ __all__ = [
     "merged_layers",
     "mesh_of",
     "micro_batches",
+    "override_texts",
     "parts_of",
     "put",
     "sweep_of",

@@ -5,9 +5,12 @@ These are the site's file, a file and what it extends, and ``key=value`` argumen
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from yaml import MappingNode, Node, ScalarNode
 
@@ -89,6 +92,23 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
             layer.root.value.remove((key, value))
             return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
     return [layer]
+
+
+#: ``key=value`` texts, one of them, or the values by their dotted keys.
+Overrides: TypeAlias = str | Sequence[str] | Mapping[str, Any]
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as ``key=value`` texts. Raises ConfigError for a value that YAML has no form for."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if not isinstance(overrides, Mapping):
+        return [*overrides]
+    try:
+        # JSON is YAML, and quotes what would be another type there, such as "0755". It has no paths.
+        return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
+    except TypeError as error:
+        raise ConfigError(f"overrides: {error}; give numbers, texts, true or false, null, lists and mappings") from None
 
 
 def override_layer(text: str) -> Layer:

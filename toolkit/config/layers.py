@@ -19,7 +19,7 @@ from toolkit.config import yaml_core
 from toolkit.config.declared import dataclass_in, defaults_of
 from toolkit.config.hints import PLAIN
 from toolkit.config.job_module import job_source, params_source
-from toolkit.config.layer_files import Layer, file_layers, override_layer, site_layers
+from toolkit.config.layer_files import Layer, Overrides, file_layers, override_layer, override_texts, site_layers
 from toolkit.config.layer_values import read_mapping, read_section
 from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
@@ -38,7 +38,7 @@ SBATCH_VARIABLES = {
 
 def load_config(
     path: str | Path | None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     site: bool = True,
     project: Path | None = None,
@@ -47,8 +47,9 @@ def load_config(
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
     The path of a script (``train.py``) stands for a config without keys that has the script as its ``job``. Without a
-    path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values.
-    Keys, types and values are checked; :func:`validate` checks whether the config fits a machine. Raises ConfigError.
+    path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values,
+    or a mapping of dotted keys to values. Keys, types and values are checked; :func:`validate` checks whether the
+    config fits a machine. Raises ConfigError.
 
     ``params`` are checked against the class ``Params`` of the job's file, or of the file whose class it derives from.
     The job is looked for in ``project``, the current folder if None. With ``site=False`` and no ``project`` they are
@@ -71,7 +72,7 @@ def load_config(
 
 def merged_layers(
     path: str | Path | None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     site: bool = True,
     project: Path | None = None,
@@ -96,7 +97,7 @@ def merged_layers(
     described = next((layer for layer in layers if layer.sweep is not None), None)
     if described is not None and not sweep:
         raise ConfigError(f"{described.name}: sweep: describes many runs; `toolkit sweep {path}` submits them")
-    layers += map(override_layer, overrides)
+    layers += map(override_layer, override_texts(overrides))
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]
     for layer in layers:

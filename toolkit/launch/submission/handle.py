@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from toolkit import rundir
 from toolkit.checkpoint.folder import newest_step, resume_words
-from toolkit.errors import JobFailedError, RequestError, SlurmError
+from toolkit.errors import JobFailedError, RequestError, SlurmError, nearest
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
@@ -23,6 +26,9 @@ from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobStatus
+
+if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
+    from toolkit.config import Overrides
 
 #: A waiting caller asks Slurm this often whether the job still exists, and reads the run's own files twice a second.
 ASK_SLURM_EVERY_S = 30.0
@@ -142,6 +148,15 @@ class Run:
         else:
             self._end(Intent.CANCEL)
 
+    def resume(self, overrides: Overrides = ()) -> Run:
+        """Submit the ended run again, from its last checkpoint, with ``overrides`` of its config from now on.
+
+        Raises RequestError for a run that has not ended.
+        """
+        from toolkit.launch.submission.resume import resume  # uses this module
+
+        return resume(self.dir, overrides)
+
     def stop(self) -> None:
         """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.
 
@@ -257,6 +272,44 @@ class Run:
             return False
         status = ownership.present(jobs, answers)[1] if jobs else None
         return status is None or status.is_over
+
+
+def find(text: str) -> Run:
+    """Return the handle of an earlier run, as of a notebook whose kernel was restarted.
+
+    ``text`` is what commands take: a run id, the beginning or the last eight digits of one, a config's name (its newest
+    run), or a path. Raises RunNotFoundError, which says what there is, and RequestError for a run that was never
+    submitted, as under torchrun::
+
+        >>> sent = toolkit.submit("configs/digits_ddp.yaml", {"train.epochs": 1}, executor="local")
+        >>> toolkit.find(sent.id).wait()["state"]
+        'completed'
+    """
+    return attach(rundir.find(text))
+
+
+def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
+    """Return the handles of earlier runs, the newest last.
+
+    ``name`` is the config's name or a pattern, ``state`` what the runs' own files say, such as ``completed``. Runs that
+    were never submitted are left out::
+
+        >>> [run.result()["metrics"]["eval/accuracy"] > 0.5 for run in toolkit.runs("digits*", state="completed")][:1]
+        [True]
+    """
+    if state is not None and state not in (known := [*map(str, RunState)]):
+        raise RequestError(f"state: no state {state!r}; {nearest(state, known)}states: {', '.join(known)}")
+    found = list[Run]()
+    for run in rundir.all_runs():
+        if fnmatchcase(run.name, name) and (state is None or _state_of(run) == state):
+            with contextlib.suppress(RequestError):
+                found.append(attach(run))
+    return found
+
+
+def _state_of(run: RunDir) -> RunState | None:
+    result = run.result()
+    return run.status().state if result is None else result.state
 
 
 def attach(run: RunDir) -> Run:

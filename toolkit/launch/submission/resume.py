@@ -24,12 +24,13 @@ from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 
-def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto") -> Run:
+def resume(run: RunDir, overrides: configs.Overrides = (), *, executor: str = "auto") -> Run:
     """Submit an ended run again. It goes on from its last checkpoint with the sources of its submission.
 
     ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
     RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
     """
+    overrides = configs.override_texts(overrides)
     # Refuse all that can be refused before a file is changed.
     refuse_unfit(run.path)
     before, result, status = ownership.number_of(run), run.result(), run.status()

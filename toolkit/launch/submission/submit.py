@@ -33,13 +33,15 @@ from toolkit.slurm.commands import Slurm
 
 def submit(
     config: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: configs.Overrides = (),
     *,
     executor: str = "auto",
     project: str | Path = ".",
     after: str | Sequence[str] = (),
 ) -> Run:
-    """Submit ``config`` with ``key=value`` overrides; return at once. A script (``train.py``) may stand for ``config``.
+    """Submit ``config``, or a script (``train.py``); return at once.
+
+    ``overrides`` are ``key=value``, or a mapping of dotted keys to values.
 
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
@@ -61,7 +63,7 @@ def submit(
 
 
 def dry_run(
-    config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", after: str | Sequence[str] = ()
+    config: str | Path, overrides: configs.Overrides = (), *, executor: str = "auto", after: str | Sequence[str] = ()
 ) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen, folder = choose_executor(executor), Path.cwd()
@@ -93,7 +95,7 @@ def _script_command(config: str | Path, folder: Path) -> list[str]:
 
 def submit_command(
     command: Sequence[str],
-    overrides: Sequence[str] = (),
+    overrides: configs.Overrides = (),
     *,
     name: str | None = None,
     executor: str = "auto",
@@ -119,15 +121,16 @@ def submit_foreign(
     return _send_new(_new_foreign_run(config, command), config, executor, waits_for)
 
 
-def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
+def supervise_command(command: Sequence[str], overrides: configs.Overrides = (), *, name: str | None = None) -> None:
     """Supervise a foreign script as the ranks, inside the present sbatch or salloc allocation."""
     config = _foreign_config(command, overrides, name)
     inside_allocation.enter(lambda allocation: _new_foreign_run(config, command))
 
 
-def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str | None) -> JobConfig:
-    config = configs.load_config(None, [*overrides, f"job={configs.FOREIGN_JOB}"])
-    is_named = any(override.startswith("name=") for override in overrides)
+def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
+    given = configs.override_texts(overrides)
+    config = configs.load_config(None, [*given, f"job={configs.FOREIGN_JOB}"])
+    is_named = any(override.startswith("name=") for override in given)
     if name:
         config.name = name
     elif not is_named:
