@@ -21,7 +21,7 @@ from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.cli.report import browser
 from toolkit.cli.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart
-from toolkit.cli.report.curves import Curve
+from toolkit.cli.report.curves import Curve, is_aside
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.job import nodes
@@ -371,3 +371,12 @@ def test_a_browser_that_ends_at_once_is_a_clear_error(
     assert cli.main(["report", run.id, "--to", "out.html", "--png"]) == 1
     assert "the browser cannot draw the page: it has ended" in capsys.readouterr().err
     assert Path("out.html").exists()
+
+
+def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
+    curve = Curve()
+    for step, value in enumerate((1e-6, 3e-6, 2e-6)):
+        curve.add(step, value)
+    svg = str(chart("usage/disk_written_gib", [("run", curve)], 2, []))
+    assert re.findall(r'class="y">([^<]*)<', svg) == ["0", "0.05", "0.1"]
+    assert is_aside("usage/disk_written_gib")

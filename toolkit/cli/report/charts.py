@@ -10,6 +10,8 @@ from toolkit.cli.report.html import Html, element, text
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
+#: What the axis of a chart of usage reaches at least, in CPUs, GiB or GPUs.
+LEAST_USAGE = 0.1
 #: The number of colours for runs. Further runs begin again with the first.
 COLOURS = 8
 
@@ -22,6 +24,8 @@ def chart(tag: str, curves: Sequence[tuple[str, Curve | None]], last_step: int, 
     pieces = [piece for _, curve in curves if curve is not None for piece in curve.pieces.values()]
     low = min((piece.least[1] for piece in pieces), default=0.0)
     high = max((piece.greatest[1] for piece in pieces), default=1.0)
+    if tag.startswith("usage/"):  # amounts: a few kilobytes would fill a chart of their own, marked 1e-06 GiB
+        low, high = 0.0, max(high, LEAST_USAGE)
     scale = Scale(last_step, low, high)
     parts: list[Html] = [*scale.grid()]
     parts += [scale.rule(step) for step in restarts if 0 < step <= last_step]

@@ -122,7 +122,7 @@ def read_curves(path: Path, damage: list[str]) -> dict[str, Curve]:
 
 
 #: Figures of the run itself come last. Some are one for each rank.
-_ASIDE = ("world", "world_own_step_s", "run", "goodput")
+_ASIDE = ("world", "world_own_step_s", "run", "goodput", "usage")
 
 
 def is_aside(tag: str) -> bool:
