@@ -22,6 +22,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from toolkit.terminal import visible
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEST = 2
@@ -33,6 +35,10 @@ class ToolkitError(Exception):
     """Base of everything that this package raises for its users."""
 
     exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        # A caller's own traceback shows it, past every guard of ours.
+        return visible(super().__str__())
 
 
 class RequestError(ToolkitError):

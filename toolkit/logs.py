@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 
 from toolkit import fsio
+from toolkit.terminal import visible
 
 LOGGER = logging.getLogger("toolkit")
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats lines that say the same to a terminal as to a reader, whatever text of others is in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def setup(who: str = "", level: int = logging.INFO) -> None:
@@ -19,7 +27,7 @@ def setup(who: str = "", level: int = logging.INFO) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     head = f"%(asctime)s {who} " if who else "%(asctime)s "
-    handler.setFormatter(logging.Formatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(VisibleFormatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(level)
     LOGGER.propagate = False
@@ -34,5 +42,5 @@ def add_file(path: Path) -> None:
     """Append the log to a private file as well, with full dates."""
     fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     handler = logging.StreamHandler(os.fdopen(fd, "a", buffering=1))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)

@@ -7,17 +7,21 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from toolkit import terminal
 from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
 STOP_WAIT_S = 180.0
@@ -40,7 +44,7 @@ def to_the_end(run: Run, *, bar: bool) -> int:
 
     Ctrl-C ends a run on this machine, which lives in this terminal. A Slurm job goes on without this program.
     """
-    console = Console()
+    console = terminal.console()
     try:
         _watch(run, console, bar)
     except KeyboardInterrupt:

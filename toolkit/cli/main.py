@@ -7,6 +7,7 @@ Answers go to stdout, logs and errors to stderr. Exit codes: 0 done, 1 the job f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import os
@@ -17,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
-from toolkit import __version__
+from toolkit import __version__, terminal
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
 
 #: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
@@ -45,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Print what the terminal's encoding lacks as escapes: the name of a file may hold any character.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    words = sys.argv[1:] if argv is None else argv
+    with terminal.guarded():
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
         from toolkit.cli import completion
 
@@ -56,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REQUEST
     # Of one command only its own module is loaded: all would take longer than most commands.
     args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
+    # These run a job, whose output is its own.
+    is_job = args.command in ("run", "supervise")
     try:
-        code: int | None = args.run_command(args)
+        with terminal.unguarded() if is_job else contextlib.nullcontext():
+            code: int | None = args.run_command(args)
         sys.stdout.flush()  # here, where an error of it is handled
         return code or EXIT_DONE
     except ToolkitError as error:
@@ -66,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
     except OSError as error:
-        if args.command in ("run", "supervise"):  # a job's own error: its log needs the traceback
+        if is_job:  # its log needs the traceback
             raise
         if isinstance(error, BrokenPipeError) and _has_lost_reader(sys.stdout):  # `toolkit logs ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit import rundir
+from toolkit import rundir, terminal
 from toolkit.cli import columns, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
 from toolkit.rundir import RunDir
@@ -134,11 +134,9 @@ def _on_paper(watch: Watch, names: Sequence[str]) -> None:
 
 
 def _on_screen(watch: Watch, names: Sequence[str], pressed: Callable[[float], str]) -> None:
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console(highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=terminal.console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             begun = time.monotonic()
             size = shutil.get_terminal_size()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import fsio, origin
+from toolkit import fsio, origin, terminal
 from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
@@ -249,7 +249,10 @@ def _downloading(name: str, addresses: Sequence[str], paths: Sequence[Path]) -> 
     # torchvision has no timeout of its own; this one covers every connection of the process.
     socket.setdefaulttimeout(FETCH_TIMEOUT_S)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # torchvision prints its progress; stdout is for the command
+        with (
+            terminal.unguarded(),
+            contextlib.redirect_stdout(sys.stderr),
+        ):  # torchvision prints its progress; stdout is for the command
             yield
     except (OSError, RuntimeError) as error:
         folder, files = paths[0].parent, "\n".join(f"    {path}" for path in paths)

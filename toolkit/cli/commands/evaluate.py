@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from toolkit import fsio, logs
+    from toolkit import fsio, logs, terminal
     from toolkit.cli import show, trained
 
     if args.per_class and args.images is not None:
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
     # Imports torch, so only after the request has been checked.
     from toolkit.train import inference
 
-    with inference.trained(run, paths, data=args.data, weights=args.weights) as model:
+    with terminal.unguarded(), inference.trained(run, paths, data=args.data, weights=args.weights) as model:
         if args.images is not None:
             return _classify(model, args, output)
         recorded = {} if args.data else model.recorded()
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
 
 def _classify(model: Any, args: Namespace, output: Any) -> int:
     """Classify images. The exit code is 1 if an image could not be read."""
-    from toolkit import fsio
+    from toolkit import fsio, terminal
     from toolkit.cli import show, trained
     from toolkit.data.pictures import image_files
     from toolkit.train import inference
@@ -74,10 +74,13 @@ def _classify(model: Any, args: Namespace, output: Any) -> int:
     # A file gets the predictions; stdout gets them only without one, or as JSON.
     if output is not None:
         fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else trained.as_json_lines(rows))
-    if args.json:
-        print(show.as_json({**model.as_json(), "predictions": rows}))
-    elif output is None:
-        sys.stdout.buffer.write(trained.as_csv(rows))
-    else:
-        print(f"{output}: {len(rows)} images")
+    with terminal.guarded():
+        if args.json:
+            print(show.as_json({**model.as_json(), "predictions": rows}))
+        elif output is None:
+            # A program gets the files' names byte for byte.
+            text = trained.as_csv(rows)
+            print(text.decode(errors="replace"), end="") if sys.stdout.isatty() else sys.stdout.buffer.write(text)
+        else:
+            print(f"{output}: {len(rows)} images")
     return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_DONE

@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs
+    from toolkit import logs, terminal
     from toolkit.cli import show, trained
 
     if args.aot and args.form == "safetensors":
@@ -31,6 +31,6 @@ def run(args: Namespace) -> None:
     # Imports torch, so only after the request has been checked.
     from toolkit.train import inference, program
 
-    with inference.trained(run, paths, weights=args.weights) as model:
+    with terminal.unguarded(), inference.trained(run, paths, weights=args.weights) as model:
         found = program.export(model, target, args.form, compiles=args.aot)
     print(show.as_json(found) if args.json else trained.exported(found, target))

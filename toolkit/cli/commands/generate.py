@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs
+    from toolkit import logs, terminal
     from toolkit.cli import show, trained
 
     _check(args)
@@ -41,7 +41,7 @@ def run(args: Namespace) -> None:
     from toolkit.train import generation, inference
 
     sampling = generation.Sampling(args.temperature, args.top_k, args.seed)
-    with inference.trained(run, paths, weights=args.weights) as model:
+    with terminal.unguarded(), inference.trained(run, paths, weights=args.weights) as model:
         found = generation.continuations(model, texts, args.max_tokens, sampling)
     if args.json:
         print(show.as_json({**model.as_json(), "continuations": found}))
@@ -49,9 +49,7 @@ def run(args: Namespace) -> None:
     for number, row in enumerate(found):
         if len(found) > 1:
             print(f"{'' if number == 0 else chr(10)}{generation.shortened(row['prompt'])}:")
-        # A model of bytes may write what a terminal takes for a command.
-        harmless = [mark if mark.isprintable() or mark in "\n\t" else repr(mark)[1:-1] for mark in row["text"]]
-        print("".join(harmless))
+        print(row["text"])
 
 
 def _check(args: Namespace) -> None:

@@ -6,8 +6,10 @@ import html
 import re
 from collections.abc import Iterable
 
-#: Characters that HTML does not allow, and those that change the direction of the text after them.
-_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
+from toolkit.terminal import visible
+
+#: Characters that HTML does not allow, and that a terminal does.
+_UNFIT = re.compile("[\ufdd0-\ufdef\ufffe\uffff]")
 
 
 class Html(str):
@@ -20,7 +22,7 @@ def text(value: object) -> Html:
     """Return ``value`` as markup: unchanged if it is markup, else escaped."""
     if isinstance(value, Html):
         return value
-    plain = _UNFIT.sub("\ufffd", str(value)).encode(errors="replace").decode()
+    plain = _UNFIT.sub("\ufffd", visible(str(value))).encode(errors="replace").decode()
     return Html(html.escape(plain, quote=True))
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import logs, rundir
+from toolkit import logs, rundir, terminal
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job import follow_up
@@ -183,7 +183,7 @@ def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
 
     from toolkit.launch.start.rank import run_rank
 
-    with _only_these({**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}), _fewer_words():
+    with _only_these({**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}), _fewer_words(), terminal.unguarded():
         job = submitit.DebugExecutor(run.submitit).submit(run_rank, str(run.config), [])
         job.result()
         return str(job.job_id)

@@ -1,0 +1,86 @@
+"""What the toolkit writes to a terminal. Text of others is shown there, and never obeyed.
+
+A log, an error or a host name may hold what a terminal takes for a command: it clears the screen, sets the title, types
+for the user, or lets a line look like another one. :func:`visible` makes such characters readable. Everything that a
+command prints passes it, since :func:`guarded` replaces the output streams, and :func:`console` is the only other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Control characters but newline and tab, and characters that are not seen or change the order of others. The two
+#: joiners and signs that some scripts are written with stay.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+#: Colours, as many programs write them into their logs. Without them the text says the same.
+_COLOURS = re.compile("\x1b\\[[0-9;:]*m")
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with control and direction characters as escapes such as ``\\x1b``. Colours are left out."""
+    if text.isprintable():
+        return text
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOURS.sub("", text))
+
+
+class VisibleStream:
+    """A text stream on which everything is visible. Apart from its writes it is the stream below, ``raw``."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        self.raw.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Have all that is printed in here made visible, on stdout and on stderr."""
+    with contextlib.redirect_stdout(_over(sys.stdout)), contextlib.redirect_stderr(_over(sys.stderr)):
+        yield
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Leave the streams to a user's own code in here, which may draw a progress bar."""
+    with contextlib.redirect_stdout(_below(sys.stdout)), contextlib.redirect_stderr(_below(sys.stderr)):
+        yield
+
+
+def _over(stream: Any) -> Any:
+    return stream if stream is None or isinstance(stream, VisibleStream) else VisibleStream(stream)
+
+
+def _below(stream: Any) -> Any:
+    return stream.raw if isinstance(stream, VisibleStream) else stream
+
+
+def console(**options: Any) -> Console:
+    """Return rich's console for stdout. It draws with control characters of its own, and the texts are visible."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+            for segment in super().render(*arguments, **options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return VisibleConsole(file=_below(sys.stdout), **options)
