@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.bench import record
 from tests.dist.ranks import run_ranks
-from toolkit.agent.reports import Inbox, Outbox, address
+from toolkit.agent.reports import Inbox, Outbox, addresses
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
@@ -231,15 +231,15 @@ def to_agent(session: Session, kind: type[AgentReporter] = AgentReporter) -> Rep
 
     A thread empties the inbox, as the agent does.
     """
-    name = address(f"bench {os.getpid()} {time.monotonic_ns()}")
-    inbox = Inbox(name)
+    names = addresses(f"bench {os.getpid()} {time.monotonic_ns()}")
+    inbox = Inbox(names)
 
     def serve() -> None:
         while select.select([inbox], [], [])[0]:
             inbox.take()
 
     threading.Thread(target=serve, daemon=True).start()
-    return kind(Outbox(name), 1, session.rank, session.activity)
+    return kind(Outbox(names), 1, session.rank, session.activity)
 
 
 def with_accelerate(session: Session) -> Round:

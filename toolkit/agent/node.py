@@ -55,7 +55,7 @@ from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message
 from toolkit.agent.node_monitor import NodeMonitor
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
-from toolkit.agent.reports import Inbox, address, token_of
+from toolkit.agent.reports import Inbox, addresses, token_of
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -63,7 +63,7 @@ CONNECT_S = 30.0
 GONE_S = 120
 #: A supervisor that is started in the place of a dead one sends something within this time.
 TAKE_OVER_S = 10.0
-#: An agent of this job that the supervisor has given up needs a moment to notice it; then its inbox name is free.
+#: An agent of this job that the supervisor has given up needs a moment to notice it; then it is killed.
 INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
@@ -357,7 +357,7 @@ def main(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
-        inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
+        inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
         who = {"host": name, "start": int(start)}
         Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
     except StrangerError as error:

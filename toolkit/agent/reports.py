@@ -1,21 +1,24 @@
 """Carries a rank's reports to its node's agent, over an abstract Unix socket.
 
 Each report is one message. An abstract name needs no folder that both sides see, so a rank finds it from inside a
-container, too. It is gone as soon as the agent is. Every user of the node may connect to it. The agent closes the
-connections of all users but its own; the kernel names the user (SO_PEERCRED, unix(7)). The name contains nothing
-secret.
+container, too. It is gone as soon as the agent is. Every user of the node may connect to it, and may bind the name when
+an agent has ended. Both ends therefore use only what is of their own user; the kernel names the user (SO_PEERCRED,
+unix(7)). The agent binds the first of several names that no other user has, and a rank tries them all. A name is known
+to others only once an agent has bound it: no name is derived from another one without the job's secret.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import selectors
+import signal
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from toolkit.agent.progress import MAX_BYTES
 
@@ -23,6 +26,10 @@ from toolkit.agent.progress import MAX_BYTES
 VARIABLE = "TOOLKIT_REPORTS"
 #: One call of :meth:`Inbox.take` reads no more than this, even if a sender never stops.
 MOST_ROUNDS = 1000
+#: Another user may bind the name of an agent that has ended. A job's agents on a node can lose this many names.
+NAMES = 64
+#: Connections that wait to be accepted, of all users.
+QUEUE = 4096
 _RETRY_S = 0.1
 _UCRED = struct.Struct("3i")
 
@@ -32,33 +39,71 @@ def token_of(secret: bytes) -> str:
     return hmac.digest(secret, b"reports", "sha256").hex()[:32]
 
 
-def address(token: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the socket on this node. Nodes that share one machine have one each."""
-    words = f"{token} {environ.get('SLURMD_NODENAME', '')}"
-    return f"\0toolkit-{hashlib.sha256(os.fsencode(words)).hexdigest()[:32]}"
+def addresses(token: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names that the socket may have on this node. Nodes that share one machine have their own."""
+    words = [f"{token} {environ.get('SLURMD_NODENAME', '')} {number}" for number in range(NAMES)]
+    return [f"\0toolkit-{hashlib.sha256(os.fsencode(text)).hexdigest()[:32]}" for text in words]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and the user of the process at the other end."""
+    pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, user
+
+
+def _connected(name: str) -> socket.socket | None:
+    """Return a connection to a socket of this user's. None without one, or while its queue is full."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    with contextlib.suppress(OSError):
+        connection.connect(name)
+        if _peer(connection)[1] == os.geteuid():
+            return connection
+    connection.close()
+    return None
 
 
 class Inbox:
     """The agent's end. A selector may wait until it is readable, and then :meth:`take` the messages."""
 
-    def __init__(self, name: str, wait_s: float = 0.0) -> None:
-        """Bind the socket. Raises OSError where ``name`` is taken for longer than ``wait_s``."""
+    def __init__(self, names: Sequence[str], wait_s: float = 0.0) -> None:
+        """Bind the first of ``names`` that no other user has. Raises OSError where there is none.
+
+        An earlier agent of this job, which may hold a name, is killed after ``wait_s``: it was given up.
+        """
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         deadline = time.monotonic() + wait_s
-        # An earlier agent of this job may hold the name for a moment.
-        while True:
-            try:
-                self._listening.bind(name)
-                break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    self._listening.close()
-                    raise
-                time.sleep(_RETRY_S)
-        self._listening.listen(128)
+        try:
+            self._bind(list(names), deadline)
+        except OSError:
+            self._listening.close()
+            raise
+        self._listening.listen(QUEUE)
         self._listening.setblocking(False)
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def _bind(self, names: list[str], deadline: float) -> None:
+        for name in names:
+            while True:
+                try:
+                    self._listening.bind(name)
+                    return
+                except OSError as error:
+                    taken = error
+                earlier = _connected(name)
+                if earlier is None:  # it is another user's
+                    break
+                with earlier:
+                    pid, _ = _peer(earlier)
+                # An earlier agent leaves as soon as it notices that it was given up, unless it is stopped.
+                if time.monotonic() >= deadline:
+                    if pid in (0, os.getpid()):  # 0: of another pid namespace
+                        raise taken
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(_RETRY_S)
+        raise taken
 
     def fileno(self) -> int:
         return self._selector.fileno()
@@ -90,9 +135,7 @@ class Inbox:
             connection, _ = self._listening.accept()
         except OSError:  # it has disconnected already, or there are too many open files
             return
-        # Only this user's processes may report.
-        _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if user != os.geteuid():
+        if _peer(connection)[1] != os.geteuid():  # only this user's processes may report
             connection.close()
             return
         connection.setblocking(False)
@@ -119,8 +162,8 @@ class AgentGoneError(Exception):
 class Outbox:
     """A rank's end; for one thread."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._socket: socket.socket | None = None
 
     def send(self, message: bytes, wait_s: float = 0.0) -> bool:
@@ -155,12 +198,5 @@ class Outbox:
 
     def _connect(self) -> bool:
         if self._socket is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)
-            try:
-                connection.connect(self._name)
-            except OSError:  # no agent listens yet, or its queue is full
-                connection.close()
-                return False
-            self._socket = connection
-        return True
+            self._socket = next(filter(None, map(_connected, self._names)), None)
+        return self._socket is not None

@@ -202,7 +202,7 @@ def _session(
             token = os.environ.get(reports.VARIABLE)
             if token is None:
                 raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
-            reporter = AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
+            reporter = AgentReporter(reports.Outbox(reports.addresses(token)), attempt, rank, activity)
         elif rank == 0:
             who = asdict(ProcessIdentity.of(os.getpid()))
             reporter = FileReporter(run, RunStatus(supervised=False, world_size=world_size, attempt=1, **who))

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agent.test_reports import another_user, as_root
 from tests.unit.launch.test_steps import await_true, gone
 from tests.waiting import wait_for
 from toolkit import rundir, staging
 from toolkit.agent import connections
 from toolkit.agent.link import AuthenticatedLink
 from toolkit.agent.progress import Digest, RankReport, Standing
-from toolkit.agent.reports import AgentGoneError, Outbox, address
+from toolkit.agent.reports import AgentGoneError, Outbox, addresses
 from toolkit.hang import stacks
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import agent_links, agent_starters, children
@@ -632,9 +633,9 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
 REPORTS = """
 import os, time
 from toolkit.agent.progress import RankReport
-from toolkit.agent.reports import VARIABLE, Outbox, address
+from toolkit.agent.reports import VARIABLE, Outbox, addresses
 
-rank, outbox = int(os.environ["RANK"]), Outbox(address(os.environ[VARIABLE]))
+rank, outbox = int(os.environ["RANK"]), Outbox(addresses(os.environ[VARIABLE]))
 
 def report(phase, step, **more):
     assert outbox.send(RankReport(1, rank, phase, step, 0, **more).as_bytes(), 20.0)
@@ -678,6 +679,23 @@ elif rank == 1:
     first = [event for event in happened if isinstance(event, FirstReports)]
     assert {rank for event in first for rank in event.ranks} == {0, 1}
     assert {(event.attempt, event.host) for event in first} == {(1, "here")}
+    site.close()
+
+
+@as_root
+def test_an_agent_whose_name_another_user_has_taken_has_another_one(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    names = addresses(site.agents.reports_token)
+    with contextlib.closing(Outbox(names[:1])) as outbox:
+        assert outbox.send(b"no report", TIMEOUT_S)
+    os.kill(site.agent, signal.SIGKILL)
+    until(site, AllRanksEnded)
+    site.store.close()
+    with another_user("listen", names[:1]):
+        site.start(reporting(tmp_path, 'report("in a step", 7)'))
+        happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0), site.log(0)
     site.close()
 
 
@@ -737,7 +755,7 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
     site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: bool(site.agents.links.hosts))
-    outbox = Outbox(address(site.agents.reports_token))
+    outbox = Outbox(addresses(site.agents.reports_token))
     report = RankReport(1, 5, "in a step", 7, 0).as_bytes()
     assert outbox.send(report, TIMEOUT_S)
     until(site, FirstReports)
