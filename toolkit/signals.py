@@ -1,20 +1,33 @@
-"""Notes the signals that ask a job to stop soon.
+"""Notes the signals that ask a job to stop soon, and keeps them from the processes that a rank starts.
 
 Slurm, a site or a person sends them. A handler runs between any two instructions of the main thread. If it saves, logs
 or takes a lock, it hangs or corrupts what it interrupted. So this one only notes the signal and passes the request on
 to something reentrant.
+
+Slurm sends them to every process of a job, also to data workers, and to programs that a data set has started. Their
+death would end the step that the ranks are to save. So a rank's children have these signals blocked. Both fork and exec
+inherit that, and a library that installs a handler in its worker, as torch's DataLoader does, does not change it.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
+import functools
+import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 #: Each may come more than once, to some ranks first, and in any order.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: With what a terminal sends. Under a supervisor that asks for a stop, too; elsewhere it ends the program.
+END_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
@@ -22,11 +35,14 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.first: float | None = None  #: when the first signal came, in seconds since the epoch
+        self.earlier: dict[int, Callable[[int, FrameType | None], Any]] = {}  #: handlers that this one has replaced
+        self._seen: list[int] = []
         self._listener: Callable[[], None] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = time.time()
+        self._seen.append(number)
         if self._listener is not None:
             self._listener()
 
@@ -36,6 +52,19 @@ class StopSignals:
         if listener is not None and self.first is not None:
             listener()
 
+    def replace(self, handler: Any, number: int) -> None:
+        """Take the role of ``handler`` for a signal. What another object of this class has noted is kept."""
+        if isinstance(handler, StopSignals):
+            self.first, self._seen, self.earlier = handler.first, handler._seen, {**handler.earlier, **self.earlier}
+        elif callable(handler) and handler is not signal.default_int_handler:
+            self.earlier[number] = handler
+
+    def call_earlier(self) -> None:
+        """Call the handlers that this one has replaced, for the signals that came. They may end the process."""
+        for number in dict.fromkeys(self._seen):
+            if number in self.earlier:
+                self.earlier[number](number, None)
+
 
 def install() -> StopSignals:
     """Return this process's handler, and install it if there is none. The signal table itself stores it."""
@@ -44,8 +73,10 @@ def install() -> StopSignals:
         return current
     handler = StopSignals()
     if threading.current_thread() is threading.main_thread():  # handlers can be set only there
-        for number in STOP_SIGNALS:
+        for number in _taken():
+            handler.replace(signal.getsignal(number), number)
             signal.signal(number, handler)
+        _keep_from_children()
     return handler
 
 
@@ -56,5 +87,136 @@ def ignore() -> None:
     default action, which is to die, for every handler of ours. A signal that is ignored stays ignored.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
+        for number in _taken():
             signal.signal(number, signal.SIG_IGN)
+
+
+def end_stopped() -> None:
+    """Ignore the stop signals, and then call the handlers that were there before ours, such as submitit's.
+
+    Call it when a stop has been saved. An earlier handler that requeues the job does so now, with nothing lost.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    ignore()
+    if isinstance(handler, StopSignals):
+        handler.call_earlier()
+
+
+def _taken() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to stop."""
+    return END_SIGNALS if os.environ.get("TOOLKIT_SUPERVISED") == "1" else STOP_SIGNALS
+
+
+# ------------------------------------------------------------------------------------------------- a process's children
+
+
+@contextmanager
+def kept_from_children(numbers: Collection[int]) -> Iterator[None]:
+    """Block signals in this thread. A process that it starts meanwhile has them blocked for as long as it lives."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _keep_from_children() -> None:
+    """Have each process that this one starts from now on keep blocked what a :class:`StopSignals` here handles.
+
+    ``Popen.terminate()`` and ``Process.terminate()`` kill such a child. A handler that a user sets here later takes its
+    signal back, also for children.
+    """
+    from multiprocessing import popen_fork  # not on the login node
+
+    kept_here: set[signal.Signals] = set()  # in a fork: what it has inherited
+    own = threading.local()  # the mask of the thread that forks
+
+    def kept() -> set[signal.Signals]:
+        return kept_here | {number for number in _taken() if isinstance(signal.getsignal(number), StopSignals)}
+
+    def before_fork() -> None:
+        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, kept())
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
+
+    def in_child() -> None:
+        kept_here.update(kept())
+        for number in kept_here:
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a child's signals for its own
+
+    def fork_exec(start: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(start)
+        def kept_exec(argv: Sequence[Any], files: Sequence[bytes], *others: Any) -> int:
+            numbers = kept()
+            with kept_from_children(numbers):
+                return start(*(_ignored_by_shell(argv, files, numbers) if numbers else (argv, files)), *others)
+
+        return kept_exec
+
+    def spawn(start: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(start)
+        def kept_spawn(*args: Any, **options: Any) -> int:
+            with kept_from_children(kept()):
+                return start(*args, **options)
+
+        return kept_spawn
+
+    def system(command: Any) -> int:
+        numbers = kept()
+        with kept_from_children(numbers):
+            return plain_system(f"{_trap(numbers)}\n{os.fsdecode(command)}" if numbers else command)
+
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+    # These start programs without the functions above.
+    plain_system, os.system = os.system, system
+    os.posix_spawn, os.posix_spawnp = spawn(os.posix_spawn), spawn(os.posix_spawnp)
+    plain_exec = _posixsubprocess.fork_exec
+    _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec(plain_exec)  # type: ignore[attr-defined]
+    for kind, name in ((subprocess.Popen, "send_signal"), (popen_fork.Popen, "_send_signal")):
+        setattr(kind, name, _killing_if_deaf(getattr(kind, name)))
+
+
+#: Shells that unblock all signals before they wait for a program. A signal that they are told to ignore stays ignored.
+_UNBLOCKING = {"sh", "dash", "ash", "busybox"}
+
+
+def _ignored_by_shell(
+    argv: Sequence[Any], files: Sequence[bytes], numbers: Collection[signal.Signals]
+) -> tuple[Sequence[Any], Sequence[bytes]]:
+    """Return the arguments and the places of a program. If a plain shell runs it, have one ignore the signals first."""
+    for file in files:
+        program = Path(os.fsdecode(file))
+        if program.is_file() and os.access(program, os.X_OK):
+            with suppress(OSError), program.open("rb") as script:
+                if script.read(2) == b"#!":
+                    program = Path(os.fsdecode((script.readline(256).split() or [b""])[0]))
+            if program.name not in _UNBLOCKING:
+                break
+            return [b"sh", b"-c", f'{_trap(numbers)}; exec "$0" "$@"'.encode(), file, *argv[1:]], [b"/bin/sh"]
+    return argv, files
+
+
+def _trap(numbers: Collection[signal.Signals]) -> str:
+    return f"trap '' {' '.join(number.name.removeprefix('SIG') for number in numbers)}"
+
+
+def _killing_if_deaf(send_signal: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(send_signal)
+    def sent(self: Any, number: int) -> None:
+        send_signal(self, number)
+        if number == signal.SIGTERM and self.returncode is None and _is_deaf(self.pid, number):
+            send_signal(self, signal.SIGKILL)
+
+    return sent
+
+
+def _is_deaf(pid: int, number: int) -> bool:
+    """True if the process has the signal blocked, or ignores it."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:"))]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    return False

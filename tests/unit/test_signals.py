@@ -93,6 +93,33 @@ def test_in_a_thread_where_no_handler_can_be_set_nothing_changes_and_nothing_fai
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
+def test_an_earlier_handler_is_called_after_the_stop_for_the_signals_that_came() -> None:
+    called: list[int] = []
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda number, _: called.append(number))
+    signals.install()
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR1)
+    assert called == []  # a stop is saved first
+    signals.end_stopped()
+    assert called == [signal.SIGUSR2]
+    signal.raise_signal(signal.SIGUSR2)  # ignored: the process has ended well
+
+
+def test_a_handler_that_a_script_sets_before_its_loop_is_kept_for_the_end() -> None:
+    signals.install()
+    signal.raise_signal(signal.SIGUSR1)
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    heard: list[str] = []
+    signals.install().listen(lambda: heard.append("told"))
+    assert heard == ["told"]
+    signal.raise_signal(signal.SIGTERM)
+    assert (heard, called) == (["told", "told"], [])
+    signals.end_stopped()
+    assert called == [signal.SIGTERM]
+
+
 # The object in the main module dies when the interpreter has put back the default actions already.
 SHUTDOWN = """
 import os, signal, sys

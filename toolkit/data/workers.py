@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS
+from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG
 from toolkit.data.permutation import GivenOrder, hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
@@ -266,7 +266,7 @@ class WorkerSource:
             # A step out of order: the workers begin anew there.
             self._steps.start = step
             if self._batches is None:
-                with _signals_held():
+                with _death_unnoticed():
                     before = _child_pids()
                     self._batches = iter(self._loader)
                     self._pids = sorted(_child_pids() - before)
@@ -287,7 +287,7 @@ class WorkerSource:
             batches._shutdown_workers()  # dropping the last reference does the same, but tracebacks hold references
         self._loader._iterator = None
         for pid in self._alive():
-            os.kill(pid, signal.SIGKILL)  # workers ignore SIGTERM, and an exit that waits for them would never end
+            os.kill(pid, signal.SIGKILL)  # an exit that waits for one that hangs would never end
         self._pids = []
         atexit.unregister(self._at_exit)
 
@@ -325,7 +325,7 @@ class WorkerSource:
 
 
 def _close(source: weakref.ref[WorkerSource]) -> None:
-    """Close the source at exit, before multiprocessing waits for its children. Some ignore SIGTERM and never end."""
+    """Close the source at exit, before multiprocessing waits for its children."""
     alive = source()
     if alive is not None:
         alive.close()
@@ -360,11 +360,6 @@ class _WorkerStart:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # the parent died before the line above
             os._exit(1)
-        # The fork inherited the rank's handlers: here they would set flags that nothing reads, or end the worker.
-        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a worker's signals for its own
-        for number in SIGNALS:  # sent to whole process groups: the rank decides what follows, not its workers
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         stacks.answer_in_worker(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
@@ -373,22 +368,20 @@ class _WorkerStart:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold group signals back while workers are forked. Undo torch's own handler for a child's death.
+def _death_unnoticed() -> Iterator[None]:
+    """Undo torch's own handler for a child's death, which it sets when it starts its first worker.
 
     That handler raises wherever the main thread is at that moment, such as in the middle of a checkpoint. Here a death
     is noticed when a batch is awaited.
     """
     in_main = threading.current_thread() is threading.main_thread()
     on_death = signal.getsignal(signal.SIGCHLD)
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads. Workers run none of the code that those threads lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if in_main:
             signal.signal(signal.SIGCHLD, on_death)
 

@@ -145,8 +145,8 @@ class LibraryRun(TrainingRun):
             super()._boundary()
         except StoppedError as stopped:
             log.info("%s", stopped)
-            signals.ignore()
             self.close()
+            signals.end_stopped()
             raise SystemExit(stopped.exit_code) from None
         self._activity.phase = activity.IN_STEP
 

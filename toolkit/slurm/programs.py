@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from toolkit import signals
 from toolkit.errors import SlurmError, SlurmRefusedError
 
 #: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
@@ -69,28 +70,39 @@ def _shown(argv: Sequence[str]) -> str:
 
 
 def run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> str:
-    """Return the program's stdout. It gets no stdin: a program that asks a question would wait for ever."""
+    """Return the program's stdout. It gets no stdin: a program that asks a question would wait for ever.
+
+    A signal that Slurm sends to all processes of a job is not for it: a requeue must not fail because of that.
+    """
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=environ,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(
-            f"`{_shown(argv)}` did not answer within {timeout_s:g} s: the controller is busy or unreachable, "
-            "SLURM_CONF cannot be read, or the job has no running step to signal; try `scontrol ping` and `squeue`"
-        ) from error
+        with signals.kept_from_children(signals.END_SIGNALS):
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environ,
+                start_new_session=True,
+            )
     except OSError as error:
         raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
-    if done.returncode != 0:
-        # Death by a signal is no answer either: Slurm's SIGTERM for a job that it requeues also reaches our children.
-        has_no_answer = done.returncode < 0 or any(words in done.stderr for words in _NO_ANSWER)
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise SlurmError(
+                f"`{_shown(argv)}` did not answer within {timeout_s:g} s: the controller is busy or unreachable, "
+                "SLURM_CONF cannot be read, or the job has no running step to signal; try `scontrol ping` and `squeue`"
+            ) from error
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        # Death by a signal is no answer either.
+        has_no_answer = process.returncode < 0 or any(words in stderr for words in _NO_ANSWER)
         failed = _NoAnswerError if has_no_answer else ProgramRefusedError
-        raise failed(argv, done.returncode, done.stderr)
-    return done.stdout
+        raise failed(argv, process.returncode, stderr)
+    return stdout

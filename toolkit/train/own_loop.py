@@ -90,8 +90,7 @@ def start() -> Iterator[TrainingRun]:
                 run.finish()
     except StoppedError as stopped:
         log.info("%s", stopped)
-        # A signal during the interpreter's shutdown would kill what has ended well.
-        signals.ignore()
+        signals.end_stopped()
         raise SystemExit(stopped.exit_code) from None
 
 

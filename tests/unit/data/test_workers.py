@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.data.samples import Damaged, Noisy
+from toolkit import signals
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import stacked
@@ -92,34 +93,31 @@ def test_workers_leave_the_process_generator_and_handlers_alone() -> None:
 
 
 class Signalled(Noisy):
-    """A data set that gets signals while it loads. They are those that Slurm or a terminal sends to a whole group."""
+    """A data set that gets signals while it loads. They are those that Slurm sends to all processes of a job."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        for number in signals.STOP_SIGNALS:
             os.kill(os.getpid(), number)
         return super().__getitem__(index)
 
 
-def test_signals_to_the_group_neither_end_workers_nor_run_the_ranks_handlers() -> None:
-    handled: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: handled.append(number))
-        for number in (signal.SIGUSR1, signal.SIGALRM)
-    }
+def test_signals_to_all_processes_neither_end_workers_nor_reach_the_rank() -> None:
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     reader, writer = os.pipe2(os.O_NONBLOCK)
     wakeup = signal.set_wakeup_fd(writer)
     try:
+        handler = signals.install()
         with running(Signalled(20), 1) as loader:
             assert torch.equal(batch_at(loader, 0).inputs, batch_at(unworked(Noisy(20)), 0).inputs)
             with pytest.raises(BlockingIOError):  # a worker that kept the wake-up pipe would have written here
                 os.read(reader, 1)
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
         os.close(reader)
         os.close(writer)
-    assert handled == []
+    assert handler.first is None
 
 
 def unworked(dataset: Any) -> Loader:

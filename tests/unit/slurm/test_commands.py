@@ -433,7 +433,7 @@ def test_importing_the_package_is_cheap_and_brings_neither_torch_nor_submitit() 
 
 def test_a_program_that_a_signal_ends_has_not_been_refused(tmp_path: Path) -> None:
     program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\nkill -TERM $$\n")
+    program.write_text("#!/bin/sh\nkill -KILL $$\n")
     program.chmod(0o755)
     with pytest.raises(SlurmError) as caught:
         Slurm({"PATH": f"{tmp_path}:/bin:/usr/bin"}).exclude_nodes("1", "node3")

@@ -1,0 +1,112 @@
+"""The processes that a rank starts in any way live on when the stop signals reach all processes of a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+#: Starts a child in one way, sends it the signals as Slurm does, and tells which have ended it. Then ends it.
+RANK = """
+import multiprocessing, os, signal, subprocess, sys, time
+import torch
+from torch.utils.data import DataLoader
+from toolkit import signals
+
+def wait(ready):
+    ready.send(os.getpid())
+    time.sleep(600)
+
+class Waiting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return os.getpid()
+
+def child_of(how):
+    if how in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(how)
+        ours, theirs = context.Pipe()
+        child = context.Process(target=wait, args=(theirs,), daemon=True)
+        child.start()
+        assert ours.recv() == child.pid
+        return child.pid, child
+    if how.startswith("loader"):
+        batches = iter(DataLoader(Waiting(), 1, num_workers=1, multiprocessing_context=how.partition("-")[2]))
+        pid = int(next(batches))  # torch has installed its own handler by now
+        return pid, batches
+    if how == "system":
+        os.system("sleep 600 & echo $! > pid")
+        return int(open("pid").read()), None
+    if how == "os.fork":
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        return pid, None
+    if how == "spawnp":
+        return os.posix_spawnp("sleep", ["sleep", "600"], os.environ), None
+    if how == "script":
+        with open("script", "w") as script:
+            script.write("#! /bin/sh\\nsleep 600\\n")
+        os.chmod("script", 0o700)
+    options = {"shell": {"shell": True}, "session": {"start_new_session": True}}.get(how, {})
+    command = {"shell": "sleep 600; true", "script": ["./script"]}.get(how, ["sleep", "600"])
+    child = subprocess.Popen(command, **options)
+    return child.pid, child
+
+def alive(pid):
+    os.kill(pid, signal.SIGSTOP)  # the kernel ends a process for a deadly signal before it stops it
+    while True:
+        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        if state in "TZX":
+            os.kill(pid, signal.SIGCONT)
+            return state == "T"
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    signals.install()
+    pid, child = child_of(sys.argv[1])
+    for number in signals.END_SIGNALS:
+        os.kill(pid, number)
+    is_alive = alive(pid)  # a deadly signal takes effect before the process runs again
+    if isinstance(child, subprocess.Popen):
+        child.terminate()
+        child.wait(60)
+    elif child is None:
+        os.kill(pid, signal.SIGKILL)
+    elif sys.argv[1] in ("fork", "spawn", "forkserver"):
+        child.terminate()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    print("survived" if is_alive else "killed")
+"""
+WAYS = (
+    "fork",
+    "spawn",
+    "forkserver",
+    "loader-fork",
+    "loader-spawn",
+    "loader-forkserver",
+    "os.fork",
+    "system",
+    "spawnp",
+)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("how", [*WAYS, "popen", "shell", "script", "session"])
+def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    done = subprocess.run(
+        [sys.executable, "rank.py", how],
+        cwd=tmp_path,
+        env={**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "survived\n", done.stderr
+    assert done.returncode == 0
