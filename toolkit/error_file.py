@@ -33,6 +33,7 @@ def write(error: BaseException, rank: int) -> None:
         "type": type(error).__name__,
         "message": masked(str(error)),
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
+        "comes_again": getattr(error, "comes_again", False),
         "traceback": masked("".join(traceback.format_exception(error))),
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")

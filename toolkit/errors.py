@@ -14,6 +14,7 @@ ToolkitError
 ├── TrackerError            a tracker (mlflow, wandb, ...) is away, or refused what was sent
 ├── RankLostError           joint work of the ranks is incomplete because one has died; it is to be done again
 ├── JobFailedError          the job ran and failed (exit code 1)
+│   └── JobCodeError        the job's own code gave what cannot be used
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
 """
 
@@ -35,6 +36,8 @@ class ToolkitError(Exception):
     """Base of everything that this package raises for its users."""
 
     exit_code = EXIT_FAILED
+    #: True if another try of the same, unchanged, would raise it again.
+    comes_again = False
 
     def __str__(self) -> str:
         # A caller's own traceback shows it, past every guard of ours.
@@ -45,6 +48,7 @@ class RequestError(ToolkitError):
     """The request cannot be carried out as it stands; nothing was queued or changed."""
 
     exit_code = EXIT_REQUEST
+    comes_again = True
 
 
 class ConfigError(RequestError):
@@ -113,6 +117,12 @@ class RankLostError(ToolkitError):
 
 class JobFailedError(ToolkitError):
     """The job ran and failed."""
+
+
+class JobCodeError(JobFailedError):
+    """The job's own code gave what cannot be used, such as a loss that is no number."""
+
+    comes_again = True
 
 
 class StoppedError(ToolkitError):

@@ -260,6 +260,7 @@ class FirstFailure(JsonRecord):
     rank: int | None
     host: str
     how: str
+    where: str | None = None  #: ``train.py:42 in forward``, of an exception
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ FLOORS = [
     [
         *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "node_memory"),
         *("open_files", "origin", "proc_stat", "process_identity", "records"),
-        *("run_files", "rundir", "secret_values", "signals", "terminal", "trust", "user_cache"),
+        *("run_files", "rundir", "secret_values", "signals", "terminal", "tracebacks", "trust", "user_cache"),
     ],
     ["slurm", "staging"],
     ["config", "health", "testing"],

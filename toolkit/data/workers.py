@@ -28,7 +28,7 @@ from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG
 from toolkit.data.permutation import GivenOrder, hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
-from toolkit.errors import JobFailedError
+from toolkit.errors import JobCodeError, JobFailedError
 from toolkit.hang import stacks
 from toolkit.ranks import nested
 from toolkit.ranks.batch import BadSample, Batch
@@ -72,12 +72,12 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 def stacked(samples: list[Any]) -> Any:
     """Stack samples into the data of a batch, nested as one sample is. Texts become a list.
 
-    Raises JobFailedError for what cannot be stacked.
+    Raises JobCodeError for what cannot be stacked.
     """
     try:
         return nested.map_with_path(_stacked_leaves, *samples)
     except nested.NestingError as error:
-        raise JobFailedError(f"data: samples cannot be stacked: {error}; {_SAMPLES}") from error
+        raise JobCodeError(f"data: samples cannot be stacked: {error}; {_SAMPLES}") from error
 
 
 def _stacked_leaves(path: str, *leaves: Any) -> Any:

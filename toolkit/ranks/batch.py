@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.errors import JobFailedError
+from toolkit.errors import JobCodeError
 from toolkit.ranks import nested
 
 
@@ -88,18 +88,18 @@ class Batch:
 
     @property
     def inputs(self) -> Any:
-        """Return the first of a pair (inputs, targets). Raises JobFailedError if the samples are no pairs."""
+        """Return the first of a pair (inputs, targets). Raises JobCodeError if the samples are no pairs."""
         return self._pair()[0]
 
     @property
     def targets(self) -> Any:
-        """Return the second of a pair (inputs, targets). Raises JobFailedError if the samples are no pairs."""
+        """Return the second of a pair (inputs, targets). Raises JobCodeError if the samples are no pairs."""
         return self._pair()[1]
 
     def _pair(self) -> Any:
         if isinstance(self.data, (tuple, list)) and len(self.data) == 2:
             return self.data
-        raise JobFailedError(
+        raise JobCodeError(
             f"data: a batch has inputs and targets where a sample is a pair, and here it is a "
             f"{type(self.data).__name__}: use batch.data, or batch[...]"
         )
@@ -120,17 +120,17 @@ class Batch:
         """Return ``parts`` micro-batches in order, with sizes that differ by at most one.
 
         If there are fewer samples than parts, some are empty. Each keeps ``global_count``, so losses divided by it add
-        up to the loss of the whole. Raises JobFailedError for data that cannot be split.
+        up to the loss of the whole. Raises JobCodeError for data that cannot be split.
         """
         return [self.part(*Share(index, parts).bounds(len(self))) for index in range(parts)]
 
     def part(self, start: int, stop: int) -> Batch:
-        """Return samples ``start`` to ``stop`` of these. Raises JobFailedError for data that cannot be split."""
+        """Return samples ``start`` to ``stop`` of these. Raises JobCodeError for data that cannot be split."""
         part = slice(start, stop)
         try:
             data = nested.rows(self.data, len(self), part, is_stacked=self.is_stacked)
         except nested.NestingError as error:
-            raise JobFailedError(
+            raise JobCodeError(
                 f"data: a batch cannot be cut into parts (train.accumulate, pipeline): {error}; give every tensor of "
                 "it a row for each sample, or do without parts"
             ) from None

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError, JobFailedError
+from toolkit.errors import ConfigError, JobCodeError
 from toolkit.ranks.batch import Batch
 
 #: A pass through the model, with whatever arguments its ``forward`` takes.
@@ -115,7 +115,7 @@ class Objective:
     module: nn.Module | None = None
 
     def __call__(self, model: Forward, batch: Batch, divisor: float = 1.0) -> dict[str, Loss]:
-        """Return the losses by name. Raises JobFailedError for a value that is not a loss."""
+        """Return the losses by name. Raises JobCodeError for a value that is not a loss."""
         given = self.loss(model, batch)
         if isinstance(given, Mapping):
             return {name: self._summed(name, value, len(batch), divisor) for name, value in given.items()}
@@ -128,10 +128,10 @@ class Objective:
             kind = f"a {type(value).__name__}"
             if isinstance(value, Tensor):
                 kind = f"a tensor of shape {tuple(value.shape)}"
-            raise JobFailedError(f"{self.where}: the loss{_called(name)} is {kind}; {HOW}")
+            raise JobCodeError(f"{self.where}: the loss{_called(name)} is {kind}; {HOW}")
         if not isinstance(value.total, Tensor) or value.total.numel() != 1:
             shape = tuple(getattr(value.total, "shape", ()))
-            raise JobFailedError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
+            raise JobCodeError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
         return value.summed(samples, divisor)
 
     @property
@@ -232,18 +232,18 @@ class Sums:
 def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
     """Return the sums of an evaluation's figures over ``batch``.
 
-    Raises JobFailedError for a value that is not a figure.
+    Raises JobCodeError for a value that is not a figure.
     """
     figures = measure(model, batch)
     if not isinstance(figures, Mapping):
-        raise JobFailedError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
+        raise JobCodeError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
     sums, rows = dict[str, Tensor](), dict[str, Tensor]()
     for name, figure in figures.items():
         if isinstance(figure, Rows):
             values = figure.values
             if not (isinstance(values, Tensor) and values.ndim and len(values) == len(batch)):
                 shape = tuple(getattr(values, "shape", ()))
-                raise JobFailedError(
+                raise JobCodeError(
                     f"{where(measure)}: the rows {name!r} have the shape {shape}, and the batch has {len(batch)} "
                     "samples"
                 )
@@ -263,7 +263,7 @@ def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
     if isinstance(figure, Loss) and isinstance(figure.total, Tensor) and figure.total.numel() == 1:
         return figure.summed(samples)
     shape = f" of shape {tuple(figure.shape)}" if isinstance(figure, Tensor) else ""
-    raise JobFailedError(
+    raise JobCodeError(
         f"{where(measure)}: the figure {name!r} is a {type(figure).__name__}{shape}; return one value for each sample "
         f"({samples},), or toolkit.Loss.sum(value) of a sum over the batch, or toolkit.Loss.mean(value)"
     )

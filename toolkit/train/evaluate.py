@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from toolkit.errors import JobFailedError, RankLostError, ToolkitError, listing
+from toolkit.errors import JobCodeError, RankLostError, ToolkitError, listing
 from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
@@ -34,7 +34,7 @@ def evaluate(
 
     ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
     None where its part has ended. Sums and counts are added in float64, in which counts are exact up to 2**53. Raises
-    ToolkitError when the ranks together did not see exactly ``size`` samples, JobFailedError when not every batch has
+    ToolkitError when the ranks together did not see exactly ``size`` samples, JobCodeError when not every batch has
     the same figures, and RankLostError on every rank when a rank has died during it: the others take over its part in
     the next evaluation.
     """
@@ -122,8 +122,8 @@ def _odd_ranks(digests: Iterable[Tensor]) -> list[str]:
     return [str(rank) for rank in sorted(odd)]
 
 
-def _differ(measure: Measure, what: str) -> JobFailedError:
-    return JobFailedError(
+def _differ(measure: Measure, what: str) -> JobCodeError:
+    return JobCodeError(
         f"{where(measure)}: {what}; return each figure for every batch: toolkit.Loss.sum(values[mask].sum(), "
         "mask.sum()) is a mean over some of the samples, of which a batch may have none"
     )

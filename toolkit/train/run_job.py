@@ -15,7 +15,7 @@ from toolkit.config import JobConfig, live
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
-from toolkit.errors import ConfigError, JobFailedError, OnePassError
+from toolkit.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -108,7 +108,7 @@ def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sa
     if type(job).train_step is not Job.train_step:
         networks = cast(Mapping[str, nn.Module], job.model())
         if not isinstance(networks, Mapping):
-            raise JobFailedError(
+            raise JobCodeError(
                 f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}"
             )
         builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
@@ -140,7 +140,7 @@ def evaluation(job: Job, eval_set: Dataset, ranks: int) -> Evaluate:
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
     for name, figure in figures.items():
         if isinstance(figure, Tensor) and figure.numel() != 1:
-            raise JobFailedError(
+            raise JobCodeError(
                 f"job: an evaluation gathered the rows {name!r}, of shape {tuple(figure.shape)}: summary(figures) is "
                 "to make numbers of them"
             )

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from toolkit import tracebacks
 from toolkit.why.rules import Rule, Tier, all_rules, rule
 
 #: The bytes that are read of a log, from its end.
@@ -37,9 +38,6 @@ _PROGRESS = re.compile(
     r"|(?i:\b(?:step|iter|iteration|epoch|batch|update|num_updates)\b[^a-z\n]{0,8}\d"
     r"[^\n]{0,200}?\b(?:\w+[_/])?(?:loss|ppl)\b)"
 )
-_FRAME = re.compile(r'File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+), in (?P<function>[^\n]{1,80})')
-#: Frames of libraries and of Python itself say less than the caller's own.
-_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |<string>")
 
 
 @dataclass(frozen=True)
@@ -147,15 +145,7 @@ def _clean(text: str) -> str:
 
 
 def _frame(text: str, at: int) -> str | None:
-    """Return the frame in which the exception at ``at`` was raised. None without a traceback just before it.
-
-    That is the last frame of the user's own code, or else of all.
-    """
+    """Return the frame from which the exception at ``at`` comes. None without a traceback just before it."""
     before = "\n".join(text[:at].split("\n")[-FRAME_LINES:])
     begin = before.rfind("Traceback (most recent call last)")
-    if begin < 0:
-        return None
-    frames = list(_FRAME.finditer(before, begin))
-    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
-    last = next(reversed(own or frames), None)
-    return last and f"{Path(last['file']).name}:{last['line']} in {last['function'].strip()}"
+    return None if begin < 0 else tracebacks.place(before, begin)

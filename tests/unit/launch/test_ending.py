@@ -13,7 +13,7 @@ from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.supervise.ending import has_completed, judge, unfit_nodes
 from toolkit.launch.supervise.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
 from toolkit.metrics import goodput
-from toolkit.run_files import RunProgress
+from toolkit.run_files import FirstFailure, RunProgress
 from toolkit.slurm.jobs import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
@@ -628,3 +628,62 @@ def test_a_failure_one_step_before_the_furthest_is_at_the_wall() -> None:
 def test_all_that_is_known_of_an_end_counts_in_its_verdict(facts: Facts, cause: Cause, decision: Decision) -> None:
     ending = judge(facts)
     assert (ending.cause, ending.decision) == (cause, decision)
+
+
+# ----------------------------------------------------------------------------------------- errors that would come again
+
+BAD_SHAPE = RankFailure(1, "node1", "ValueError: 5 rows", 10.5, traceback="Traceback ...", where="train.py:9 in step")
+
+
+def before(how: str = BAD_SHAPE.how, where: str | None = BAD_SHAPE.where, **more: object) -> Past:
+    """Return an attempt that an exception ended."""
+    failure = FirstFailure(1, "node1", how, where)
+    return Past("crashed", "restart", failure=failure, **{"step_start": 100, "step_end": 150, "lost_s": 9.0, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failure", "history", "step_end", "decision"),
+    [
+        (BAD_SHAPE, [], 150, Decision.RESTART),  # once may be chance
+        (BAD_SHAPE, [before()], 150, Decision.GIVE_UP),
+        (BAD_SHAPE, [before(step_end=None, step_start=None)], None, Decision.GIVE_UP),  # no start, in a run with steps
+        (BAD_SHAPE, [before()], 151, Decision.RESTART),  # a step between
+        (BAD_SHAPE, [before()], 120, Decision.RESTART),  # at another step
+        (BAD_SHAPE, [before(), Past("preempted", "requeue", 150)], 150, Decision.RESTART),  # not the one before
+        (BAD_SHAPE, [before(where="train.py:8 in step")], 150, Decision.RESTART),
+        (BAD_SHAPE, [before(how="KeyError: 5")], 150, Decision.RESTART),
+        (replace(BAD_SHAPE, how="ValueError: at 0xfe"), [before(how="ValueError: at 0x1")], 150, Decision.GIVE_UP),
+        (replace(BAD_SHAPE, where=None), [before(where=None)], 150, Decision.RESTART),  # an exit code says nothing
+        *(
+            (replace(BAD_SHAPE, how=how), [before(how=how)], 150, Decision.RESTART)
+            for how in (
+                "RuntimeError: Connection closed by peer",
+                "DistBackendError: NCCL error",
+                "OSError: [Errno 116] Stale file handle",
+                "RuntimeError: CUDA error: unspecified launch failure",
+                "TimeoutError: timed out",
+            )
+        ),
+    ],
+)
+def test_the_same_error_at_the_same_line_is_not_tried_a_third_time(
+    failure: RankFailure, history: list[Past], step_end: int | None, decision: Decision
+) -> None:
+    saved = Past("preempted", "requeue", 150, step_start=0)
+    start = None if step_end is None else 100
+    facts = Facts(1, (PEER, failure), step_start=start, step_end=step_end, history=[saved, *history])
+    verdict = judge(replace(facts, budgets=Budgets(no_progress_attempts=9)))
+    assert verdict.decision is decision, verdict.line
+    assert ("same error at the same line" in verdict.line) is (decision is Decision.GIVE_UP)
+
+
+@pytest.mark.parametrize(("took_s", "decision"), [(20.0, Decision.GIVE_UP), (4000.0, Decision.RESTART)])
+def test_a_script_that_fails_alike_twice_at_once_is_given_up(took_s: float, decision: Decision) -> None:
+    past = before(step_start=None, step_end=None, lost_s=took_s)
+    facts = Facts(1, (BAD_SHAPE,), is_foreign=True, lost_s=took_s, history=[past])
+    assert judge(facts).decision is decision
+
+
+def test_what_the_jobs_own_code_gave_wrongly_is_not_tried_again() -> None:
+    verdict = judge(Facts(1, (replace(BAD_SHAPE, comes_again=True),)))
+    assert (verdict.decision, verdict.line.endswith("would fail again unchanged")) == (Decision.GIVE_UP, True)

@@ -106,6 +106,7 @@ class Journal:
                 line.suspect,
                 step_start=line.step_start,
                 step_saved=line.step_saved,
+                failure=line.first_failure,
                 gained_s=line.gained_s,
                 lost_s=max(0.0, line.ended - line.started - line.gained_s),
             )
@@ -129,7 +130,7 @@ class Journal:
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         first = verdict.first_failure
-        first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how)
+        first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how, first.where)
         # Keys that few attempts have are left out of the others' lines.
         more = self._account(attempt, attempt.ended)
         if attempt.lost_ranks:

@@ -5,10 +5,11 @@ The budgets are for failures, requeues and attempts without progress.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-from toolkit.launch.supervise.facts import Cause, Decision, Facts, Past
+from toolkit.launch.supervise.facts import Cause, Decision, Facts, Past, RankFailure
 
 #: After this many requeues in a row for bad nodes, without a step in between, a job takes the nodes that it gets.
 MAX_FRUITLESS_REQUEUES = 2
@@ -119,6 +120,35 @@ def attempts_without_progress(facts: Facts) -> int:
         else:
             count += past.cause in (Cause.TIMEOUT, "now")
     return count
+
+
+#: Errors that name the network, a device or the system may be chance, however often they come.
+_CHANCE = re.compile(
+    r"(?i)gloo|nccl|\bconnect|timed? ?out|time-?out|\bpeer\b|broken pipe|reset by|unavailable|\bstore\b"
+    r"|cuda|\bhip\b|\[errno "
+)
+#: What differs between two texts of one error: addresses in memory, and process numbers.
+_VARIES = re.compile(r"0x[0-9a-f]+|\bpid \d+")
+#: A script's steps are not known. One that failed within this time has gained nothing that a restart would keep.
+SHORT_S = 300.0
+
+
+def came_again(facts: Facts, first: RankFailure) -> bool:
+    """True if the attempt before ended with the same exception at the same line, and no step was made between.
+
+    A further attempt would end so, too. Errors that may be chance have the budgets of ``retry`` instead.
+    """
+    before = facts.history[-1] if facts.history else None
+    if before is None or before.failure is None or first.where is None or first.by_signal or first.blames_node:
+        return False
+    is_same = first.where == before.failure.where
+    is_same &= _VARIES.sub("", first.how) == _VARIES.sub("", before.failure.how)
+    if not is_same or _CHANCE.search(first.how):
+        return False
+    if facts.is_foreign:
+        return max(facts.gained_s + facts.lost_s, before.gained_s + before.lost_s) < SHORT_S
+    there, now = _place(before), _place(facts.as_past())
+    return _is_same_place(there, now, best=0) and (now or 0) <= (there or 0)
 
 
 def _place(past: Past) -> int | None:

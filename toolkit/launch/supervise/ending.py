@@ -9,6 +9,7 @@ strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from toolkit.launch.job.fate import JobFate
@@ -16,6 +17,7 @@ from toolkit.launch.supervise.budgets import (
     MAX_FRUITLESS_REQUEUES,
     attempts_without_progress,
     best_step,
+    came_again,
     count_failures,
     fruitless_requeues,
     requeues_in_vain,
@@ -146,14 +148,17 @@ def _judge_fault(facts: Facts) -> Verdict:
     # Failures that would come again unchanged end the run at once.
     if any(failure.out_of_memory for failure in facts.failures):
         # torch's own error is about a GPU.
-        is_gpus = first is not None and ("OutOfMemory" in first.how or "CUDA out of memory" in first.how)
+        is_gpus = first is not None and re.search("OutOfMemory|CUDA|HIP|cuda|hip", first.how)
         advice = "give it more (cluster.mem_gb) or less to hold"
         if is_gpus:
             advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs (strategy.name: fsdp)"
         line = f"{what}: out of memory; would fail again unchanged: {advice}"
         return Verdict(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
-    if first is not None and first.is_request_error:
+    if first is not None and first.comes_again:
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
+    if first is not None and came_again(facts, first):
+        line = f"{what}; given up: the attempt before ended with the same error at the same line, and no step between"
+        return Verdict(Cause.CRASHED, Decision.GIVE_UP, line, first)
     # A failure that a condemned node explains is not the run's: it costs no budget.
     suspect = _cut_off(facts) or _suspect(first, cause)
     if facts.condemned is not None and _is_first_to_blame(facts):

@@ -6,10 +6,10 @@ import contextlib
 import re
 from pathlib import Path
 
-from toolkit import records
+from toolkit import records, tracebacks
 from toolkit.errors import EXIT_REQUEST
 from toolkit.launch.supervise.facts import RankFailure
-from toolkit.records import COUNT, MOMENT, TEXT, Either, Leaf, Maybe, Record
+from toolkit.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
 from toolkit.slurm.network import plain_address
 
 _DIGITS = Leaf(
@@ -27,7 +27,14 @@ _ERROR_FILE = Record(
         "message": Maybe(Either(TEXT, _TORCHS)),
         "time": Maybe(MOMENT),
         "exit_code": Maybe(COUNT),
+        "comes_again": Maybe(FLAG),
     }
+)
+#: Error texts about lack of memory, a GPU's or the node's: of torch, CUDA, ROCm, NCCL, numpy, C++ and the kernel.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemory|(?:CUDA|HIP) out of memory|error: out of memory|'out of memory'|\bMemoryError\b|_ArrayMemoryError"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc|\[Errno 12\]|Cannot allocate memory"
+    r"|(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY|(?:cuda|hip)ErrorMemoryAllocation"
 )
 _NAME = re.compile(r"error-(\d{1,9})\.json")
 
@@ -76,7 +83,7 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         how = f"{fields['type']}: {fields.get('message', '')}"
     match = _NAME.fullmatch(path.name)
     assert match, path
-    memory = "OutOfMemory" in how or "CUDA out of memory" in how
+    memory = _OUT_OF_MEMORY.search(how) is not None
     # The address to which it could not connect, where the error names one.
     unreached, other_end = None, _UNREACHED.search(how)
     with contextlib.suppress(ValueError):
@@ -90,5 +97,6 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
         unreached=unreached,
-        is_request_error=fields.get("exit_code") == EXIT_REQUEST,
+        comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),
+        where=tracebacks.place(fields.get("traceback", "")),
     )

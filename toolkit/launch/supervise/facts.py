@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from toolkit.launch.job.fate import JobFate
+from toolkit.run_files import FirstFailure
 
 
 class Cause(StrEnum):
@@ -68,7 +69,8 @@ class RankFailure:
     by_signal: bool = False
     traceback: str = ""
     out_of_memory: bool = False
-    is_request_error: bool = False  #: a wrong config or missing data: no restart helps
+    comes_again: bool = False  #: a wrong config, missing data, or the job's own code: no restart helps
+    where: str | None = None  #: ``train.py:42 in forward``: the frame from which its exception comes
     at_launch: bool = False  #: Slurm could not start it
     blames_node: bool = False  #: a device, driver or network error of the node, or an end before the first report
     unreached: str | None = None  #: the address to which it could not connect, where its error names one
@@ -96,6 +98,7 @@ class Past:
     suspect: str | None = None  #: the node that may have been to blame; after a node failure, the one that was
     step_start: int | None = None
     step_saved: int | None = None  #: the newest checkpoint after it
+    failure: FirstFailure | None = None  #: what ended it
     gained_s: float = 0.0  #: in steps that it saved and no earlier attempt had saved, see `goodput.gained_s`
     lost_s: float = 0.0  #: the rest of its time: start-up, waiting in a hang, unsaved steps
 

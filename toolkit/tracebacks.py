@@ -1,0 +1,102 @@
+"""Reads Python's tracebacks as text: the user's own frame, and the whole with the frames of libraries folded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_FRAME = re.compile(
+    r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+), in (?P<function>[^\n]+)'
+)
+#: Frames of libraries and of Python itself say less than the caller's own. So do those of the toolkit.
+_LIBRARY = re.compile(r"(?:site|dist)-packages/([\w.-]+)|/lib/python3[\w.]*/()|^<()")
+_PACKAGE = f"{Path(__file__).parent}/"
+#: The copy of the sources in a run's folder. What follows is the path in the user's project.
+_COPY = re.compile(r".*/\d{8}-\d{6}-[0-9a-f]{8}/\.?code/")
+#: Rows that mark a part of the line above.
+_MARKS = re.compile(r"[ \t]*[~^][~^ \t]*")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a traceback."""
+
+    file: str  #: below the project's folder where the run has a copy of it
+    line: int
+    function: str
+    library: str | None  #: the package that it is in, ``python`` for Python's own; None for the user's code
+
+    @property
+    def place(self) -> str:
+        """Return ``train.py:42 in forward``."""
+        file = Path(self.file).name if self.file.startswith("/") else self.file
+        return f"{file}:{self.line} in {self.function}"
+
+
+def _frame(match: re.Match[str]) -> Frame:
+    file = match["file"]
+    found = _LIBRARY.search(file)
+    library = None
+    if file.startswith(_PACKAGE):
+        library = "toolkit"
+    elif found is not None:
+        library = (found[1] or "python").removesuffix(".py")
+    return Frame(_COPY.sub("", file), int(match["line"]), match["function"].strip(), library)
+
+
+def place(text: str, start: int = 0) -> str | None:
+    """Return the frame from which an exception comes: the last one of the user's code, or else of all.
+
+    ``text`` ends with the traceback, or holds the exception below it. Return None where no frame follows ``start``.
+    """
+    frames = [_frame(match) for match in _FRAME.finditer(text, start)]
+    own = [frame for frame in frames if frame.library is None]
+    last = next(reversed(own or frames), None)
+    return None if last is None else last.place
+
+
+def folded(text: str) -> list[str]:
+    """Return the lines of a traceback with the user's frames whole, and frames of libraries in one line a group.
+
+    Rows that only mark a part of a line are left out. A traceback without frames of the user's keeps all of them.
+    """
+    has_own = any(_frame(match).library is None for match in _FRAME.finditer(text))
+    lines: list[str] = []
+    group: list[Frame] = []
+    for frame, part in _parts(text.rstrip().split("\n")):
+        if frame is not None and frame.library is not None and has_own:
+            group.append(frame)
+            continue
+        lines += _in_one_line(group)
+        group = []
+        if frame is not None:
+            indent = part[0][: len(part[0]) - len(part[0].lstrip())]
+            lines.append(f'{indent}File "{frame.file}", line {frame.line}, in {frame.function}')
+            part = part[1:]
+        lines += [line for line in part if not _MARKS.fullmatch(line)]
+    return lines + _in_one_line(group)
+
+
+def _parts(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
+    """Yield each frame with its lines, those of its source among them. Other lines come one by one, without a frame."""
+    at = 0
+    while at < len(lines):
+        match = _FRAME.match(lines[at])
+        end = at + 1
+        if match is not None:
+            inner = match["indent"] + " "
+            while end < len(lines) and lines[end].startswith(inner) and not _FRAME.match(lines[end]):
+                end += 1
+        yield (None if match is None else _frame(match)), lines[at:end]
+        at = end
+
+
+def _in_one_line(group: list[Frame]) -> list[str]:
+    """Return a line for consecutive frames of libraries: who they belong to, and the last of them."""
+    if not group:
+        return []
+    names = ", ".join(dict.fromkeys(str(frame.library) for frame in group))
+    count = f"{len(group)} frames" if len(group) > 1 else "1 frame"
+    return [f"    ... {count} of {names}, to {group[-1].place}"]
