@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.agent import preimports
-from toolkit.config import JobConfig, dump_config
+from toolkit.config import FOREIGN_JOB, JobConfig, dump_config
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
@@ -65,7 +65,7 @@ class Site:
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
         """Run two ranks of `toolkit exec -- WORDS`, and return the events. ``fresh`` ranks are not forked."""
-        foreign.write_command(self.run, words)
+        fsio.write_atomic(self.run.config, dump_config(JobConfig(job=FOREIGN_JOB, argv=words)))
         command = [*MODULE, foreign.__name__, str(self.run.config)]
         changed = {"TOOLKIT_RUN_DIR": str(self.run.path), "OMP_NUM_THREADS": "3", **changed}
         return self.run_module(["env", *command] if fresh else command, **changed)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the commands import these when they run
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and its overrides. `--help` behind a CONFIG shows the keys that it can set."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a script; its arguments: `-- ARG ...`")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
     parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG every key that it can set")
 

@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import select
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,6 +36,8 @@ COMMANDS = (
 EPILOG = """A RUN is a run id, a unique prefix of one or its last eight digits, a config's
 name (its newest run), or a path. Exit codes: 0 done, 1 the job failed, 2 the
 request was wrong, 75 stopped cleanly, to be continued."""
+#: The commands that take the arguments of a user's script after `--`.
+TAKE_ARGUMENTS = ("submit", "sweep", "run", "supervise", "resume", "resume-check")
 #: The exit code that a shell gives for SIGINT.
 EXIT_INTERRUPTED = 130
 
@@ -130,16 +133,37 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse the command line, with overrides in any place.
 
     argparse gives up on ``CONFIG --wait key=value``: what it leaves over counts as overrides if it looks like them.
-    The words after ``--`` are a command of the user's, with its own options.
+    The words after ``--`` are a command of the user's (exec), or the arguments of a script.
     """
     words = list(argv)
-    # Only exec takes a command of the user's.
-    cut = words.index("--") if words[:1] == ["exec"] and "--" in words else len(words)
+    takes_words = words[:1] and words[0] in ("exec", *TAKE_ARGUMENTS)
+    cut = words.index("--") if takes_words and "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
     args.words = words[cut + 1 :]
     # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text.startswith('-')) or rest[0]}")
+        unknown = " ".join(text for text in rest if text.startswith("-")) or rest[0]
+        parser.error(f"unrecognized arguments: {unknown}{_after_dashes(args, words[:cut], rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    if args.words and words[0] in TAKE_ARGUMENTS:
+        from toolkit.config import script_arguments
+
+        # They come first: `args.epochs=3` changes one of them.
+        args.overrides = [script_arguments.argv_override(args.words), *args.overrides]
     return args
+
+
+def _after_dashes(args: argparse.Namespace, words: Sequence[str], rest: Sequence[str]) -> str:
+    """Return the command line with a script's own options where they belong; empty where no script is given."""
+    if args.command not in TAKE_ARGUMENTS:
+        return ""
+    # Before CONFIG an option's value was taken for it.
+    texts = [getattr(args, "config", None) or args.run, *args.overrides]
+    script = next((text for text in texts if args.command == "resume" or text.endswith(".py")), None)
+    if script is None:
+        return ""
+    own = [text for text in (*rest, *texts) if text != script and (text.startswith("-") or "=" not in text)]
+    ours = [word for word in words if word not in own]
+    theirs = [word for word in words if word in own]
+    return f"\nArguments for a script of yours come after `--`:\n    toolkit {shlex.join([*ours, '--', *theirs])}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.launch.record import changes, ownership
 from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
@@ -207,9 +208,22 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
     # Where the time went and what is used: among several runs a reader could not tell which run is meant.
     if len(rows) == 1:
         is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
-        told = [goodput.sentence(rows[0]["goodput"]), rows[0]["using"] if is_running else ""]
+        told = [given_words(RunDir(Path(rows[0]["path"]))), goodput.sentence(rows[0]["goodput"])]
+        told += [rows[0]["using"] if is_running else ""]
         lines += filter(None, told)
     return "\n".join(lines)
+
+
+def given_words(run: RunDir) -> str:
+    """Return the arguments of a run's script, or the command of `toolkit exec`; empty for a run without any."""
+    from toolkit import config as configs  # takes longer to import than the listing of many runs
+
+    try:
+        config = configs.load_config(run.config, site=False)
+    except ConfigError:
+        return ""
+    words = shlex.join(configs.command_line(config))
+    return words and f"{'command' if config.job == configs.FOREIGN_JOB else 'arguments'}: {words}"
 
 
 #: The id of a run, and what is to be said of it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.cli import cause, slow
-from toolkit.cli.show import loss_remark, status_rows, table
+from toolkit.cli.show import given_words, loss_remark, status_rows, table
 from toolkit.launch.job import node_history, nodes
 from toolkit.launch.record import after, changes
 from toolkit.launch.supervise.error_files import read_error_files
@@ -59,6 +59,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
         "first_failure": _first_failure(run, attempts, damage),
+        "given": given_words(run),
         "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
         "stragglers": slow.stragglers(status),
@@ -129,7 +130,7 @@ def page(told: dict[str, Any]) -> str:
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
     # Sentences, which are wrapped together below.
-    prose = [told["loss"]] if told["loss"] else []
+    prose = [text for text in (told["given"], told["loss"]) if text]
     prose += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")

@@ -36,6 +36,7 @@ from toolkit.config.schema import (
     put,
     value_of,
 )
+from toolkit.config.script_arguments import argv_override, command_line
 from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
 from toolkit.config.update_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
@@ -68,12 +69,14 @@ __all__ = [
     "StrategyConfig",
     "TrainConfig",
     "all_keys",
+    "argv_override",
     "check_batch",
     "check_change",
     "check_pipeline",
     "check_places",
     "check_step",
     "choose",
+    "command_line",
     "dump_config",
     "filled",
     "goes_on_with",

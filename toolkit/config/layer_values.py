@@ -38,8 +38,8 @@ _NO_ENVIRONMENT = (
 )
 #: Limit on nesting: an alias in YAML may refer to what contains it.
 _MOST_LEVELS = 20
-#: Numbers below this key keep their text, for sbatch to read: 0755 and 1.10 keep their zeros.
-_AS_WRITTEN = "cluster.extra"
+#: Numbers below these keys keep their text, for a program to read: 0755 and 1.10 keep their zeros.
+_AS_WRITTEN = ("cluster.extra.", "args.")
 
 
 def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
             raise layer.error(node, f"{full}: {value} {_NO_ENVIRONMENT}")
         return value
     # Keep a number as it is written where YAML would write it differently.
-    if full.startswith(f"{_AS_WRITTEN}.") and not isinstance(value, (str, bool, type(None))):
+    if full.startswith(_AS_WRITTEN) and not isinstance(value, (str, bool, type(None))):
         written = yaml_core.dump(value).split("\n")[0]
         return value if written == node.value else str(node.value)
     if value == MISSING:

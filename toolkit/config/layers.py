@@ -23,6 +23,7 @@ from toolkit.config.layer_files import Layer, Overrides, file_layers, override_l
 from toolkit.config.layer_values import read_mapping, read_section
 from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
+from toolkit.config.script_arguments import named
 from toolkit.config.source import read_source
 from toolkit.errors import ConfigError
 
@@ -101,7 +102,12 @@ def merged_layers(
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]
     for layer in layers:
-        _merge(merged, read_section(layer, layer.root, JobConfig))
+        values = read_section(layer, layer.root, JobConfig)
+        if "argv" in values:  # a later layer wins, whichever way it gives an option
+            merged["args"] = {
+                name: value for name, value in merged["args"].items() if name not in named(values["argv"])
+            }
+        _merge(merged, values)
     # The params of a run were checked when it was submitted, and its job's file may have changed since.
     if not site and project is None:
         for layer, node in given:
@@ -129,7 +135,7 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
     for layer, node in given:
         if own is None and not (isinstance(node, MappingNode) and not node.value):
             if source is None:
-                why = "a script that knows nothing of the toolkit has none; give it arguments of its own"
+                why = "a script that knows nothing of the toolkit has none; give it arguments: args.NAME=VALUE"
             else:
                 how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
                 if "Params" in source.classes:

@@ -206,6 +206,8 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)  #: patterns of parameters that are not trained, such as layer1.*
 
 
+#: What an option of a script may be. A list is an option with several words; true is an option without one.
+Argument: TypeAlias = str | int | float | bool | list[str | int | float]
 #: What an optimizer's argument may be.
 Setting: TypeAlias = str | int | float | bool | list[float]
 
@@ -297,6 +299,8 @@ class JobConfig:
     name: str = "run"  #: of the run's folder; the config file's own name where it is left out
     job: str = "jobs.classify"  #: a module (jobs.classify), or the path of a file (train.py)
     params: dict[str, Any] = field(default_factory=dict)  #: the job's own keys: its class Params, see docs/config.md
+    argv: list[str] = field(default_factory=list)  #: a script's command line: the words after `--`; docs/loop.md
+    args: dict[str, Argument] = field(default_factory=dict)  #: its options by name: {epochs: 3} is --epochs 3
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     dist: DistConfig = field(default_factory=DistConfig)

@@ -92,6 +92,12 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
     if not files.is_loop(config.job):
         # A job with its own loop checks its own config.
         files.check(config)
+        for key in ("argv", "args"):
+            if value_of(config, key):
+                raise ConfigError(
+                    f"{key}: arguments are for a script with a loop of its own, and {config.job} is none: give it keys "
+                    "of its own, params.NAME=VALUE, with a class Params (docs/config.md)"
+                )
         if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
             raise ConfigError(
                 "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
@@ -147,6 +153,7 @@ def _check_values(config: JobConfig) -> None:
     for key, (least, most) in _LIMITS.items():
         within(key, value_of(config, key), least, most)
     _check_texts(config)
+    _check_options(config.args)
     for key in ("optim.momentum", "strategy.local_sgd.outer_momentum"):
         if value_of(config, key) == 1:
             raise ConfigError(f"{key}: 1 never forgets anything; use less than 1, such as 0.9")
@@ -188,11 +195,17 @@ def _check_values(config: JobConfig) -> None:
 
 
 #: Control characters that keys may contain besides: their words are for a shell or a program.
-_ALSO = {"cluster.setup": "\t", "notify": "\t\r\n", "params": "\t\r\n"}
+_ALSO = {"cluster.setup": "\t", **dict.fromkeys(("notify", "params", "argv", "args"), "\t\r\n")}
 _PATHS = (
     *("cluster.container_mounts", "cluster.stage_dir", "data.stage", "data.root"),
     *("model.init_from", "checkpoint.copy_to"),
 )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if not re.fullmatch(r"[^\W_][^\s=]*", name):
+            raise ConfigError(f"args.{name}: give the option's name without the dashes before it: args.epochs=3")
 
 
 def _check_texts(config: JobConfig) -> None:

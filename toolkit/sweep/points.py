@@ -171,7 +171,7 @@ class _PointReader:
 
     def _load(self, values: Values) -> JobConfig:
         overrides = [*self._request.fixed, *(f"{key}={text}" for key, text in values.items())]
-        return configs.load_config(self._request.config, overrides, project=self._project, sweep=True)
+        return prepare.load(self._request.config, overrides, self._project, sweep=True)
 
     def _read_axis(self, key: str, axis: Axis, first: Values) -> Any:
         """Return a function that turns an axis's text into the config's value."""

@@ -27,7 +27,7 @@ from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.launch.record import after as waiting
 from toolkit.launch.record import awaited, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
-from toolkit.launch.submission import sbatch, snapshot
+from toolkit.launch.submission import prepare, sbatch, snapshot
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.run_files import AfterRecord
@@ -85,7 +85,7 @@ def _config(request: SweepRequest, project: Path, found: Sequence[CheckedPoint])
     """Return the config of the first point. Without points, return the one without the swept keys."""
     if found:
         return points.config_of(found[0])
-    return configs.load_config(request.config, request.fixed, project=project, sweep=True)
+    return prepare.load(request.config, request.fixed, project, sweep=True)
 
 
 def _sweep(request: SweepRequest, config: JobConfig) -> SweepDir:

@@ -41,8 +41,8 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    """Return the job's own keys, as hyper-parameters."""
-    return _shown(leaves(config.params))
+    """Return the job's own keys, and a script's options, as hyper-parameters."""
+    return _shown([*leaves(config.params), *leaves(config.args, "args")])
 
 
 def swept_hparams(run_dir: Path) -> dict[str, bool | int | float | str]:

@@ -114,7 +114,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     run.take_number(1)
     run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), int(GONE), 1.8e9))
     nodes.remember(run, "node9", "sick")
-    foreign.write_command(run, ["python", "train.py"])
+    fsio.write_json(run.path / "command.json", ["python", "train.py"])  # of an earlier version's run
     (run.logs / "supervisor.log").write_text("a line\n")
     fsio.append_json_line(run.bad_samples, {"index": 5, "position": 7, "error": "OSError"})
     fsio.append_json_line(run.skipped_steps, {"step": 3, "why": "not finite", "positions": [0, 1], "samples": [4, 5]})

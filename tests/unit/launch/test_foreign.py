@@ -13,7 +13,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from tests.waiting import PATIENCE
+from toolkit import config as configs
 from toolkit import fsio, rundir
+from toolkit.config import JobConfig
 from toolkit.errors import RequestError
 from toolkit.launch.start import foreign
 from toolkit.launch.supervise.error_files import read_error_file
@@ -50,10 +52,13 @@ SRUN = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Return a run whose copy of the sources is this checkout. Imports come from there."""
     run = rundir.create("script", tmp_path_factory.mktemp("it's runs"))
-    run.config.write_text("job: toolkit.launch.start.foreign\n")
     run.code.symlink_to(ROOT)
     fsio.make_dir(run.attempt_logs(2))
     return run
+
+
+def write_command(run: RunDir, words: list[str]) -> None:
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig(job=configs.FOREIGN_JOB, argv=words)))
 
 
 def environment(run: RunDir) -> dict[str, str]:
@@ -86,7 +91,7 @@ class Became(NamedTuple):
 def became(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Became:
     """Start a rank whose script prints its process id, arguments and environment."""
     script = 'echo $$; printf "%s\\0" "$@"; echo; env -0'
-    foreign.write_command(run, ["sh", "-c", script, "sh", "train it.py", "--lr=1", "--", "$HOME"])
+    write_command(run, ["sh", "-c", script, "sh", "train it.py", "--lr=1", "--", "$HOME"])
     with rank(run, environment(run), tmp_path_factory.mktemp("elsewhere")) as process:
         out, err = process.communicate(timeout=PATIENCE * 60)
     pid, arguments, environ = out.split("\n", 2)
@@ -150,7 +155,7 @@ def test_an_import_path_that_was_ours_alone_is_gone(run: RunDir, paths: str) -> 
 
 
 def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(run: RunDir, tmp_path: Path) -> None:
-    foreign.write_command(run, ["no-such-program", "x.py"])
+    write_command(run, ["no-such-program", "x.py"])
     with rank(run, environment(run), tmp_path) as process:
         _, err = process.communicate(timeout=PATIENCE * 60)
     assert process.returncode == 1
@@ -159,13 +164,22 @@ def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(run:
 
 
 def test_a_run_that_has_no_command_says_where_it_should_come_from(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"command\.json is missing: .* `toolkit exec`"):
-        foreign.read_command(rundir.create("none", tmp_path))
+    run = rundir.create("none", tmp_path)
+    write_command(run, [])
+    with pytest.raises(RequestError, match=r"config\.yaml: argv: is missing: .* `toolkit exec`"):
+        foreign.read_command(run)
+
+
+def test_a_run_of_an_earlier_version_has_its_command_beside_its_config(tmp_path: Path) -> None:
+    run = rundir.create("old", tmp_path)
+    run.config.write_text("job: toolkit.launch.start.foreign\nargs: {epochs: 20}\n")
+    fsio.write_json(run.path / "command.json", ["python", "train.py", "--epochs", "3"])
+    assert foreign.read_command(run) == ["python", "train.py", "--epochs", "20"]
 
 
 def test_words_that_look_like_numbers_stay_words(tmp_path: Path) -> None:
     run = rundir.create("words", tmp_path)
-    foreign.write_command(run, ["seq", "010", "ü", ""])
+    write_command(run, ["seq", "010", "ü", ""])
     assert foreign.read_command(run) == ["seq", "010", "ü", ""]
 
 

@@ -11,6 +11,7 @@ from toolkit.cli import arguments
 EXAMPLES = (
     ("toolkit resume gpt", "go on from the last checkpoint, as it was submitted"),
     ("toolkit resume gpt train.epochs=20 --follow", "with more epochs, and watch it"),
+    ("toolkit resume train args.epochs=20", "with another value of the script's option --epochs"),
 )
 
 

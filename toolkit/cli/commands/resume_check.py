@@ -8,6 +8,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 EXAMPLES = (
     ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at a random step and compare all steps"),
     ("toolkit resume-check configs/digits_ddp.yaml --then-ranks 1", "kill it, and go on with one rank"),
+    ("toolkit resume-check train.py -- --epochs 2", "of a script with toolkit.start(), with arguments of its own"),
 )
 
 

@@ -1,7 +1,8 @@
 """submit a run to Slurm, or start it on this machine
 
-The config is checked in full first. Where sbatch answers the run goes to Slurm,
-else to this machine. The sources are copied into the run folder.
+The config, or the script, is checked in full first. Where sbatch answers the
+run goes to Slurm, else to this machine. The sources are copied into the run
+folder.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -11,6 +12,7 @@ from toolkit.cli import arguments
 EXAMPLES = (
     ("toolkit submit configs/digits_ddp.yaml --follow", "submit and watch it to its end"),
     ("toolkit submit configs/digits_ddp.yaml optim.lr=0.1 cluster.nodes=4", "with other values"),
+    ("toolkit submit train.py cluster.nodes=2 -- --epochs 90", "a script, with arguments of its own"),
     ("toolkit submit configs/digits_ddp.yaml --dry-run", "print the sbatch script and the config, submit nothing"),
     ("toolkit submit configs/finetune.yaml --after gpt-fsdp", "start when the newest run of that name has completed"),
 )

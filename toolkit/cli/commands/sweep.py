@@ -7,6 +7,7 @@ from toolkit.cli import arguments
 EXAMPLES = (
     ("toolkit sweep configs/digits_ddp.yaml optim.lr=1e-2,1e-1 train.seed=0..4", "ten runs, as one job array"),
     ("toolkit sweep gpt.yaml 'optim.lr=log(1e-4,1e-1)' --random 50 --dry-run", "list a sample"),
+    ("toolkit sweep train.py args.lr=0.1,0.03 -- --epochs 90", "a script, with other values of its option --lr"),
     ("toolkit sweep status digits-ddp", "how its points stand, and why"),
     ("toolkit sweep retry digits-ddp", "submit again what has failed"),
 )

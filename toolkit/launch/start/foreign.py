@@ -1,6 +1,6 @@
 """Runs any torchrun-style script as the ranks, unmodified: ``python -m toolkit.launch.start.foreign CONFIG``.
 
-It becomes the command, which lies beside the run's config. The command finds what torchrun would have set (RANK,
+It becomes the command that the run's config holds. The command finds what torchrun would have set (RANK,
 WORLD_SIZE, MASTER_ADDR, a store that an agent hosts, an error file), and nothing else of the toolkit's: no snapshot on
 its path, no handlers, no wrapper process. A Python program runs in this very process if that is a fork that has
 imported torch; any other program replaces it.
@@ -12,12 +12,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import error_file, fsio, records, secret_values
+from toolkit import error_file, records, secret_values
 from toolkit.agent import zygote
+from toolkit.config import script_arguments
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.launch.start import python_command
 from toolkit.launch.watch import node_watch
@@ -26,11 +26,6 @@ from toolkit.rundir import RunDir
 from toolkit.slurm import placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number
-
-
-def write_command(run: RunDir, command: Sequence[str]) -> None:
-    """Record the command that the ranks become."""
-    fsio.write_json(run.path / "command.json", list(command))
 
 
 def gains_by_fork(run: RunDir) -> bool:
@@ -43,10 +38,12 @@ def gains_by_fork(run: RunDir) -> bool:
 
 def read_command(run: RunDir) -> list[str]:
     """Return the command that the ranks become. Raises RequestError where none is recorded, or it is damaged."""
-    command: list[str] | None = records.read(run.path / "command.json", ListOf(TEXT))
-    if not command:
-        raise RequestError(f"{run.path / 'command.json'} is missing: this run was not made by `toolkit exec`")
-    return command
+    config = configs.load_config(run.config, site=False)
+    # Earlier versions wrote the command beside the config.
+    words = config.argv or records.read(run.path / "command.json", ListOf(TEXT))
+    if not words:
+        raise RequestError(f"{run.config}: argv: is missing: this run was not made by `toolkit exec`")
+    return script_arguments.with_options(words, config.args)
 
 
 def main(run: RunDir) -> None:

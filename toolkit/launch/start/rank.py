@@ -84,7 +84,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             path = configs.job_source(config.job, _project())
             is_script = config.job.endswith(".py")
             sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
-            sys.argv = [str(path)]
+            sys.argv = [str(path), *configs.command_line(config)]
             os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
             if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
                 os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
@@ -139,7 +139,9 @@ def joined() -> JobConfig:
     _note(place)
     stacks.answer(place.rank)
     is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
-    config = configs.load_config(path or (sys.argv[0] if is_script else None), overrides)
+    if is_script and path is None:  # a later `toolkit resume` starts it with the same arguments
+        path, overrides = sys.argv[0], [configs.argv_override(sys.argv[1:])]
+    config = configs.load_config(path, overrides)
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)

@@ -5,10 +5,12 @@ The config is checked first, and its paths mean the same in every folder.
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, origin, rundir
+from toolkit import fsio, origin, rundir, staging
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, RequestError
 from toolkit.launch.job.allocation import Allocation
@@ -18,6 +20,21 @@ from toolkit.launch.submission.site_checks import check_site
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
+
+
+def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
+    """Return the config of a run to be submitted. A plain script becomes the command of a foreign job. See load_config.
+
+    A plain script is one that knows nothing of the toolkit: it runs as under torchrun.
+    """
+    if not str(config).endswith(".py") or configs.is_job(str(config), project):
+        return configs.load_config(config, overrides, project=project, sweep=sweep)
+    name = f"name={json.dumps(Path(str(config)).stem)}"
+    loaded = configs.load_config(
+        None, [name, *configs.override_texts(overrides), f"job={configs.FOREIGN_JOB}"], sweep=sweep
+    )
+    loaded.argv = [str(staging.origin(sys.executable)), str(project / str(config)), *loaded.argv]
+    return loaded
 
 
 def absolute(config: JobConfig) -> JobConfig:
@@ -50,14 +67,13 @@ def within(project: Path, source: Path) -> str | None:
 def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """Make a run of ``config`` with a copy of the sources in ``project``.
 
-    ``project`` is None for a foreign script, which runs where it lies. Raises RequestError where no job could use the
-    folder's path.
+    A foreign script is not copied: it runs where it lies. Raises RequestError where no job could use the folder's path.
     """
     refuse_unfit(rundir.runs_root())
     fix_paths(config, project)
     run = rundir.create(config.name)
     try:
-        if project is not None:
+        if project is not None and config.job != configs.FOREIGN_JOB:
             snapshot.take(project, run.code)
         fsio.write_atomic(run.config, configs.dump_config(config))
     except BaseException:  # an incomplete run would be listed for ever
@@ -76,6 +92,8 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
     if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies
+        if executor == "debug":
+            raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
         return
     source = configs.job_source(config.job, project)  # may be a link, which is copied with the package that it leads to
     if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:

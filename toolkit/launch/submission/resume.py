@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -97,18 +98,34 @@ def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
         )
 
 
+def _is_script(run: RunDir, config: JobConfig) -> bool:
+    """True if the run's own code decides how long it is."""
+    return config.job == configs.FOREIGN_JOB or configs.is_loop(config.job, run.code.resolve())
+
+
+def _is_longer(run: RunDir, then: JobConfig, now: JobConfig) -> bool:
+    """True if a run that has completed its training with the config ``then`` has more to do with ``now``."""
+    if then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps:
+        return True
+    if _is_script(run, then):
+        return configs.command_line(now) != configs.command_line(then)
+    return now.train.epochs > then.train.epochs
+
+
 def _check_change(run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str) -> None:
     """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
-    longer = now.train.epochs > then.train.epochs or (
-        then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps
-    )
-    # A completed run can go on only to more epochs or steps.
-    if result is not None and result.state is RunState.COMPLETED and not longer:
+    if then.job == configs.FOREIGN_JOB and now.argv != then.argv:
         raise RequestError(
-            f"run {run.id} is completed; `toolkit resume {run.id} train.epochs=N` goes on to more than its "
-            f"{then.train.epochs} epochs"
-            + (f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else "")
+            f"run {run.id}: its command is `{shlex.join(then.argv)}`; args.NAME=VALUE changes an option of it, such as "
+            "args.epochs=20, and a new run takes another command"
         )
+    # A completed run can go on only if it becomes longer.
+    if result is not None and result.state is RunState.COMPLETED and not _is_longer(run, then, now):
+        steps = f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else ""
+        how = f"train.epochs=N` goes on to more than its {then.train.epochs} epochs{steps}"
+        if _is_script(run, then):
+            how = "args.NAME=VALUE` goes on with other arguments of the script, such as args.epochs=20" + steps
+        raise RequestError(f"run {run.id} is completed; `toolkit resume {run.id} {how}")
     if now != then:
         configs.check_change(then, now)
         check_submittable(now, executor, run.code.resolve(), goes_on=True)

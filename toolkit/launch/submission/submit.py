@@ -5,27 +5,22 @@ Also starts a foreign, torchrun-style script as the ranks, and shows what would 
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir, staging
+from toolkit import fsio, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
-from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import awaited, ownership
 from toolkit.launch.record.after import names, sentence, write
-from toolkit.launch.start.foreign import write_command
 from toolkit.launch.submission import executors, inside_allocation
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.handle import Run
-from toolkit.launch.submission.prepare import check_submittable, new_run
+from toolkit.launch.submission.prepare import check_submittable, load, new_run
 from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.launch.submission.script_paths import refuse_unfit
-from toolkit.launch.submission.site_checks import check_site
 from toolkit.run_files import AfterRecord
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
@@ -35,6 +30,7 @@ def submit(
     config: str | Path,
     overrides: configs.Overrides = (),
     *,
+    args: Sequence[object] = (),
     executor: str = "auto",
     project: str | Path = ".",
     after: str | Sequence[str] = (),
@@ -43,6 +39,7 @@ def submit(
 
     ``overrides`` are ``key=value``, or a mapping of dotted keys to values.
 
+    ``args`` are the script's own arguments, such as ``["--epochs", 3]``: what its ``sys.argv`` is to hold.
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
     completed before it starts. Raises ConfigError or RequestError before anything is created::
@@ -52,13 +49,9 @@ def submit(
         True
     """
     began_s, folder = time.monotonic(), Path(project).resolve()
-    if _is_plain_script(config, folder):
-        return submit_command(_script_command(config, folder), overrides, executor=executor, after=after)
     chosen = choose_executor(executor)
     waits_for = awaited.find(after, chosen, Slurm().show_jobs)
-    loaded = configs.load_config(config, overrides, project=folder)
-    origin_is_awaited = awaited.begin_with(loaded, waits_for)
-    check_submittable(loaded, chosen, folder, goes_on=origin_is_awaited)
+    loaded = _checked(config, _with_arguments(overrides, args), folder, chosen, waits_for)
     return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
 
 
@@ -66,13 +59,9 @@ def dry_run(
     config: str | Path, overrides: configs.Overrides = (), *, executor: str = "auto", after: str | Sequence[str] = ()
 ) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
-    chosen, folder = choose_executor(executor), Path.cwd()
+    chosen = choose_executor(executor)
     waits_for = awaited.find(after, chosen, Slurm().show_jobs)
-    if _is_plain_script(config, folder):
-        loaded = _foreign_config(_script_command(config, folder), overrides, None)
-    else:
-        loaded = configs.load_config(config, overrides)
-    check_submittable(loaded, chosen, folder, goes_on=awaited.begin_with(loaded, waits_for))
+    loaded = _checked(config, overrides, Path.cwd(), chosen, waits_for)
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     ranks = loaded.cluster.tasks_per_node
@@ -84,13 +73,22 @@ def dry_run(
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
 
 
-def _is_plain_script(config: str | Path, folder: Path) -> bool:
-    """True for a script that is no job: it runs as under torchrun."""
-    return str(config).endswith(".py") and not configs.is_job(str(config), folder)
+def _with_arguments(overrides: configs.Overrides, args: Sequence[object]) -> list[str]:
+    """Return the overrides with the arguments of a script. They come first: ``args.epochs=3`` changes one of them."""
+    if isinstance(args, str):
+        raise RequestError(f"args: is a list of words: args={args.split()}")
+    given = configs.override_texts(overrides)
+    return [configs.argv_override([str(word) for word in args]), *given] if args else given
 
 
-def _script_command(config: str | Path, folder: Path) -> list[str]:
-    return [str(staging.origin(sys.executable)), str(folder / config)]
+def _checked(
+    config: str | Path, overrides: configs.Overrides, folder: Path, executor: str, waits_for: AfterRecord | None
+) -> JobConfig:
+    """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
+    loaded = load(config, overrides, folder)
+    origin_is_awaited = awaited.begin_with(loaded, waits_for)
+    check_submittable(loaded, executor, folder, goes_on=origin_is_awaited)
+    return loaded
 
 
 def submit_command(
@@ -103,8 +101,6 @@ def submit_command(
 ) -> Run:
     """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
     chosen = choose_executor(executor)
-    if chosen == "debug":
-        raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
     waits_for = awaited.find(after, chosen, Slurm().show_jobs)
     return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
 
@@ -113,23 +109,20 @@ def submit_foreign(
     config: JobConfig, command: Sequence[str], executor: str, waits_for: AfterRecord | None = None
 ) -> Run:
     """Submit ``command`` as the ranks of a valid config whose job is FOREIGN_JOB."""
-    if executor == "slurm":
-        check_site(config)
-    if executor == "local":
-        # Refuse what does not fit this machine before a run folder is made.
-        Allocation.local(config.cluster)
-    return _send_new(_new_foreign_run(config, command), config, executor, waits_for)
+    config.argv = list(command)
+    check_submittable(config, executor, Path.cwd())  # before a run folder is made
+    return _send_new(new_run(config, None), config, executor, waits_for)
 
 
 def supervise_command(command: Sequence[str], overrides: configs.Overrides = (), *, name: str | None = None) -> None:
     """Supervise a foreign script as the ranks, inside the present sbatch or salloc allocation."""
     config = _foreign_config(command, overrides, name)
-    inside_allocation.enter(lambda allocation: _new_foreign_run(config, command))
+    inside_allocation.enter(lambda allocation: new_run(config, None))
 
 
 def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
     given = configs.override_texts(overrides)
-    config = configs.load_config(None, [*given, f"job={configs.FOREIGN_JOB}"])
+    config = configs.load_config(None, [configs.argv_override(command), *given, f"job={configs.FOREIGN_JOB}"])
     is_named = any(override.startswith("name=") for override in given)
     if name:
         config.name = name
@@ -140,28 +133,15 @@ def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: 
     return config
 
 
-def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
-    run = new_run(config, None)
-    with _removed_on_error(run):
-        write_command(run, command)
-    return run
-
-
 def _send_new(
     run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None, began_s: float | None = None
 ) -> Run:
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
-    with _removed_on_error(run):
+    try:
         if waits_for is not None:
             write(run, waits_for)
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
-
-
-@contextmanager
-def _removed_on_error(run: RunDir) -> Iterator[None]:
-    try:
-        yield
     except (SlurmError, OSError):
         fsio.remove_tree(run.path)
         raise
