@@ -51,7 +51,8 @@ class Box:
 
     `cpus` is the number that Slurm believes each node has; all share the machine's cores. `profile` strict has the
     limits of strict sites (see config.py). `shared` are more folders that all nodes see, at their path on the host.
-    `grace_s` is the GraceTime of the low partition. The cluster ends with the process that made it, even by SIGKILL.
+    `grace_s` is the GraceTime of the low partition. `gpus` is the number of each node's GPUs, which are counted and do
+    not exist. The cluster ends with the process that made it, even by SIGKILL.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class Box:
         name: str | None = None,
         grace_s: int = 30,
         slurmd_timeout_s: int = 30,
+        gpus: Sequence[int] = (),
     ):
         strict = profile == "strict"
         # strict binds tasks to cores, and can't bind to cores that aren't there
         cpus = cpus or (os.cpu_count() or 1 if strict else 4)
         name = name or f"box{secrets.token_hex(3)}"  # also the cluster's name, so that no two runs have the same
-        self.spec = Spec(name, nodes, cpus, strict, slurm, grace_s, slurmd_timeout_s)
+        self.spec = Spec(name, nodes, cpus, strict, slurm, grace_s, slurmd_timeout_s, gpus)
         self.box_dir = state.boxes_dir() / name
         self.shared = self.box_dir / "shared"
         self._more_shared = [Path(path).absolute() for path in shared]

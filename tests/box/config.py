@@ -1,10 +1,14 @@
 """The files a box configures Slurm with, as text. Every value that differs from Slurm's default has its reason here."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SUBNET = "10.77.0"  # a box's network has no way out and no name on the host: every box may use the same one
 LOGIN = "login"
+#: Files that stand for GPUs. Slurm wants a device for each, and counts it.
+GPU_TYPE = "fake"
+_GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,12 @@ class Spec:
     slurm: str
     grace_s: int = 30
     slurmd_timeout_s: int = 30
+    gpus: Sequence[int] = ()  #: of each node; none by default, and two on strict nodes
+
+    @property
+    def gpus_of(self) -> dict[str, int]:
+        """Return the number of each node's GPUs, by its name."""
+        return dict(zip(self.node_names, self.gpus or [2 * self.strict] * self.nodes, strict=True))
 
     @property
     def node_names(self) -> list[str]:
@@ -44,9 +54,12 @@ def config_files(spec: Spec) -> dict[str, str]:
         "cgroup.conf": _cgroup_conf(spec),
         "mpi.conf": "PMIxCliTmpDirBase=/run/pmix\n",
     }
-    if spec.strict:
-        # File, not Count alone (that makes the node INVAL); with it Slurm sets CUDA_VISIBLE_DEVICES
-        files["gres.conf"] = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+    # File, not Count alone (that makes the node INVAL); with it Slurm sets CUDA_VISIBLE_DEVICES
+    files["gres.conf"] = "".join(
+        f"NodeName={node} Name=gpu Type={GPU_TYPE} File={file}\n"
+        for node, gpus in spec.gpus_of.items()
+        for file in _GPU_FILES[:gpus]
+    )
     return files
 
 
@@ -56,8 +69,11 @@ def hosts(spec: Spec) -> str:
 
 def slurm_conf(spec: Spec) -> str:
     nodes = f"node[1-{spec.nodes}]"
-    addresses = f"{SUBNET}.[11-{10 + spec.nodes}]"
-    gres = " Gres=gpu:2" if spec.strict else ""
+    size = f"CPUs={spec.cpus} RealMemory={spec.memory_mb} State=UNKNOWN"
+    each = "\n".join(
+        f"NodeName={node} NodeAddr={spec.addresses[node]} {size}{f' Gres=gpu:{GPU_TYPE}:{gpus}' if gpus else ''}"
+        for node, gpus in spec.gpus_of.items()
+    )
     return f"""\
 ClusterName={spec.name}
 SlurmctldHost={LOGIN}({spec.addresses[LOGIN]})
@@ -89,8 +105,9 @@ UnkillableStepTimeout=3600
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+GresTypes=gpu
 {_STRICT if spec.strict else _PLAIN}{_memory_limit(spec)}
-NodeName={nodes} NodeAddr={addresses} CPUs={spec.cpus} RealMemory={spec.memory_mb} State=UNKNOWN{gres}
+{each}
 PartitionName=DEFAULT Nodes={nodes} MaxTime=INFINITE State=UP
 PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_s}
 PartitionName=high PriorityTier=10 PreemptMode=OFF
@@ -113,7 +130,6 @@ TaskPlugin=task/affinity,task/cgroup
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 KillWait=30
-GresTypes=gpu
 """
 
 _SLURMDBD = f"""\

@@ -58,7 +58,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
     """
     environ = os.environ
     if "SLURM_JOB_ID" in environ:
-        return _examine_allocation(Allocation.slurm(environ), nodes, environ)
+        return _examine_allocation(Allocation.slurm(environ, Slurm()), nodes, environ)
     config.cluster.nodes = nodes or config.cluster.nodes
     if executors.choose_executor("auto") == "slurm":
         cluster = config.cluster
@@ -86,12 +86,13 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     count = nodes or there
     shared = SharedFolder(_folder())
     in_job = "SLURM_JOB_ID" in environ
-    # Inside a job the ranks' network leads to the launcher; without Slurm the loopback is enough.
+    # Inside a job the ranks' network leads to the launcher; without Slurm the loopback is enough. One step looks at all
+    # nodes, and gets as many GPUs on each as the node with the fewest has.
     request = CheckRequest(
         folder=str(shared.path),
         token=shared.token,
         cpus=[tasks * allocation.cpus_per_task for tasks in allocation.tasks[:count]],
-        gpus=allocation.gpus_per_node,
+        gpus=min(allocation.gpus, default=0),
         peer=LAUNCHER if in_job else "127.0.0.1",
     )
 
@@ -99,7 +100,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
         # Without Slurm there is only this machine, and no srun.
         if not in_job:
             return LineChannel(command(request), environ)
-        return open_channel(command(request), hosts, environ)
+        return open_channel(command(request), hosts, environ, allocation.gres(allocation.hosts))
 
     return _ask(shared, request, allocation.hosts[:count], start)
 

@@ -18,7 +18,17 @@ from typing import Protocol
 from toolkit.errors import SlurmError
 from toolkit.slurm import site_profile
 from toolkit.slurm.environment import plain_environment, submit_environment
-from toolkit.slurm.jobs import JobRow, JobStatus, base_id, parse_drained, parse_jobs, parse_statuses, rows_by_id
+from toolkit.slurm.jobs import (
+    JobGpus,
+    JobRow,
+    JobStatus,
+    base_id,
+    parse_drained,
+    parse_gpus,
+    parse_jobs,
+    parse_statuses,
+    rows_by_id,
+)
 from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, ProgramRefusedError, run_program
 from toolkit.slurm.reachable import DEFAULT_SLURMD_PORT
 
@@ -51,6 +61,10 @@ class SlurmCommands(Protocol):
 
     def show_job(self, job_id: str) -> JobRow | None:
         """Return the job, or ``None`` when the controller no longer knows it."""
+        ...
+
+    def gpus_of(self, job_id: str) -> JobGpus:
+        """Return the GPUs that a running job has on each of its nodes."""
         ...
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
@@ -184,6 +198,9 @@ class Slurm:
         # A whole array has several rows: return the row asked for, else the first.
         rows = parse_jobs(text)
         return next((row for row in rows if job_id in (row.job_id, row.requeue_id)), rows[0] if rows else None)
+
+    def gpus_of(self, job_id: str) -> JobGpus:
+        return parse_gpus(self._run(["scontrol", "--details", "show", "job", job_id]))
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         wanted = list(dict.fromkeys(job_ids))

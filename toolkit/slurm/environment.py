@@ -56,8 +56,13 @@ _STEP_OPTIONS = frozenset(
         *("SLURM_THREADS_PER_CORE", "SLURM_NO_KILL", "SLURM_STEP_ID", "SLURM_STEPID"),
     }
 )
+#: The job's request for GPUs. Slurm would divide it among the tasks of a step, or refuse the step.
+GPU_REQUEST = (
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
+)
 _STEP_OPTION_FAMILIES = (
-    *("SLURM_NTASKS", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_MEM_PER_", "SLURM_GPUS_PER_TASK", "SRUN_", "PMI"),
+    *("SLURM_NTASKS", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_MEM_PER_", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
+    *("SLURM_GRES", "SRUN_", "PMI"),
 )
 
 
@@ -66,5 +71,5 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in _STEP_OPTIONS | _RANK_VARIABLES and not name.startswith(_STEP_OPTION_FAMILIES)
+        if name not in {*_STEP_OPTIONS, *_RANK_VARIABLES, *GPU_REQUEST} and not name.startswith(_STEP_OPTION_FAMILIES)
     }

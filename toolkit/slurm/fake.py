@@ -23,7 +23,7 @@ from toolkit import hostlist
 from toolkit.durations import parse_slurms
 from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.jobs import JobRow, JobStatus, present_of
+from toolkit.slurm.jobs import JobGpus, JobRow, JobStatus, present_of
 from toolkit.slurm.states import Phase, phase
 
 #: Seconds for which a requeued job may not start: ``cred_expire`` + 1.
@@ -99,6 +99,7 @@ class FakeSlurm(_FakeJobs):
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
         self.depends: dict[str, tuple[str, ...]] = {}  #: by pending job, the jobs given to `depend`
+        self.gpus = JobGpus({})  #: of any job
         self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
         self.asked_for_nodes: list[str] = []  #: the node list of each call of `drained`
         self.asked_for_jobs: list[tuple[str, ...]] = []  #: each call of `user_jobs`, as (), and of `accounted_jobs`
@@ -113,6 +114,10 @@ class FakeSlurm(_FakeJobs):
 
     def available(self) -> bool:
         return self.is_up
+
+    def gpus_of(self, job_id: str) -> JobGpus:
+        self._contact()
+        return self.gpus
 
     def show_job(self, job_id: str) -> JobRow | None:
         self._contact()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from toolkit import hostlist
 from toolkit.durations import parse_slurms
 from toolkit.slurm import states
 
@@ -162,6 +163,28 @@ def _bytes(text: str) -> int:
     """Return the bytes of ``500M`` or ``1.50G``; a bare number is in MiB. Return 0 for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTP]?)", text)
     return round(float(match[1]) * 1024 ** ("KMGTP".index(match[2] or "M") + 1)) if match else 0
+
+
+@dataclass(frozen=True)
+class JobGpus:
+    """The GPUs that a job has, by node, and what else it asked for by node in ``--gres``."""
+
+    of_host: Mapping[str, int]
+    other_gres: tuple[str, ...] = ()  #: such as ``scratch:10``
+
+
+def parse_gpus(text: str) -> JobGpus:
+    """Return the GPUs in the output of ``scontrol --details show job``, of all types together.
+
+    A line of it is ``Nodes=node[1-2] CPU_IDs=4-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)``.
+    """
+    of_host: dict[str, int] = {}
+    for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
+        count = sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)", gres)))
+        of_host |= dict.fromkeys(hostlist.expand(nodes), count)
+    asked = re.search(r"^ +TresPerNode=(\S+)", text, re.MULTILINE)
+    items = [item.replace("=", ":") for item in _GRES.findall(asked[1])] if asked else []
+    return JobGpus(of_host, tuple(item for item in items if item.partition(":")[0] != "gpu"))
 
 
 #: sbatch's options, by the fields in which scontrol shows them.

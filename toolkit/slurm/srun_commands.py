@@ -18,6 +18,7 @@ class SrunStep:
     output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
     name: str | None = None  #: the name by which `SlurmCommands.find_step` finds the step
     mpi: str | None = None
+    gres: str | None = None  #: of each node, such as ``gpu:4``; None: what Slurm derives from the job's request
     overlap: bool = False  #: beside running ranks; without it such a step waits for ever
     extra: Sequence[str] = ()
 
@@ -41,6 +42,7 @@ def srun_argv(step: SrunStep) -> list[str]:
         "--export=ALL",
         *([f"--job-name={step.name}"] if step.name else []),
         *([f"--mpi={step.mpi}"] if step.mpi else []),
+        *([f"--gres={step.gres}"] if step.gres else []),
         *(["--overlap"] if step.overlap else []),
         *step.extra,
         *step.command,
@@ -50,10 +52,11 @@ def srun_argv(step: SrunStep) -> list[str]:
 def srun_here_argv(command: Sequence[str]) -> list[str]:
     """Return the command line that runs ``command`` once on this node of the job.
 
-    It runs beside all else there. ``command`` may begin with srun's options.
+    It runs beside all else there, without GPUs. ``command`` may begin with srun's options.
     """
     here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
-    return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
+    options = ["--nodes=1", "--ntasks=1", here, "--gres=none", "--overlap", "--unbuffered", "--export=ALL"]
+    return ["srun", *options, *command]
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:

@@ -7,6 +7,8 @@ import pytest
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
 from toolkit.launch.job.allocation import Allocation
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.jobs import JobGpus
 
 BATCH = {
     "SLURM_JOB_ID": "12",
@@ -29,6 +31,31 @@ def test_uneven_tasks_fill_one_node_after_the_other() -> None:
 def test_cpus_are_those_asked_for_or_an_even_share() -> None:
     assert Allocation.slurm({**BATCH, "SLURM_CPUS_PER_TASK": "3"}).cpus_per_task == 3
     assert Allocation.slurm(BATCH).cpus_per_task == 2
+
+
+def test_gpus_are_each_nodes_own_and_this_nodes_where_slurm_does_not_say() -> None:
+    slurm, environ = FakeSlurm(), {**BATCH, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0,1,2,3"}
+    slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 2, "node4": 0}, ("scratch:10",))
+    allocation = Allocation.slurm(environ, slurm)
+    assert (allocation.gpus, allocation.gpus_per_node) == ((4, 4, 2, 0), 4)
+    assert allocation.by_gpus(allocation.hosts) == [["node1", "node2"], ["node3"], ["node4"]]
+    assert allocation.gres(["node1", "node2"]) == "gpu:4,scratch:10"
+    assert allocation.gres(["node1", "node3"]) == "gpu:2,scratch:10"
+    assert allocation.gres(["node4"]) == "scratch:10"
+    assert allocation.on(["node3", "node1"]).gpus == (2, 4)
+    slurm.is_up = False
+    assert Allocation.slurm(environ, slurm).gpus == (4, 4, 4, 4)
+    assert Allocation.slurm(BATCH, slurm).gres(["node1"]) is None
+
+
+def test_tasks_of_each_gpu_are_where_the_gpus_are() -> None:
+    """Slurm 22.05 names tasks by node that it has distributed by CPUs."""
+    slurm = FakeSlurm()
+    slurm.gpus = JobGpus({"node1": 1, "node2": 2, "node3": 2, "node4": 2})
+    environ = {**BATCH, "SLURM_NTASKS_PER_GPU": "1", "SLURM_GPUS": "7", "SLURM_GPUS_ON_NODE": "1"}
+    assert Allocation.slurm(environ, slurm).tasks == (1, 2, 2, 2)
+    slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 4, "node4": 4})
+    assert Allocation.slurm(environ, slurm).tasks == (2, 2, 2, 1)
 
 
 def test_an_array_element_is_known_as_job_and_task() -> None:

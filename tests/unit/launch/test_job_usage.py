@@ -21,7 +21,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import parse_jobs
 
-PLAN = Allocation(("n1", "n2"), (2, 2), 2, gpus_per_node=2, job_id="7")
+PLAN = Allocation(("n1", "n2"), (2, 2), 2, gpus=(2, 2), job_id="7")
 GPU = GpuUsage(0, busy=0.5, busy_s=50.0, power_w=300.0, energy_j=1000.0, most_memory_bytes=5)
 NODE = NodeUsage(since=100.0, until=200.0, cpu_s=150.0, cpus=1.5, most_cpus=3.0, memory_bytes=10, most_memory_bytes=20)
 ENVIRON = {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from toolkit import rundir
 from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.agent_starters import SrunAgents
+from toolkit.launch.start.agents import Endpoint
 from toolkit.launch.start.children import dying_with_us
 from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.launch.start.srun import Srun, parse_srun_line
@@ -149,6 +155,41 @@ def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monk
     assert isinstance(said.get(timeout=TIMEOUT_S), LaunchFailed)
     assert said.get(timeout=TIMEOUT_S) == 1
     assert starts.read_text().count("x") == 1
+
+
+def test_a_step_with_more_gpus_than_other_nodes_is_started_on_each_node_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm 22.05 refuses it by ``--gres``. Later versions let the other option wait for ever, so it comes second."""
+    calls = tmp_path / "calls"
+    words = "Unable to create step for job 1: Invalid generic resource (gres) specification"
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+echo $(cat $SLURM_HOSTFILE): "$@" | grep -oE '^[^:]*:|--(gres|gpus)=[^ ]*' | xargs >> {calls}
+case "$*" in *--gres=gpu:4*) echo 'srun: error: {words}' >&2; exit 1 ;; esac
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    allocation = Allocation(("node1", "node2", "node3"), (1, 1, 1), 1, (4, 4, 2), job_id="1")
+    failed: SimpleQueue[tuple[list[str], str]] = SimpleQueue()
+
+    def note(hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        failed.put((list(hosts), why))
+
+    agents = SrunAgents(rundir.create("test", tmp_path / "runs"), allocation)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        agents.start(allocation.hosts, Endpoint(listening, "", b"", tmp_path / "key"), dict(os.environ), note)
+        ended = [failed.get(timeout=TIMEOUT_S) for _ in range(3)]
+    # Of the refusal itself nothing is told: what each agent's own srun says comes next.
+    assert sorted(ended) == [([host], "the agents' srun ended with exit code 0") for host in allocation.hosts]
+    assert sorted(calls.read_text().splitlines()) == [
+        "node1 node2: --gres=gpu:4",
+        "node1: --gpus=4",
+        "node2: --gpus=4",
+        "node3: --gres=gpu:2",
+    ]
 
 
 def test_a_line_of_srun_that_is_no_text_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,6 +386,32 @@ def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slur
     assert run.status().bad_nodes == {}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Insufficient GRES available in allocation",
+        "Invalid generic resource (gres) specification",
+        "Requested node configuration is not available",
+    ],
+)
+@pytest.mark.parametrize("by_agents", [True, False])
+def test_a_step_that_does_not_fit_the_jobs_request_ends_the_run_and_blames_no_node(
+    run: RunDir, slurm: FakeSlurm, words: str, *, by_agents: bool
+) -> None:
+    """Any other node, and any other start, would be refused as well."""
+
+    def is_refused(ranks: Ranks) -> None:
+        for rank, host in enumerate(HOSTS if by_agents else [None]):
+            ranks.events.put(LaunchFailed((rank,) if by_agents else (), host, f"Unable to create step: {words}"))
+        ranks.events.put(AllRanksEnded(1))
+
+    assert supervise(run, slurm, Ranks(is_refused, completes)) == 1
+    (only,) = run.attempts()
+    assert (only.decision, only.lost_nodes, only.suspect) == ("give_up", (), None)
+    assert only.line.startswith("Slurm refuses the step that starts the ranks: Unable to create step: " + words)
+    assert (run.status().bad_nodes, slurm.excluded) == ({}, {})
+
+
 def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
     """Return an act whose ranks end with exit code 127. They report nothing and leave no error file."""
 
@@ -1007,7 +1033,7 @@ def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one_of_several(
     monkeypatch.setattr(node_checks, "slow_gpus", slow_gpus)
     config = JobConfig()
     config.cluster.spare_nodes = spare
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus_per_node=gpus, job_id="1")
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus=(gpus,) * 3, job_id="1")
     assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
     assert asked == ([HOSTS] if is_asked else [])
 

@@ -14,7 +14,7 @@ from toolkit.durations import parse_slurms
 from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
-from toolkit.slurm.jobs import JobStatus, parse_drained, parse_jobs, parse_time
+from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time
 from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
@@ -138,6 +138,22 @@ def test_a_comment_cannot_pretend_to_be_a_state() -> None:
 @pytest.mark.parametrize(("line", "options"), ASKED.items())
 def test_what_was_asked_for_can_be_asked_for_again(line: str, options: tuple[str, ...]) -> None:
     assert parse_jobs(f"JobId=1 JobName=wrap\n   {line}\n")[0].options == options
+
+
+DETAILS = """JobId=3 JobName=x
+   JOB_GRES=gpu:a:6,gpu:b:4,scratch:30
+     Nodes=node[1-2] CPU_IDs=0-3 Mem=0 GRES=scratch(CNT:10),gpu:a:2(IDX:0-1),gpu:b:2(IDX:2-3)
+     Nodes=node3 CPU_IDs=0 Mem=0 GRES=gpu:a:2(IDX:0,3)
+     Nodes=node4 CPU_IDs=0 Mem=0 GRES=
+   TresPerJob=gres:gpu:10
+   TresPerNode={asked}
+"""
+
+
+@pytest.mark.parametrize("asked", ["gres:scratch:10,gres:gpu:a:2", "gres/scratch:10,gres/gpu:2"])
+def test_each_node_has_its_own_number_of_gpus_of_all_types(asked: str) -> None:
+    found = parse_gpus(DETAILS.format(asked=asked))
+    assert found == JobGpus({"node1": 4, "node2": 4, "node3": 2, "node4": 0}, ("scratch:10",))
 
 
 def test_drained_nodes_are_found_with_their_reasons_whatever_else_is_in_the_line() -> None:
@@ -401,6 +417,7 @@ def test_a_step_says_everything_on_its_command_line() -> None:
 
 REMOVED_FOR_STEPS = """SLURM_NNODES SLURM_JOB_NUM_NODES SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_HOSTFILE
 SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_DISTRIBUTION SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_MEM_PER_NODE
+SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_GPU_BIND SLURM_TRES_BIND SLURM_GRES_FLAGS
 SLURM_MEM_PER_CPU SRUN_CPUS_PER_TASK PMIX_RANK PMI_FD RANK"""
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from toolkit import hostlist
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
+from toolkit.launch import outages
+from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.jobs import JobGpus
 from toolkit.slurm.variables import whole_number
 
 
@@ -24,7 +28,8 @@ class Allocation:
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]
     cpus_per_task: int
-    gpus_per_node: int = 0
+    gpus: tuple[int, ...] = ()  #: of each node; empty without GPUs
+    other_gres: tuple[str, ...] = ()  #: what else the job has on each node, such as ``scratch:10``
     job_id: str | None = None
     restart_count: int = 0
     cluster: str = "local"
@@ -45,10 +50,49 @@ class Allocation:
         ends = itertools.accumulate(self.tasks)
         return {h: range(end - n, end) for h, n, end in zip(self.hosts, self.tasks, ends, strict=True)}
 
+    @property
+    def gpus_of(self) -> dict[str, int]:
+        """Return the number of each node's GPUs, by its name."""
+        return dict(zip(self.hosts, self.gpus or [0] * len(self.hosts), strict=True))
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the number of GPUs of the node that has the most."""
+        return max(self.gpus, default=0)
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if nodes have different numbers of GPUs."""
+        return len({*self.gpus}) > 1
+
+    def gres(self, hosts: Collection[str]) -> str | None:
+        """Return srun's ``--gres`` for a step on these nodes: as many GPUs as each of them has.
+
+        Return None without GPUs. A step without the option inherits the job's request. One that is not by node
+        (``--gpus``, ``--gpus-per-task``) Slurm divides among the tasks, so that they see a part of a node's GPUs, or
+        refuses; of ``--exclusive`` a step gets no GPU at all.
+        """
+        if not self.gpus_per_node:
+            return None
+        gpus = min(self.gpus_of[host] for host in hosts)
+        return ",".join([*([f"gpu:{gpus}"] if gpus else []), *self.other_gres]) or "none"
+
+    def by_gpus(self, hosts: Collection[str]) -> list[list[str]]:
+        """Return the nodes in groups that have the same number of GPUs."""
+        groups: dict[int, list[str]] = {}
+        for host in hosts:
+            groups.setdefault(self.gpus_of[host], []).append(host)
+        return list(groups.values())
+
     def on(self, hosts: Sequence[str]) -> Allocation:
         """Return the part of the allocation on these of its nodes."""
-        tasks = dict(zip(self.hosts, self.tasks, strict=True))
-        return replace(self, hosts=tuple(hosts), tasks=tuple(tasks[host] for host in hosts))
+        tasks, gpus = dict(zip(self.hosts, self.tasks, strict=True)), self.gpus_of
+        return replace(
+            self,
+            hosts=tuple(hosts),
+            tasks=tuple(tasks[host] for host in hosts),
+            gpus=tuple(gpus[host] for host in hosts) if self.gpus else (),
+        )
 
     def without(self, spare: int) -> Allocation:
         """Return what is left without ``spare`` nodes as replacements. Raises RequestError where that is nothing."""
@@ -79,13 +123,15 @@ class Allocation:
                 f"cluster.nodes: {config.nodes} nodes need Slurm, and this is to run on this machine alone; "
                 "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit where sbatch answers"
             )
-        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task, config.gpus_per_node)
+        gpus = (config.gpus_per_node,) if config.gpus_per_node else ()
+        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task, gpus)
 
     @staticmethod
-    def slurm(environ: Mapping[str, str]) -> Allocation:
+    def slurm(environ: Mapping[str, str], slurm: SlurmCommands | None = None) -> Allocation:
         """Return the allocation of this batch script or ``salloc`` shell, from its variables.
 
-        Raises RequestError where there is none.
+        They tell the GPUs of this node alone. ``slurm`` is asked for those of the others, if there are GPUs. Raises
+        RequestError where there is no allocation.
         """
         if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
             raise RequestError(
@@ -99,7 +145,12 @@ class Allocation:
                 "`srun --het-group=0,1 toolkit run CONFIG`"
             )
         hosts = tuple(hostlist.expand(environ["SLURM_JOB_NODELIST"]))
+        gpus = _gpus(environ, hosts, slurm)
         tasks = _tasks(environ, len(hosts))
+        # 22.05 distributes these tasks by CPUs: seven to a node with four GPUs, and one to the next.
+        of_gpus = [whole_number(environ, "SLURM_NTASKS_PER_GPU", 0) * gpus.of_host[host] for host in hosts]
+        if sum(of_gpus) == sum(tasks):
+            tasks = tuple(of_gpus)
         # The CPUs asked for, else an even share on the node with the scarcest.
         cpus_per_task = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
         if not cpus_per_task:
@@ -110,11 +161,22 @@ class Allocation:
             hosts=hosts,
             tasks=tasks,
             cpus_per_task=cpus_per_task,
-            gpus_per_node=whole_number(environ, "SLURM_GPUS_ON_NODE", 0),
+            gpus=tuple(gpus.of_host[host] for host in hosts) if any(gpus.of_host.values()) else (),
+            other_gres=gpus.other_gres,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
             cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),
         )
+
+
+def _gpus(environ: Mapping[str, str], hosts: Sequence[str], slurm: SlurmCommands | None) -> JobGpus:
+    """Return the GPUs of each node; those of this node for all where Slurm is not asked, or does not answer."""
+    if slurm is not None and any(name.startswith(("SLURM_GPUS", "SLURM_JOB_GPUS")) for name in environ):
+        ask = partial(slurm.gpus_of, environ["SLURM_JOB_ID"])
+        answer = outages.ask(ask, "Slurm does not say how many GPUs each node has: taken as on this one", wait_s=0.0)
+        if answer is not None and answer.of_host.keys() >= {*hosts}:
+            return answer
+    return JobGpus(dict.fromkeys(hosts, whole_number(environ, "SLURM_GPUS_ON_NODE", 0)))
 
 
 def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from toolkit.launch.start.rank_places import places_by_host, srun_environment, s
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.container import Container
+from toolkit.slurm.environment import GPU_REQUEST
 from toolkit.slurm.placement import rank_environment
 
 #: The command that starts a module of the toolkit.
@@ -162,6 +163,8 @@ class AgentLauncher(AgentUser):
         cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
         common = srun_environment(allocation)
+        if common:  # the agents' step does without them, and scripts read them
+            common |= {name: environ[name] for name in GPU_REQUEST if name in environ}
         for host, places in places_by_host(allocation).items():
             processes = []
             for place in places:

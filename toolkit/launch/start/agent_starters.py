@@ -7,17 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 
+from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agents import Endpoint, OnFailure
 from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.launch.start.srun import Srun, SrunEvent
 from toolkit.rundir import RunDir
 from toolkit.slurm.srun_commands import SrunStep
-
-#: Variables by which srun binds tasks to GPUs.
-GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")
 
 
 class LocalAgent:
@@ -57,19 +54,33 @@ class LocalAgent:
 
 
 class SrunAgents:
-    """An :class:`.AgentStarter` that runs the agents as one srun step of the job.
+    """An :class:`.AgentStarter` that runs the agents as one srun step of the job for all nodes with as many GPUs.
 
-    The step has all resources of the job on its nodes. Its srun is killed, without notice to the step, as soon as all
+    A step has all resources of the job on its nodes. Its srun is killed, without notice to the step, as soon as all
     its agents have connected. When a batch host comes back just as Slurm has given it up, its slurmd ends the job's
     processes there. An srun among them would take the step with it, and no process would be left to requeue the job
     (seen on 24.11: it stayed RUNNING for ever).
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, allocation: Allocation) -> None:
+        self._run, self._allocation = run, allocation
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        groups = self._allocation.by_gpus(hosts)
+        for group in groups:
+            self._start(group, at, environ, on_failure, self._allocation.gres(group))
+
+    def _start(
+        self,
+        hosts: Sequence[str],
+        at: Endpoint,
+        environ: Mapping[str, str],
+        on_failure: OnFailure,
+        gres: str | None,
+        *gpus: str,
+    ) -> None:
+        """Start one step. ``gpus`` is another option of srun that asks for GPUs."""
         plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,
@@ -77,18 +88,31 @@ class SrunAgents:
             output=None,
             name=f"{self._run.id}.agents",
             mpi="none",
-            extra=["--cpu-bind=none", "--no-kill", "--label"],
+            gres=gres,
+            extra=["--cpu-bind=none", "--no-kill", "--label", *gpus],
             overlap=True,
         )
-        # --gpu-bind is for tasks that are ranks: this one has all GPUs of its node, and its ranks choose by LOCAL_RANK
-        unbound = {name: value for name, value in environ.items() if not name.startswith(GPU_BINDINGS)}
         # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.
-        unbound["SLURM_OOM_KILL_STEP"] = "0"
-        srun = Srun(plan, unbound, self._run.logs / f"agents-{len(self._sruns)}.hosts")
+        srun = Srun(plan, {**environ, "SLURM_OOM_KILL_STEP": "0"}, self._run.logs / f"agents-{len(self._sruns)}.hosts")
         self._sruns.append((srun, {*hosts}))
 
+        refusals: list[LaunchFailed] = []
+
+        def take(event: SrunEvent) -> None:
+            if isinstance(event, LaunchFailed) and event.is_refused and not gpus and self._allocation.is_uneven:
+                refusals.append(event)
+            else:
+                self._take(hosts, on_failure, event)
+
         def wait() -> None:
-            code = srun.wait(partial(self._take, hosts, on_failure))
+            code = srun.wait(take)
+            # Slurm 22.05 compares a step's --gres with the numbers of other nodes, and later versions let a step with
+            # --gpus wait for ever. So that is the second try, on each node alone.
+            if refusals and not srun.given_up.is_set():
+                for host in hosts:
+                    count = f"--gpus={self._allocation.gpus_of[host]}"
+                    self._start([host], at, environ, on_failure, ",".join(self._allocation.other_gres), count)
+                return
             on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
 
         threading.Thread(target=wait, daemon=True).start()

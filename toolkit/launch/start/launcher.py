@@ -6,6 +6,7 @@ Every launcher puts events into the supervisor's queue: :class:`RanksExited` as 
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from typing import Any, Protocol
 
 from toolkit.agent.progress import Digest, RankReport
 from toolkit.launch.job.allocation import Allocation
+
+#: Slurm's words for a step that fits no job of this request.
+_REFUSED = re.compile(
+    "Insufficient GRES|Invalid generic resource|Invalid GRES|Requested node configuration is not available"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,11 @@ class LaunchFailed:
     ranks: tuple[int, ...]
     host: str | None
     why: str
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the job's own request is at fault: no other node, and no later try, would help."""
+        return _REFUSED.search(self.why) is not None
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,15 @@ def without_label(line: str) -> tuple[int | None, str]:
     return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
 
 
-def open_channel(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> LineChannel:
-    """Start ``command`` once on each of these nodes of the job. Its other processes go on."""
+def open_channel(
+    command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str], gres: str | None
+) -> LineChannel:
+    """Start ``command`` once on each of these nodes of the job, with ``gres`` there. Its other processes go on."""
     host_file = os.memfd_create("hosts")  # not on a disk: the preflight checks whether one can be written
     try:
         os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
         variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
-        step = SrunStep(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
+        step = SrunStep(command, hosts, None, None, gres=gres, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
         return LineChannel(srun_argv(step), variables, [host_file])
     finally:
         os.close(host_file)

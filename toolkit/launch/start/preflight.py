@@ -52,12 +52,13 @@ def check_nodes(
         if in_the_way is not None:
             return prevented(hosts, in_the_way, time.monotonic() - began)
         # A spare is checked for as many CPUs as the largest node needs.
-        needs = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
+        cpus = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
+        needs = list(zip(cpus, job.gpus_of.values(), strict=True))
         command_of = {
-            cpus: command(CheckRequest(str(shared.path), shared.token, [cpus], job.gpus_per_node, may_load=True))
-            for cpus in set(needs)
+            (cpus, gpus): command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True))
+            for cpus, gpus in set(needs)
         }
-        orders = {host: {"do": "check", "command": command_of[cpus]} for host, cpus in zip(hosts, needs, strict=True)}
+        orders = {host: {"do": "check", "command": command_of[need]} for host, need in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)
         spares = {host for host, count in zip(hosts, tasks, strict=True) if count == 0}
         nodes, errors = _listen(hosts, spares, events, began + limit_s)

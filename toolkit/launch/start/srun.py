@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from toolkit import fsio, hostlist, logs
 from toolkit.agent import reports
-from toolkit.errors import SlurmError
+from toolkit.errors import RequestError, SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agents import Agents, AgentUser
@@ -94,6 +94,14 @@ class SrunLauncher(AgentUser):
         """Start the ranks. They get their numbers from the step's variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
+        fewest = min(allocation.gpus, default=0)
+        if allocation.is_uneven and fewest < max(allocation.tasks):
+            counts = ", ".join(f"{host} {gpus}" for host, gpus in allocation.gpus_of.items())
+            raise RequestError(
+                "ranks that srun starts (MPI, Pyxis) get as many GPUs on each node as the node with the fewest has, "
+                f"and these have {counts}, for {max(allocation.tasks)} ranks on a node; ask for the same number on "
+                "each (--gpus-per-node)"
+            )
         environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
         # The step's name is unique in the job: a signal finds the step by it.
         plan = SrunStep(
@@ -103,6 +111,7 @@ class SrunLauncher(AgentUser):
             output=str(self._run.rank_log(attempt, "%t")),
             name=f"{self._run.id}.{attempt}",
             mpi=self._mpi,
+            gres=allocation.gres(allocation.hosts),
             extra=self._container.srun_options() if self._container else (),
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )

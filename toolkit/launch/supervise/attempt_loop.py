@@ -260,6 +260,12 @@ class AttemptLoop:
         if attempt.killed and not any(failure.how == how for failure in attempt.failures):
             return  # the kill came before the launch
         log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        # What Slurm refuses for the job's request is no node's fault, and would be refused again.
+        if failed.is_refused:
+            words = f"Slurm refuses the step that starts the ranks: {failed.why}; ask for other nodes or GPUs"
+            attempt.failures.append(RankFailure(None, "", words, time.time(), comes_again=True))
+            self._kill_soon(ERROR_REPORTS_S)
+            return
         host = failed.host or self._context.allocation.hosts[0]
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
         # Without ranks the whole step failed: note one failure without a rank.

@@ -56,10 +56,11 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         agents = Agents(run, allocation, LocalAgent(run))
         launcher: Launcher = AgentLauncher(run, allocation, agents, container)
         return Supervisor(run, config, allocation, launcher, None, agents, container, token)
-    allocation, slurm = Allocation.slurm(os.environ), Slurm()
+    slurm = Slurm()
+    allocation = Allocation.slurm(os.environ, slurm)
     container = _container(run, config, allocation)
     watch_batch_host = may_lose_nodes(config, len(allocation.hosts))
-    agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
+    agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_batch_host=watch_batch_host)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
         launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))

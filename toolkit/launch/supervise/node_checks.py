@@ -35,7 +35,7 @@ def mark_bad_nodes(context: Context) -> None:
         return
     nodes.doubt(report.slow)
     # Slow GPUs only matter where a spare can take their place.
-    if spare and job.gpus_per_node * len(job.hosts) >= LEAST_GPUS:
+    if spare and sum(job.gpus) >= LEAST_GPUS:
         nodes.doubt(slow_gpus(agents, job.hosts, context.events))
     # A node that did not answer is bad only if its slurmd does not answer either.
     dead = context.job.unreachable(report.unknown) if report.unknown else set()

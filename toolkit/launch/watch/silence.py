@@ -38,7 +38,7 @@ def start_watch(
     asked = {"run": str(run.path), "attempt": attempt, "bound_s": bound_s}
     command = bare_python("toolkit.launch.watch.node_watch", json.dumps(asked))
     here = plan.job_id is None
-    talk = LineChannel(command, environ) if here else open_channel(command, plan.hosts, environ)
+    talk = LineChannel(command, environ) if here else open_channel(command, plan.hosts, environ, plan.gres(plan.hosts))
     return SilenceWatch(talk, plan, bound_s)
 
 
