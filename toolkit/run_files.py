@@ -326,7 +326,10 @@ Executor: TypeAlias = Annotated[str, records.one_of("slurm", "local", "debug")]
 
 @dataclass(frozen=True)
 class OwnerRecord(FileRecord):
-    """``owner.json``: the owner of a run. ``jobs`` are those that have served this submission, the present one last."""
+    """``owner.json``: the owner of a run. ``jobs`` are those that have served this submission, the present one last.
+
+    The executor ``debug`` is a rank 0 without a supervisor.
+    """
 
     number: int = 0
     token: str = ""
@@ -337,7 +340,7 @@ class OwnerRecord(FileRecord):
     jobs: tuple[Word, ...] = ()
     follow_ups: tuple[Word, ...] = ()
     birth: str = ""  #: of the process, see `toolkit.process_identity`
-    serves: bool = False  #: whether the process is the supervisor, and not the one that submits the run
+    serves: bool = False  #: whether the process is the supervisor or rank 0, and not the one that submits the run
 
     @property
     def process(self) -> ProcessIdentity:

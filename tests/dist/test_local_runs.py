@@ -262,6 +262,8 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     spelling = str(link / run.name / ".." / run.name / run.id)
     code, out = toolkit(env, "resume", spelling)
     assert (code, "it can be resumed when it has ended" in out) == (2, True), out
+    code, out = toolkit({**env, "TOOLKIT_RUN_DIR": spelling}, "run", "configs/digits_ddp.yaml")
+    assert (code, "two would write its files" in out) == (2, True), out
     assert toolkit(env, "stop", spelling)[0] == 0
     assert wait_for(run.result, START_S, "a result").state == "stopped"
     assert [line.attempt for line in run.attempts()] == [run.status().attempt]

@@ -115,12 +115,15 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
     if not rundir.is_run_id(run.id):
         return f"{run.path} is not named as the folder of a run is, such as 20260131-120000-1a2b3c4d"
     if _lives(run):
-        with contextlib.suppress(ToolkitError):  # never submitted
-            if (why := attach(run).unseen()) is not None:
+        how = "end its processes where they run"
+        with contextlib.suppress(ToolkitError):  # it has no owner
+            handle = attach(run)
+            if (why := handle.unseen()) is not None:
                 return why
+            how = handle.how_to_end()
         state = status_rows([run])[0]["state"]
         return (
-            f"run {run.id} is {state}; when it has ended it can be removed: `toolkit cancel {run.id}` ends it "
+            f"run {run.id} is {state}; when it has ended it can be removed: {how} "
             f"(if its job was killed, wait until its status is {_RECENT_S:.0f} s old)"
         )
     if states.may_start_again(run, shared_queue.of_user().show_jobs):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -122,15 +122,19 @@ class AgentReporter(_Latest):
 class FileReporter(_Latest):
     """Writes ``status.json`` and ``result.json`` itself, on rank 0 of an unsupervised run."""
 
-    def __init__(self, run: RunDir, status: RunStatus) -> None:
+    def __init__(self, run: RunDir, status: RunStatus, owns_run: Callable[[], bool] = lambda: True) -> None:
+        """Take the run, and what asks whether it still belongs to this process."""
         super().__init__(HEARTBEAT_S)
-        self._run_dir = run
+        self._run_dir, self._owns_run = run, owns_run
         self._status = status
         self._started = time.time()
         self._run_dir.clear_result()
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
+        if not self._owns_run():
+            log.error("run %s was started again by another process, and belongs to it: this one ends", self._run_dir.id)
+            os._exit(EXIT_FAILED)  # all that it writes from now on would damage the run
         progress = RunProgress.load(fields)
         status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
         with contextlib.suppress(OSError):  # a full disk; the next one is a second away

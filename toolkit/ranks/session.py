@@ -131,8 +131,7 @@ class Session:
 
     def owns_run(self) -> bool:
         """True if no later attempt has taken the run over. One may while this rank's node is cut off."""
-        owner = os.environ.get(rundir.OWNER_VARIABLE)
-        return owner is None or rundir.RunDir(self.run_dir).belongs_to(int(owner))
+        return _owns_run(rundir.RunDir(self.run_dir))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand over the run's result: step, epoch, samples, metrics. Any rank may call it; rank 0's result counts."""
@@ -205,13 +204,19 @@ def _session(
             reporter = AgentReporter(reports.Outbox(reports.addresses(token)), attempt, rank, activity)
         elif rank == 0:
             who = asdict(ProcessIdentity.of(os.getpid()))
-            reporter = FileReporter(run, RunStatus(supervised=False, world_size=world_size, attempt=1, **who))
+            status = RunStatus(supervised=False, world_size=world_size, attempt=1, **who)
+            reporter = FileReporter(run, status, partial(_owns_run, run))
         else:
             reporter = NullReporter()
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
         start_up.end("group")
         yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity, start_up)
+
+
+def _owns_run(run: rundir.RunDir) -> bool:
+    owner = os.environ.get(rundir.OWNER_VARIABLE)
+    return owner is None or run.belongs_to(int(owner))
 
 
 def _place() -> tuple[int, int, int]:

@@ -15,14 +15,19 @@ import pytest
 from toolkit import rundir
 from toolkit.cli import disk
 from toolkit.cli.main import main
+from toolkit.config import JobConfig
 from toolkit.errors import EXIT_REQUEST, RequestError
 from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.ownership import Claim
+from toolkit.launch.start import rank
+from toolkit.launch.submission import handle
 from toolkit.launch.submission.handle import attach
 from toolkit.launch.submission.resume import resume
 from toolkit.process_identity import ProcessIdentity
 from toolkit.run_files import OwnerRecord, RunStatus
 from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.placement import Placement
 
 PLACE = ProcessIdentity.of(os.getpid()).birth.rpartition(":")[0]
 BOOT = PLACE.partition(":")[0]
@@ -38,7 +43,7 @@ def make_run(root: Path, **status: object) -> RunDir:
 def owned_by(run: RunDir, pid: int, **changes: Any) -> OwnerRecord:
     """Make a process the supervisor of a local run."""
     record = OwnerRecord(run.last_number() + 1, "token", "local", time=time.time(), serves=True)
-    record = record.replace(**asdict(ProcessIdentity.of(pid)) | changes)
+    record = record.replace(**{**asdict(ProcessIdentity.of(pid)), **changes})
     assert run.take_number(record.number)
     run.write_owner(record)
     return record
@@ -135,3 +140,63 @@ def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path:
         finally:
             stranger.kill()
     assert attach(run).wait(5)["state"] == "cancelled"
+
+
+# ------------------------------------------------------------------------------------------- ranks without a supervisor
+
+
+def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make this process rank 0 of a run, without a supervisor. Return its number."""
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(run.path))
+    monkeypatch.setenv(rundir.OWNER_VARIABLE, "")
+    place = Placement(0, 1, 0, 1, 0, 1, "here", "alone")
+    rank._prepare_unsupervised(JobConfig(), place)
+    return int(os.environ[rundir.OWNER_VARIABLE])
+
+
+def test_a_rank_alone_begins_no_run_that_another_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
+    run = make_run(tmp_path, state="running")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        for serves in (
+            {"executor": "local"},
+            {"executor": "local", "host": "another", "birth": "boot-of-another:1:2"},
+            {"executor": "slurm", "jobs": (slurm.sbatch(["job.sh"]),)},
+            {"executor": "slurm", "serves": False},  # it is being submitted
+            {"executor": "debug"},  # another rank alone
+        ):
+            before = owned_by(run, process.pid, **serves)
+            with pytest.raises(RequestError, match=r"two would write its files|being submitted"):
+                begin(run, monkeypatch)
+            assert run.last_number() == before.number
+            with pytest.raises(RequestError, match=r"Ctrl-C|toolkit cancel|being submitted"):
+                resume(run)
+        with pytest.raises(RequestError, match=f"its rank 0 is process {process.pid} here"):
+            attach(run).cancel()
+        process.kill()
+    assert begin(run, monkeypatch) == before.number + 1
+
+
+def test_a_rank_alone_takes_its_run_over_from_one_on_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may start its ranks again elsewhere. The first one writes no more."""
+    run = make_run(tmp_path, state="running")
+    earlier = owned_by(run, os.getpid(), executor="debug", host="another", birth="boot-of-another:1:2")
+    assert begin(run, monkeypatch) == earlier.number + 1
+    assert not run.belongs_to(earlier.number)
+    with pytest.raises(RequestError, match=r"TOOLKIT_RUN_DIR=.* no such folder"):
+        begin(RunDir(tmp_path / "nothing"), monkeypatch)
+
+
+def test_a_run_of_this_process_is_over_when_its_handle_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor debug makes the process that submits the run its rank."""
+    run = make_run(tmp_path, state="queued")
+    sent = ownership.submit_as(run, "debug", ownership.take(run, 0))
+    assert begin(run, monkeypatch) == sent.number + 1
+    owner = ownership.read(run)
+    assert owner is not None
+    assert (owner.token, attach(run).is_over()) == (sent.token, True)

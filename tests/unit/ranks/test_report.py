@@ -31,7 +31,7 @@ from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
-from toolkit.run_files import RunResult, RunState, RunStatus
+from toolkit.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
@@ -241,6 +241,26 @@ def test_an_unsupervised_run_that_ends_without_a_result_has_failed(run: RunDir) 
     reporter.close()
     assert (run.status().state, run.status().progress.step) == ("failed", 5)
     assert run.result() is None
+
+
+def test_an_unsupervised_rank_ends_when_another_process_has_its_run(tmp_path: Path) -> None:
+    run = rundir.create("alone", tmp_path)
+    code = (
+        "import sys, threading, pathlib\n"
+        "from toolkit.ranks.report import FileReporter\n"
+        "from toolkit.run_files import RunStatus\n"
+        "from toolkit.rundir import RunDir\n"
+        "run = RunDir(pathlib.Path(sys.argv[1]))\n"
+        "FileReporter(run, RunStatus(pid=7), lambda: run.belongs_to(1))\n"
+        "threading.Event().wait()\n"
+    )
+    run.write_owner(OwnerRecord(number=1))
+    with subprocess.Popen([sys.executable, "-c", code, str(run.path)], stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: run.status().pid == 7, PATIENCE * TIMEOUT_S, "its status")
+        run.write_owner(OwnerRecord(number=2))
+        _, said = process.communicate(timeout=PATIENCE * TIMEOUT_S)
+    assert (process.returncode, f"run {run.id} was started again by another process" in said) == (1, True), said
+    assert run.status().state == "running"  # as it left it: the status is the other's now
 
 
 def test_a_full_disk_costs_an_unsupervised_run_some_of_its_status_and_nothing_else(

@@ -156,12 +156,15 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
     return time.time() - taken >= SUBMITTING_S
 
 
-def submit_as(run: RunDir, executor: str, number: int, token: str | None = None) -> OwnerRecord:
+def submit_as(
+    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False
+) -> OwnerRecord:
     """Record that a new submission owns the run; its ``number`` is from :func:`take`.
 
-    ``token`` is that of a job that submits for itself, an element of a sweep's array.
+    ``token`` is that of a job that submits for itself, an element of a sweep's array. ``serves``: this process is a
+    rank without a supervisor.
     """
-    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, **_this_process())
+    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, **_this_process())
     run.write_owner(owner)
     return owner
 

@@ -22,8 +22,12 @@ from toolkit import config as configs
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
 from toolkit.hang import stacks
+from toolkit.launch.record import ownership
 from toolkit.launch.start.user_job import job_class, load, params_of
+from toolkit.launch.submission.handle import attach
 from toolkit.launch.submission.prepare import new_run
+from toolkit.process_identity import ProcessIdentity
+from toolkit.run_files import OwnerRecord, RunState
 from toolkit.slurm import placement
 from toolkit.slurm.placement import Placement
 from toolkit.slurm.rank_environment import environment
@@ -150,14 +154,42 @@ def joined() -> JobConfig:
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
-    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued."""
+    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued.
+
+    Raises RequestError where another process has that run.
+    """
     if place.rank != 0:
         return
     log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")
     given = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if given:
         log.info("continuing %s", given)
+        run = rundir.RunDir(Path(given))
+    else:
+        run = new_run(config, Path.cwd())
+        os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
+        log.info("run folder: %s", run.path)
+    os.environ[rundir.OWNER_VARIABLE] = str(_take(run))
+
+
+def _take(run: rundir.RunDir) -> int:
+    """Make this process, a rank 0 without a supervisor, the owner of the run. Return its number."""
+    if not run.path.is_dir():
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run.path} is no run: there is no such folder; unset it")
+    before, owner, token = ownership.number_of(run), ownership.read(run), None
+    if owner is not None and owner.process == ProcessIdentity.of(os.getpid()):  # `toolkit submit --executor debug`
+        token = owner.token
+    elif owner is not None and run.result() is None:
+        _refuse_if_served(run, owner)
+    return ownership.submit_as(run, "debug", ownership.take(run, before), token, serves=True).number
+
+
+def _refuse_if_served(run: rundir.RunDir, owner: OwnerRecord) -> None:
+    handle = attach(run)
+    # A launcher may start its ranks again on another node: the number ends those that are left on the first one.
+    if handle.is_over() or (owner.executor == "debug" and handle.unseen() is not None):
         return
-    run = new_run(config, Path.cwd())
-    os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
-    log.info("run folder: %s", run.path)
+    raise RequestError(
+        f"{rundir.RUN_DIR_VARIABLE}={run.path}: run {run.id} is {run.status().state or RunState.QUEUED}, and two would "
+        f"write its files; unset the variable for a run of its own, or end that one first: {handle.how_to_end()}"
+    )

@@ -20,7 +20,7 @@ from toolkit.launch.record import ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import notebook
-from toolkit.process_identity import Life
+from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -167,6 +167,8 @@ class Run:
     def _end(self, what: Intent) -> None:
         if (why := self.unseen()) is not None:
             raise RequestError(why)
+        if self.executor == "debug" and not self._is_over():
+            raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
             slurm, jobs = Slurm(), self._jobs()
@@ -200,9 +202,16 @@ class Run:
         stop_request.ask(self.dir, Intent.CANCEL)
         self._write_ended(Intent.CANCEL)
 
+    def how_to_end(self) -> str:
+        """Return what ends the run, as advice."""
+        if self.executor != "debug":
+            return f"`toolkit cancel {self.id}` ends it"
+        _, process = ownership.local_life(self.dir)
+        return f"Ctrl-C at its launcher ends it (its rank 0 is process {process.pid if process else 'unknown'} here)"
+
     def unseen(self) -> str | None:
         """Return what to do where it cannot be told from here whether a local run's process lives; None if it can."""
-        if self.executor != "local":
+        if self.executor == "slurm":
             return None
         life, process = ownership.local_life(self.dir)
         if life is not Life.UNSEEN or process is None:
@@ -262,10 +271,11 @@ class Run:
             return False
 
     def _is_over(self, show_jobs: ShowJobs | None = None) -> bool:
-        if self.executor == "debug":
-            return True
-        if self.executor == "local":
-            return ownership.local_life(self.dir)[0] is Life.ENDED
+        if self.executor != "slurm":
+            life, process = ownership.local_life(self.dir)
+            # A run of this process itself has ended when its handle is there.
+            is_own = self.executor == "debug" and process == ProcessIdentity.of(os.getpid())
+            return life is Life.ENDED or is_own
         jobs = self._jobs()  # a run on Slurm is the present job of its chain of follow-up jobs
         answers = (show_jobs or Slurm().show_jobs)(jobs) if jobs else {}
         if len(answers) < len(jobs):  # the answer is older than one of the jobs

@@ -91,10 +91,10 @@ def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
         return
     handle = attach(run) if is_known else None
     if handle is None or not handle.is_over():
+        how = "end its processes where they run" if handle is None else handle.how_to_end()
         raise RequestError(
             (handle and handle.unseen())
-            or f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: "
-            f"`toolkit cancel {run.id}` ends it"
+            or f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: {how}"
         )
 
 
