@@ -13,8 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -278,7 +280,50 @@ def accumulated(run: TrainingRun) -> Iterator[None]:
             yield
 
 
+def two_paces(run: TrainingRun) -> Iterator[None]:
+    """One optimizer steps with every batch, another one adds up gradients of three."""
+    first, second = nn.Linear(8, 8), DistributedDataParallel(nn.Linear(8, 2))
+    model = DistributedDataParallel(first)
+    quick, slow = SGD(model.parameters(), 0.01, momentum=0.9), AdamW(second.parameters(), 0.01)
+    run.resumable(first=model, second=second, quick=quick, slow=slow)
+    for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+        is_third = run.step % 3 == 2
+        with nullcontext() if is_third else second.no_sync():
+            loss = cross_entropy(second(model(batch.inputs)), batch.targets)
+            loss.backward()
+        quick.step()
+        quick.zero_grad()
+        if is_third:
+            slow.step()
+            slow.zero_grad()
+        run.log(loss=loss)
+        yield
+
+
+def schedule(run: TrainingRun) -> Iterator[None]:
+    """The script writes numpy's numbers into the groups, and adds a group at step 5."""
+    layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    model = DistributedDataParallel(layers, find_unused_parameters=True)
+    optimizer = SGD(layers[1].parameters(), lr=0.1, momentum=0.9)
+    rates = np.linspace(0.1, 0.01, 20, dtype=np.float32)
+    run.resumable(model=model, optimizer=optimizer)
+    for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+        if run.step == 5:
+            optimizer.add_param_group({"params": layers[0].parameters(), "lr": np.float64(0.01), "mark": np.arange(3)})
+        optimizer.param_groups[0]["lr"] = rates[run.step]
+        optimizer.param_groups[-1]["lr"] *= 0.9  # from what the last step left
+        loss = cross_entropy(model(batch.inputs), batch.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert isinstance(optimizer.param_groups[-1]["lr"], np.floating)
+        run.log(loss=loss, lr=float(optimizer.param_groups[-1]["lr"]))
+        yield
+
+
 KINDS: dict[str, tuple[Kind, int]] = {
+    "two paces": (two_paces, 20),
+    "schedule": (schedule, 20),
     "accumulated": (accumulated, 25),
     "nodes": (nodes, 20),
     "thawed": (thawed, 20),
@@ -524,6 +569,60 @@ def test_replicas_that_drift_apart_are_not_saved_and_end_the_attempt(tmp_path: P
     assert one.startswith("the checkpoint of step 8 was not written: model/0.weight declared as replicated")
     assert newest == 4
     assert other == (one, newest)
+
+
+def unsavable(session: Session, folder: Path, kind: str) -> tuple[str, int]:
+    """Return what is said, and after which step. No save is ever due."""
+    run = begun(session, folder, every=1000)
+    model = nn.Linear(8, 2)
+    if kind == "replicas":
+        nn.init.constant_(model.bias, run.rank)
+    optimizer = SGD(model.parameters(), 0.1)
+    thing: dict[str, Any] = {"numbers": []}
+    run.resumable(model=model, optimizer=optimizer, thing=thing)
+    try:
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=9):
+            model(batch.inputs).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            if kind == "group":
+                optimizer.param_groups[0]["curve"] = iter("")
+            if kind == "state":
+                thing["numbers"].append(1j)
+            if kind == "stranger" and run.step == 3:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+            if kind == "moved" and run.step == 3:
+                optimizer.param_groups[0]["params"] = [model.weight]
+                run.save()
+            if kind == "stranger" and run.step == 3:
+                run.save()
+    except (ConfigError, UnsavableStateError) as error:
+        return str(error), run.step
+    finally:
+        run.close()
+    return "trained", run.step
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "says"),
+    [
+        (
+            "group",
+            1,
+            "run.resumable: optimizer.param_groups[0].curve is of type str_ascii_iterator, which a",
+        ),
+        ("state", 1, "run.resumable: thing.numbers[0] is of type complex"),
+        ("replicas", 1, "model/bias declared as replicated, but rank 1 and rank 0 hold different values"),
+        ("stranger", 4, "run.resumable: optimizer has 1 parameters of no model that was handed over (of shape (3,))"),
+        ("moved", 4, "run.resumable: optimizer has other parameters in its groups than when it was handed over"),
+    ],
+)
+def test_what_no_save_could_hold_ends_the_attempt_after_its_first_step(
+    kind: str, step: int, says: str, tmp_path: Path
+) -> None:
+    for text, at in run_ranks(2, unsavable, tmp_path, kind):
+        assert text.startswith(says)
+        assert at == step
 
 
 def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:

@@ -60,17 +60,22 @@ def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int])
     if not unequal:
         return
     talk.tell({"sums": True})
-    ours, theirs = own.sums(), talk.gather()[unequal[0]]["sums"]
+    refuse_differing(own.sums(), talk.gather()[unequal[0]]["sums"], unequal[0])
+
+
+def refuse_differing(ours: Mapping[str, int], theirs: Mapping[str, int], rank: int) -> None:
+    """Raise UnsavableStateError, naming the values of ``rank`` that differ from rank 0's, ``ours``."""
     # Compare the names first.
     if ours.keys() != theirs.keys():
         raise UnsavableStateError(
-            f"rank {unequal[0]} declares other replicated values than rank 0; both must build the same model"
+            f"rank {rank} declares other replicated values than rank 0; both must build the same model"
         )
     different = [name for name in ours if ours[name] != theirs[name]]
-    raise UnsavableStateError(
-        f"{listing(different)} declared as replicated, but rank {unequal[0]} and rank 0 hold different values; "
-        "the replicas have drifted apart, or the value is per rank"
-    )
+    if different:
+        raise UnsavableStateError(
+            f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
+            "the replicas have drifted apart, or the value is per rank"
+        )
 
 
 def answer(talk: Exchange, own: ReplicaSums) -> None:

@@ -54,6 +54,7 @@ class LibraryRun(TrainingRun):
         self._values: dict[str, Tensor | float] = {}
         self._is_finished = False
         self._state = OwnState({}, session, self._window)
+        self._is_checked = True  # the library saves, and there is no collective of ours between its own
         checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
 
         def save_files(folder: Path) -> None:

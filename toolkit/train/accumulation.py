@@ -1,4 +1,4 @@
-"""Whether gradients may wait for an optimizer's step. No checkpoint holds them, so a loop is not saved meanwhile."""
+"""Whether gradients may wait for an optimizer's step. A loop is not saved while those of all its optimizers may."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ LONGEST = 64
 
 
 class Accumulation:
-    """Counts a loop's steps since an optimizer's, which its hook tells.
+    """Counts a loop's steps since those of each optimizer, which its hook tells.
 
-    Gradients are not looked at: where a rank has none for a layer, the ranks would not agree on where to stop.
+    Gradients do not decide whether a loop is saved: where a rank has none for a layer, the ranks would not agree.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._waited = 1 if optimizers else LONGEST
+        self._since = dict.fromkeys(optimizers, 0)  #: steps of the loop that have ended since the optimizer's last
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_step)
 
-    def is_open(self) -> bool:
-        """True if the next step of an optimizer is to be waited for. To be called once after each step of the loop."""
-        waited, self._waited = self._waited, self._waited + 1
-        return 0 < waited < LONGEST
+    def end_step(self) -> None:
+        """Note the end of a step of the loop."""
+        for optimizer in self._since:
+            self._since[optimizer] += 1
 
-    def _note_step(self, *_: object) -> None:
-        self._waited = 0
+    @property
+    def is_open(self) -> bool:
+        """True if the next step of an optimizer is to be waited for."""
+        return 0 < min(self._since.values(), default=0) < LONGEST
+
+    def may_hold_gradients(self, optimizer: Optimizer) -> bool:
+        """True if ``optimizer`` made no step in the loop's last one: its gradients may be those of several batches."""
+        return self._since[optimizer] > 0
+
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._since[optimizer] = -1  # the step of the loop has not ended yet

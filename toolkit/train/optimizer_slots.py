@@ -22,16 +22,21 @@ class OptimizerSlots:
     """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
 
     def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-        self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
-        self._filled: dict[str, list[Tensor]] = {}  #: by slot, the places of tensors in lists
+        self._name, self._at, self.optimizer, self._names = name, f"{GROUPS}/{name}", optimizer, names
+        self._filled: dict[str, list[Tensor]] = {}  #: by slot or settings, the places of tensors in them
+        self._handed_over = self._names_by_group()
+
+    def _names_by_group(self) -> list[list[str]]:
+        """Return the names of each group's parameters. Raises ConfigError for those of other models."""
         # A parameter made before its module was wrapped or moved is not the model's any more.
-        unknown = [parameter for parameter in self.parameters() if parameter not in names]
+        unknown = [parameter for parameter in self.parameters() if parameter not in self._names]
         if unknown:
             shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
             raise ConfigError(
-                f"run.resumable: {name} has {len(unknown)} parameters of no model that was handed over (of shape "
+                f"run.resumable: {self._name} has {len(unknown)} parameters of no model that was handed over (of shape "
                 f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
             )
+        return [[self._names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -44,20 +49,27 @@ class OptimizerSlots:
                 entries[key] = entry(value)
             else:  # a number, a list of tensors as LBFGS keeps it, or several in one as torchao does
                 entries |= plain_state.entries_of(key, Replicated, plain_state.encode(value, key, tensors), tensors)
+        names = self._names_by_group()
+        if names[: len(self._handed_over)] != self._handed_over:
+            raise ConfigError(
+                f"run.resumable: {self._name} has other parameters in its groups than when it was handed over, and no "
+                "resume could load that; leave these groups as they are, and add others by add_param_group()"
+            )
         groups: list[Json] = []
+        tensors = []
         for index, group in enumerate(self.optimizer.param_groups):
-            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            tensors = []
-            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
-            if tensors:
-                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
-            groups.append({"parameters": len(group["params"]), "settings": settings})
-        entries[self._at] = Replicated({"class": type(self.optimizer).__name__, "groups": groups})
-        return entries
+            plain = {key: value for key, value in group.items() if key != "params"}
+            settings = plain_state.encode(plain, f"{self._name}.param_groups[{index}]", tensors)
+            groups.append({"parameters": len(names[index]), "names": names[index], "settings": settings})
+        record: Json = {"class": type(self.optimizer).__name__, "groups": groups}
+        return entries | plain_state.entries_of(self._at, Replicated, record, tensors)
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {self._at: Replicated(None)}
-        self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
+        # There may be the places, and the added groups, of a checkpoint that turned out to be damaged.
+        self.optimizer.state.clear()
+        self._add_groups(manifest)
+        self._filled = {self._at: plain_state.places_of(self._at, manifest)}
+        entries = plain_state.entries_of(self._at, Replicated, None, self._filled[self._at])
         for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
             if record := manifest.tensors.get(key):
                 value = self.optimizer.state[parameter][slot] = _place_of(parameter, slot, record, settings)
@@ -66,6 +78,21 @@ class OptimizerSlots:
                 self._filled[key] = plain_state.places_of(key, manifest)
                 entries |= plain_state.entries_of(key, Replicated, None, self._filled[key])
         return entries
+
+    def _add_groups(self, manifest: Manifest) -> None:
+        """Add the groups that the script had added until the save. It does not pass that line again."""
+        del self.optimizer.param_groups[len(self._handed_over) :]
+        saved = manifest.values.get(self._at)
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for group in saved.value["groups"][len(self._handed_over) :] if saved is not None else ():
+            missing = [name for name in group.get("names", ()) if name not in parameters]
+            if missing:
+                raise ConfigError(
+                    f"run.resumable: a group that was added to {self._name} has parameters of no model that was handed "
+                    f"over: {listing(missing, 3)}"
+                )
+            if "names" in group:  # not in checkpoints of older versions
+                self.optimizer.add_param_group({"params": [parameters[name] for name in group["names"]]})
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
@@ -82,9 +109,9 @@ class OptimizerSlots:
                 f"parameters, and here is {kind} with {sizes}"
             )
         for group, saved_group in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in plain_state.decode(saved_group["settings"], []).items():
+            for key, value in plain_state.decode(saved_group["settings"], self._filled[self._at]).items():
                 if isinstance(group.get(key), Tensor):  # a learning rate of a captured graph, read in place
-                    group[key].fill_(value)
+                    group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
 

@@ -37,7 +37,6 @@ from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session, open_session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.train.accumulation import Accumulation
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.gpu_settings import apply_gpu_settings
@@ -196,7 +195,7 @@ class TrainingRun(OwnSteps):
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._state = OwnState(objects, self._session, self._window)
-        self._accumulation = Accumulation(self._state.optimizers)
+        self._accumulation = self._state.accumulation
         # A resume is refused where any of this has changed.
         identity: dict[str, Json] = {"kind": OWN_LOOP}
         if self._loader is not None:

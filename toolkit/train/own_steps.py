@@ -49,6 +49,7 @@ class OwnSteps:
         self._total: int | None = None
         self._in_step = False
         self._accumulation = Accumulation(())
+        self._is_checked = False  #: that all can be saved; see :meth:`_check_once`
         self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._save_asked = False
@@ -91,8 +92,9 @@ class OwnSteps:
             if life.step % self.config.train.log_every == 0 or life.step == self._total:
                 self._write()
             self._save_asked |= self._checkpoints.saver.is_due(life.step)
-        if self._accumulation.is_open() or not may_save:
+        if self._accumulation.is_open or not may_save:
             return
+        self._check_once()
         is_due, self._save_asked = self._save_asked, False
         life.save_or_copy(is_due)
         self._boundary()
@@ -102,9 +104,16 @@ class OwnSteps:
         if self._in_step and self._life is not None:
             self._in_step = False
             self._batch += 1
+            self._accumulation.end_step()
             if self._trace is not None and self._state is not None:
                 self._trace.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
             self._life.step_done(self._samples, self._wait_s)
+
+    def _check_once(self) -> None:
+        """Check after an attempt's first step what a save needs. The first save may be due after half an hour."""
+        if not self._is_checked and self._state is not None:
+            self._is_checked = True
+            self._state.check()
 
     def _boundary(self) -> None:
         assert self._life is not None

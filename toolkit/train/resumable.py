@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.tensors import to_bytes
+from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
+from toolkit.checkpoint.tensors import check_plain, to_bytes
 from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
@@ -27,11 +28,13 @@ from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
+from toolkit.train.accumulation import Accumulation
 from toolkit.train.frozen import Frozen
+from toolkit.train.log_window import gather_json
 from toolkit.train.optimizer_slots import OptimizerSlots
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
 
-MODEL, AVERAGE, OTHERS, BUFFERS = "model", "ema", "state", "update/buffers"
+MODEL, AVERAGE, OTHERS, BUFFERS, GRADIENTS = "model", "ema", "state", "update/buffers", "gradients"
 
 
 @runtime_checkable
@@ -66,6 +69,8 @@ class Resumables:
         optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()
         self._optimizers = {name: OptimizerSlots(name, each, names) for name, each in optimizers.items()}
+        self.accumulation = Accumulation(self.optimizers)
+        self._filled_gradients: dict[Tensor, Tensor] = {}  #: by parameter
         owners: dict[Tensor, str] = {}
         for name, slots in self._optimizers.items():
             for parameter in slots.parameters():
@@ -116,6 +121,7 @@ class Resumables:
         entries |= self._frozen.entries()
         for slots in self._optimizers.values():
             entries |= slots.entries()
+        entries |= self._gradients()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
         parts = {name: other.take_apart() for name, other in self._others.items()}
         are_equal: list[bool] = []
@@ -131,6 +137,50 @@ class Resumables:
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
             entries |= plain_state.entries_of(at, kind, value, tensors)
+        return entries
+
+    def check(self) -> None:
+        """Raise now what the next save would: for a state of other types, and replicas that differ. A collective."""
+        state = Resumables.state(self)
+        for name, each in state.items():
+            if isinstance(each.value, Tensor):
+                check_plain(name, each.value)
+        sums = ReplicaSums(state)
+        digests = gather_rows(torch.tensor([sums.digest()], dtype=torch.int64, device=self._device)).flatten().tolist()
+        if len(set(digests)) > 1:
+            by_rank = gather_json(dict(sums.sums()), self._device)
+            for rank, theirs in enumerate(by_rank):
+                refuse_differing(by_rank[0], theirs, rank)
+
+    def _gradients(self) -> dict[str, Entry]:
+        """Return the gradients of optimizers that made no step in the loop's last one while another did.
+
+        They may be the sum of several batches. Replicas may have added up other ones than their peers; of these the
+        mean counts.
+        """
+        entries: dict[str, Entry] = {}
+        names = self._parameters()
+        for slots in self._optimizers.values():
+            if self.accumulation.may_hold_gradients(slots.optimizer):
+                for parameter in slots.parameters():
+                    if parameter.grad is not None:
+                        entries |= self._gradient(names[parameter], parameter.grad)
+        return entries
+
+    def _gradient(self, name: str, gradient: Tensor) -> dict[str, Entry]:
+        at = _gradient_of(name, gradient, self._rank)
+        return {at: entry(gradient) if isinstance(gradient, DTensor) else PerRank(gradient, averages=True)}
+
+    def _places_of_gradients(self, manifest: Manifest) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        self._filled_gradients = {}
+        rank = self._rank if manifest.world_size == self._world_size else 0  # on other ranks, the mean of all
+        for parameter, name in self._parameters().items():
+            record = manifest.tensors.get(_gradient_of(name, parameter, rank))
+            if record is not None:
+                gradient = torch.zeros_like(parameter, dtype=getattr(torch, record.dtype), requires_grad=False)
+                self._filled_gradients[parameter] = gradient
+                entries |= self._gradient(name, gradient)
         return entries
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Entry]:
@@ -175,6 +225,7 @@ class Resumables:
         entries |= {f"{self._own_place}{name}": PerRank(buffer) for name, buffer in self._filled_buffers.items()}
         for slots in self._optimizers.values():
             entries |= slots.places(manifest)
+        entries |= self._places_of_gradients(manifest)
         for name, other in self._others.items():
             # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
@@ -199,6 +250,8 @@ class Resumables:
             extra.loaded(values)
         for slots in self._optimizers.values():
             slots.loaded(values)
+        for parameter, gradient in self._filled_gradients.items():
+            parameter.grad = gradient
         for name, other in self._others.items():
             own = _place(name, self._rank)
             other.put_together(values[own] if own in values else values[_place(name)])
@@ -285,6 +338,11 @@ def _are_equal(one: nn.Module, other: nn.Module) -> bool:
 
 def _place(name: str, rank: int | None = None) -> str:
     return f"{OTHERS}/{name}" if rank is None else f"{OTHERS}/{name}/rank{rank}"
+
+
+def _gradient_of(name: str, tensor: Tensor, rank: int) -> str:
+    """Return a gradient's name in a checkpoint; ``tensor`` is the gradient or its parameter."""
+    return f"{GRADIENTS}/{name}" if isinstance(tensor, DTensor) else f"{GRADIENTS}/rank{rank}/{name}"
 
 
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
