@@ -44,6 +44,8 @@ FILES = "file/"
 _HEAD = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "manifest":\n')
 _TAIL = b"\n}\n"
 _FILE_NAME = re.compile(r"rank-\d{5,}\.(bin|safetensors)|(?!\.{1,2}/)[^/\0]+(/(?!\.{1,2}(/|$))[^/\0]+)+")
+#: torch's names, with the bits of an element: bool, int4, bfloat16, float8_e4m3fn, bits2x4, ...
+_DTYPE = re.compile(r"bool|(?:bfloat|float|b?complex|q?u?int|bits)([1-8]|16|32|64|128)(?:_e\w+|x\d)?")
 _KINDS = ("replicated", "per_rank", "sharded")
 _CHUNK_BYTES = 1 << 24
 
@@ -204,17 +206,36 @@ def _parse(fields: Any) -> Manifest:
         raise ValueError(f"files of {dict(manifest.files)} bytes hold tensors of {ends} bytes")
     for name, record in manifest.tensors.items():
         check_cover(name, record)
+        if len(record.parts) > 1 and record.kind != "sharded":
+            raise ValueError(f"{name} is {record.kind} and in {len(record.parts)} parts")
+    both = manifest.tensors.keys() & manifest.values.keys()
+    strangers = [name for name, value in manifest.values.items() if value.rank >= manifest.world_size]
+    if both or strangers:
+        raise ValueError(f"{[*sorted(both), *strangers]}: a tensor and a value, or of a rank that there was not")
     return manifest
 
 
 def parse_tensor(record: Any) -> TensorRecord:
     """Return a checked `TensorRecord` from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
-    return TensorRecord(
+    tensor = TensorRecord(
         kind=_kind(record["kind"]),
         dtype=str(record["dtype"]),
         shape=_counts(record["shape"]),
         parts=parse_parts(record["parts"]),
     )
+    width = _width_of(tensor.dtype)
+    for part in tensor.parts:
+        if part.size_bytes != math.prod(part.shape) * width:
+            raise ValueError(f"{part.size_bytes} bytes are not the size of {part.shape} of {tensor.dtype}")
+    return tensor
+
+
+def _width_of(dtype: str) -> int:
+    """Return the bytes of an element. By its name, for readers without torch. Raises ValueError for no dtype."""
+    match = _DTYPE.fullmatch(dtype)
+    if match is None:
+        raise ValueError(f"{dtype!r} is no dtype of torch")
+    return max(1, int(match[1] or 8) // 8)  # elements of fewer than 8 bits have a byte each
 
 
 def parse_value(record: Any) -> ValueRecord:

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG
+from toolkit.data.generators import generators_in, origin_of, seed_generator
 from toolkit.data.permutation import GivenOrder, hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
@@ -154,6 +155,8 @@ class SampleReader(PartReader):
         self.dataset = dataset
         self.skips = skips
         self._order = order
+        # Kept beside the data set, so that one pickle for a worker holds both.
+        self._generators = [(each, origin_of(each)) for each in generators_in(dataset)]
         #: What is left to do with the data of a batch; None: nothing.
         self.finish = dataset.finish if collate is None and isinstance(dataset, UnfinishedSamples) else None
 
@@ -178,6 +181,8 @@ class SampleReader(PartReader):
             # Written before the load: if the worker is killed, this says what it was loading.
             self.current[:] = [chosen, position]
             seed_sample(self.seed, position)
+            for generator, origin in self._generators:
+                seed_generator(generator, hash64(origin, self.seed, position))
             try:
                 if self.finish is not None:
                     return self.dataset.unfinished(chosen)  # type: ignore[attr-defined]

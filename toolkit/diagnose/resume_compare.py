@@ -125,9 +125,12 @@ def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, A
                 names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
                 where = f" ({listing(sorted(names), 2)})"
             elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
-                columns = zip(mine[rank]["samples"], one, two, strict=False)
-                samples = [sample for sample, ours, theirs in columns if ours != theirs]
-                where = f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
+                # Another loader than ours gives the digests of a batch's tensors, and no samples.
+                samples = mine[rank]["samples"]
+                word, labels = ("samples", samples) if len(samples) == len(one) else ("tensors", range(len(one)))
+                columns = zip(labels, one, two, strict=True)
+                differing = [label for label, ours, theirs in columns if ours != theirs]
+                where = f" ({len(differing)} of {len(one)} {word}, the first of them {differing[0]})"
             elif kind == "loss":
                 where = f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
             elif kind == "lr":

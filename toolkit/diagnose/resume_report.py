@@ -86,6 +86,13 @@ def page(report: CheckReport) -> str:
             "that is before the resume: the training draws from something that follows no seed, or an operation"
         )
         lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
+    elif report.first is not None and report.first == report.resumed_from:
+        lines.append(
+            "that is the first step after the resume: it uses something that no checkpoint has, such as a batch drawn"
+        )
+        lines.append(
+            "  before the loop or by the step before (docs/loop.md), or a variable not handed to run.resumable"
+        )
     if report.worst_loss is not None:
         why = "models with batch statistics or dropout draw"
         more = "them for each rank, so that another number of ranks is another training (--tolerance)"

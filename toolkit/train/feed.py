@@ -8,14 +8,12 @@ Any other one is moved forward by reading the batches before the position.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-import torch
-
 from toolkit import logs
+from toolkit.data.generators import RandomGenerator, generators_in, origin_of, seed_generator
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
 from toolkit.train.seeds import reseed
@@ -80,15 +78,16 @@ class ForeignFeed:
         world_size: int,
         *,
         is_there: bool,
-        seeds: Mapping[torch.Generator, int] = MappingProxyType({}),
+        origins: dict[RandomGenerator, int] | None = None,
     ) -> None:
         """Wrap ``loader``; ``is_there``: a resume has restored its position by a state of its own.
 
-        ``seeds`` are those that generators had before a resume filled them.
+        ``origins`` are those that generators had before a resume filled them, or an earlier loader used them.
         """
         self._loader, self._seed = loader, seed
-        # The seed of each epoch is derived from a generator's initial seed.
-        self._generators = {each: seeds.get(each, each.initial_seed()) for each in _generators(loader)}
+        # The seed of each epoch is derived from what the script has given the generator.
+        origins = {} if origins is None else origins
+        self._origins = {each: origins.setdefault(each, origin_of(each)) for each in generators_in(loader)}
         size = getattr(loader, "batch_size", None)
         self.samples = size * world_size if isinstance(size, int) else 0
         self._is_there = is_there
@@ -137,13 +136,13 @@ class ForeignFeed:
     def _begun(self, number: int) -> Iterator[Any]:
         """Begin an epoch as it was begun the first time. A resume then gets the same order.
 
-        Loaders shuffle by the epoch's number, by a generator of their own, or by torch's: all three are set.
+        Loaders shuffle by the epoch's number, by generators of their own, or by torch's: all three are set.
         """
         for owner in (self._loader, *(getattr(self._loader, name, None) for name in _WITH_EPOCHS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number)
-        for generator, seed in self._generators.items():
-            generator.manual_seed(hash64(seed, number) >> 1)
+        for generator, origin in self._origins.items():
+            seed_generator(generator, hash64(origin, number))
         self._seed(-1 - number)
         end_workers(self._loader)
         return iter(self._loader)
@@ -174,14 +173,6 @@ def end_workers(loader: Any) -> None:
 
 #: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
 _WITH_EPOCHS = ("sampler", "batch_sampler", "dataset")
-
-
-def _generators(loader: Any) -> set[torch.Generator]:
-    """Return the DataLoader's own generators, by which it shuffles; accelerate gives it one."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    parts = [getattr(owner, name, None) for owner in owners for name in ("generator", "synchronized_generator")]
-    return {part for part in parts if isinstance(part, torch.Generator)}
 
 
 def seeder(seed: int, rank: int) -> Reseed:

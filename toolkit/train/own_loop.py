@@ -336,8 +336,8 @@ class TrainingRun(OwnSteps):
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
-            seeds = {} if self._state is None else self._state.seeds
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader), seeds=seeds)
+            origins = None if self._state is None else self._state.origins
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader), origins=origins)
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
         return feed

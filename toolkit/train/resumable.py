@@ -21,6 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
 from toolkit.checkpoint.tensors import check_plain, to_bytes
+from toolkit.data import generators
+from toolkit.data.generators import is_generator
 from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
@@ -81,8 +83,8 @@ class Resumables:
                     )
         self._frozen = Frozen(names, [value for value in objects.values() if isinstance(value, nn.Module)])
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
-        #: The seeds that the script gave its generators. A filled one has the seed of the epoch that was saved.
-        self.seeds = {g: g.initial_seed() for g in others.values() if isinstance(g, torch.Generator)}
+        #: What the script gave its generators. A filled one is at the epoch that was saved.
+        self.origins = {each: generators.origin_of(each) for each in others.values() if is_generator(each)}
         self._others = {name: _other(name, value) for name, value in others.items()}
         # A moving average is saved as a module; its count of updates is not among the averaged weights.
         for name, module in modules.items():
@@ -377,8 +379,8 @@ def _other(name: str, value: Any) -> Other:
     # An object with both methods restores itself; tensors, dictionaries and lists are filled in place.
     if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict)
-    if isinstance(value, torch.Generator):
-        return Other(name, value.get_state, value.set_state)
+    if is_generator(value):
+        return Other(name, partial(generators.state_of, value), partial(generators.set_state, value))
     if isinstance(value, Tensor):
         return Other(name, lambda: value, lambda saved: value.detach().copy_(saved))
     if isinstance(value, dict):

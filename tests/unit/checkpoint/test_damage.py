@@ -226,6 +226,32 @@ def test_ranges_that_lie_are_refused_before_memory_is_taken(
         checkpoints.verify(checkpoints.path(200))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float33"}, {"dtype": "float64"}, {"dtype": "bfloat16"}, {"shape": [2, 8], "kind": "per_rank"}],
+)
+def test_a_dtype_or_shape_that_cannot_be_is_refused_under_a_right_crc(
+    checkpoints: CheckpointFolder, change: dict[str, Any]
+) -> None:
+    def forge(fields: Any) -> None:
+        record = fields["tensors"]["model/weight"]
+        record.update(change)
+        if "shape" in change:
+            record["parts"][0]["shape"], record["parts"][0]["offsets"] = change["shape"], [0, 0]
+
+    rewrite(checkpoints.path(200), forge)
+    with pytest.raises(CorruptCheckpointError, match="is no manifest of format 2"):
+        checkpoints.verify(checkpoints.path(200))
+
+
+def test_a_name_of_a_tensor_and_a_value_or_a_rank_that_there_was_not_is_refused(checkpoints: CheckpointFolder) -> None:
+    for name, rank in (("model/weight", 0), ("stream/rank9", 9)):
+        record = {"kind": "per_rank", "rank": rank, "value": None}
+        rewrite(checkpoints.path(200), lambda fields, n=name, r=record: fields["values"].update({n: r}))
+        with pytest.raises(CorruptCheckpointError, match=name):
+            checkpoints.verify(checkpoints.path(200))
+
+
 def test_a_manifest_nested_too_deeply_is_damage_and_no_crash(checkpoints: CheckpointFolder) -> None:
     body = b"[" * 200_000
     (checkpoints.path(200) / manifests.NAME).write_bytes(manifests._frame(2, body))

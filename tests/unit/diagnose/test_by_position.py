@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.diagnose.resume_compare import _by_position
+from toolkit.diagnose.resume_compare import WitnessRecord, _at, _by_position
+from toolkit.diagnose.resume_report import CheckPlan
 from toolkit.ranks.batch import Batch
 from toolkit.train.trace import StepTrace
 
@@ -41,3 +42,21 @@ def test_a_batch_with_a_scalar_beside_its_rows_has_one_digest(tmp_path: Path) ->
         trace.take_batch(1, batch, [7, 8])
         digests.append(trace._line["inputs"])
     assert [len(each) for each in digests] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "ours", "theirs", "expected"),
+    [
+        ([], ["x", "y"], ["x", "z"], " (1 of 2 tensors, the first of them 1)"),
+        ([], ["x"], ["x", "z"], ""),
+        ([7, 8], ["packed"], ["other"], " (1 of 1 tensors, the first of them 0)"),
+        ([7, 8], ["a", "b"], ["a", "c"], " (1 of 2 samples, the first of them 8)"),
+    ],
+    ids=["another loader", "other numbers of tensors", "packed", "our loader"],
+)
+def test_inputs_that_differ_are_named_by_sample_or_tensor(
+    samples: list[int], ours: list[str], theirs: list[str], expected: str
+) -> None:
+    """Before, batches of a DataLoader ended the comparison with an IndexError exactly where they differed."""
+    mine, other = (WitnessRecord({3: {0: {"samples": samples, "inputs": each}}}, []) for each in (ours, theirs))
+    assert _at(3, mine, other, CheckPlan(), exact=True) == {"inputs": f"rank 0{expected}"}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
@@ -42,6 +46,94 @@ def test_workers_that_persist_draw_in_each_epoch_what_new_ones_draw() -> None:
     resumed = feed_of_workers()
     last = EPOCHS - 1
     assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
+
+
+NUMBERS = np.random.default_rng(4)
+
+
+class Own(Dataset[torch.Tensor]):
+    """Draws from generators of its own, and of its module."""
+
+    def __init__(self, kind: Callable[[], Any]) -> None:
+        self.transforms = [SimpleNamespace(inside={"generator": kind()})]
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, float(self.transforms[0].inside["generator"].random()), NUMBERS.random()])
+
+
+class Shuffled(Sampler[int]):
+    """A sampler that shuffles by a generator of its own, and never begins it anew."""
+
+    def __init__(self) -> None:
+        self.order = random.Random(7)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.sample(range(2 * BATCHES), 2 * BATCHES))
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+
+def collator() -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    drawing = np.random.default_rng(3)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + drawing.standard_normal()
+
+    return collate
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: random.Random(5),
+        lambda: np.random.default_rng(5),
+        lambda: np.random.Generator(np.random.MT19937(5)),
+        lambda: np.random.RandomState(5),
+    ],
+    ids=["random", "numpy", "twister", "legacy"],
+)
+def test_generators_of_a_sampler_and_a_data_set_are_brought_to_their_place(
+    kind: Callable[[], Any], has_workers: bool
+) -> None:
+    def loader() -> DataLoader[torch.Tensor]:
+        return DataLoader(Own(kind), 2, sampler=Shuffled(), collate_fn=collator(), num_workers=int(has_workers))
+
+    global NUMBERS
+    NUMBERS = np.random.default_rng(4)
+    whole = ForeignFeed(loader(), seeder(3, 0), 1, is_there=False)
+    epochs = [torch.stack([*whole.epoch(number, 0, number * BATCHES)]) for number in range(EPOCHS)]
+    assert not torch.equal(epochs[0][:, :, 0], epochs[1][:, :, 0])
+    NUMBERS = np.random.default_rng(4)
+    resumed = ForeignFeed(loader(), seeder(3, 0), 1, is_there=False)
+    last = EPOCHS - 1
+    assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
+
+
+def test_a_loader_made_anew_for_each_epoch_keeps_the_origin_of_its_generators() -> None:
+    def epoch(own: Own, origins: dict[Any, int], number: int) -> torch.Tensor:
+        feed = ForeignFeed(DataLoader(own, 2), seeder(3, 0), 1, is_there=False, origins=origins)
+        return torch.stack([*feed.epoch(number, 0, number * BATCHES)])
+
+    kept, origins = Own(lambda: random.Random(5)), dict[Any, int]()
+    second = [epoch(kept, origins, number) for number in range(2)][1]
+    assert torch.equal(second, epoch(Own(lambda: random.Random(5)), {NUMBERS: origins[NUMBERS]}, 1))
+
+
+def test_our_loader_seeds_a_data_sets_own_generator_for_each_sample() -> None:
+    def loader() -> Loader:
+        return Loader(Own(lambda: np.random.default_rng(5)), global_batch_size=2, seed=3, share=Share(0, 1))
+
+    first, again = loader(), loader()
+    [first.at(step) for step in range(3)]
+    batch, expected = again.at(3), first.at(3)
+    assert batch is not None
+    assert expected is not None
+    assert torch.equal(batch.data[:, :2], expected.data[:, :2])
 
 
 def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there() -> None:

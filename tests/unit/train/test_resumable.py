@@ -265,7 +265,7 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
     loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
     assert loaded is not None
     second.loaded(loaded.values)
-    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False, seeds=second.seeds)
+    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False, origins=second.origins)
     assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]
 
 
