@@ -52,7 +52,7 @@ def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
             sweeps.append(sweep.path)
             points = sweep_folder.newest(sweep.arrays(), [])
             runs += [run for point, _, _ in points.values() if (run := sweep.run_of(point)).config.exists()]
-    return list(dict.fromkeys(runs)), sweeps
+    return runs, sweeps
 
 
 def is_asked(args: Namespace) -> bool:

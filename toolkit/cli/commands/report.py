@@ -26,7 +26,7 @@ def run(args: Namespace) -> None:
     from toolkit.cli import selection, show
     from toolkit.cli.report import browser, facts, page
 
-    runs, _ = selection.named(args.run)
+    runs, _ = selection.named(list(dict.fromkeys(args.run)))
     other = rundir.find(args.compare) if args.compare else None
     if args.json and (args.png or args.to):
         raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")

@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
     from toolkit import logs
     from toolkit.cli import selection, sync
 
-    runs, _ = selection.named(args.run)
+    runs, _ = selection.named(list(dict.fromkeys(args.run)))
     if args.tracker == "csv":
         if args.project or args.all or (args.follow and not args.to):
             raise RequestError("toolkit sync csv writes all points: leave out --project and --all; --follow needs --to")
