@@ -11,7 +11,7 @@ _FRAME = re.compile(
     r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+), in (?P<function>[^\n]+)'
 )
 #: Frames of libraries and of Python itself say less than the caller's own. So do those of the toolkit.
-_LIBRARY = re.compile(r"(?:site|dist)-packages/([\w.-]+)|/lib/python3[\w.]*/()|^<()")
+_LIBRARY = re.compile(r".*(?:site|dist)-packages/([\w.-]+)|.*/lib/python3[\w.]*/()|<()")
 _PACKAGE = f"{Path(__file__).parent}/"
 #: The copy of the sources in a run's folder. What follows is the path in the user's project.
 _COPY = re.compile(r".*/\d{8}-\d{6}-[0-9a-f]{8}/\.?code/")
@@ -37,7 +37,7 @@ class Frame:
 
 def _frame(match: re.Match[str]) -> Frame:
     file = match["file"]
-    found = _LIBRARY.search(file)
+    found = _LIBRARY.match(file)
     library = None
     if file.startswith(_PACKAGE):
         library = "toolkit"

@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from toolkit.errors import RequestError
-from toolkit.why.diagnosis import cause_of_text, last_lines, tail_of_file, tail_of_stream
+from toolkit.why.diagnosis import cause_or_exception, last_lines, tail_of_file, tail_of_stream
 
 #: The number of a log's last lines that are shown where the cause is not known.
 LAST_LINES = 12
@@ -28,7 +28,7 @@ def of_log(path: str) -> dict[str, Any]:
         tail = tail_of_stream(sys.stdin.buffer) if path == STDIN else tail_of_file(Path(path))
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    found = cause_of_text(tail)
+    found = cause_or_exception(tail)
     return {
         "log": path,
         "diagnosis": found and found.to_json(),
@@ -50,7 +50,7 @@ def lines(diagnosis: dict[str, Any]) -> list[str]:
     source = ", ".join(filter(None, [" on ".join(filter(None, [ranks, host])), where]))
     return [
         *wrapped("cause: ", f"{diagnosis['cause']} ({diagnosis['rule']})"),
-        *wrapped("  seen: ", diagnosis["line"]),
+        *(wrapped("  seen: ", diagnosis["line"]) if diagnosis["line"] != diagnosis["cause"] else []),
         *(wrapped("  from: ", source) if source else []),
         *wrapped("  do: ", diagnosis["next"]),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import tracebacks
 from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.cli import cause, slow
 from toolkit.cli.show import given_words, loss_remark, status_rows, table
@@ -18,7 +19,7 @@ from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.why.runs import cause_of
 
-#: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
+#: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
 
 #: What to do next, by the run's state.
@@ -162,7 +163,7 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     known = failure["host"] or "a rank that nobody knows"
     who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
     lines = cause.wrapped("first failure: ", f"{who}, attempt {failure['attempt']}: {failure['how']}")
-    lines += [f"  {line}" for line in failure["traceback"].rstrip().split("\n")[-TRACEBACK_LINES:] if line]
+    lines += [f"  {line}" for line in tracebacks.folded(failure["traceback"])[-TRACEBACK_LINES:] if line]
     if failure["others"]:
         lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")
     return [*lines, f"  log: {failure['log']}", ""]

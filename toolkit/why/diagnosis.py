@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from toolkit import tracebacks
-from toolkit.why.rules import Rule, Tier, all_rules, rule
+from toolkit.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
 
 #: The bytes that are read of a log, from its end.
 TAIL_BYTES = 256 << 10
@@ -102,6 +102,34 @@ def cause_of_text(text: str) -> Diagnosis | None:
     return diagnosis_by(found, line, int(rank) if rank else None, of_host, _frame(plain, at))
 
 
+_TRACEBACK = re.compile(r"(?m)^[ \t]*Traceback \(most recent call last\):")
+#: What ends a traceback: the exception, and its text.
+_EXCEPTION = re.compile(r"(?m)^(?:\w+\.)*[A-Z]\w*(?:: [^\n]*)?$")
+_CHAIN = re.compile(r"\s*(?:During handling of the above exception|The above exception was the direct cause)")
+
+
+def cause_or_exception(text: str) -> Diagnosis | None:
+    """Return what ended the job whose log ends with ``text``: by a rule, or else the exception's own text.
+
+    That is the first exception of the program's own: no rule calls it a consequence, and few steps follow it.
+    """
+    found = cause_of_text(text)
+    if found is not None and not found.is_consequence:
+        return found
+    plain = _LABELS.sub("", _clean(text))
+    for head in _TRACEBACK.finditer(plain):
+        match = _EXCEPTION.search(plain, head.end())
+        if match is None:
+            break
+        is_over = len(_PROGRESS.findall(plain, match.end())) < STEPS_AFTER
+        # Of a chain the last one counts: it left the program.
+        if is_over and not _CHAIN.match(plain, match.end()) and cause_of_text(match[0]) is None:
+            where = tracebacks.place(plain[head.start() : match.start()])
+            own = diagnosis_by(EXCEPTION, match[0][:SHOWN], where=where)
+            return replace(own, cause=own.line)
+    return found
+
+
 def diagnosis_by(
     rule: Rule, line: str, rank: int | None = None, host: str | None = None, where: str | None = None
 ) -> Diagnosis:
@@ -110,8 +138,8 @@ def diagnosis_by(
 
 
 def cause_of_file(path: Path) -> Diagnosis | None:
-    """Return what ended the job that wrote this log. Raises OSError if it cannot be read."""
-    found = cause_of_text(tail_of_file(path))
+    """Return what ended the job that wrote this log, as :func:`cause_or_exception` does. Raises OSError."""
+    found = cause_or_exception(tail_of_file(path))
     return found and replace(found, log=str(path))
 
 

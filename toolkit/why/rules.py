@@ -59,7 +59,17 @@ def all_rules() -> tuple[Rule, ...]:
     )
 
 
+#: An exception that no rule of the files fits. Its own text is the cause.
+EXCEPTION = Rule(
+    "py.exception",
+    Tier.BROAD,
+    (),
+    "The program ended with an exception of its own.",
+    "Mend the program at the line that `from:` names.",
+)
+
+
 @cache
 def rule(rule_id: str) -> Rule:
     """Return the rule of an id. Raises KeyError if there is none."""
-    return {rule.id: rule for rule in all_rules()}[rule_id]
+    return {rule.id: rule for rule in (*all_rules(), EXCEPTION)}[rule_id]

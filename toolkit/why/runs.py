@@ -14,7 +14,7 @@ from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, RankFailure
 from toolkit.run_files import AttemptRecord, RunState
 from toolkit.rundir import RunDir
-from toolkit.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, diagnosis_by
+from toolkit.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by
 from toolkit.why.rules import Tier, rule
 
 #: The number of ranks besides the first failing one whose reports are read, those that failed earliest.
@@ -39,7 +39,7 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     None if that is not known, and for a run that has not failed. A damaged run folder is read as far as possible.
     """
     if isinstance(what, str):
-        return cause_of_text(what)
+        return cause_or_exception(what)
     damage: list[str] = []
     result = what.result(damage)
     if result is not None and result.state is RunState.COMPLETED:
@@ -94,7 +94,7 @@ def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:
 def _by_ranks(run: RunDir, attempt: int, reports: Iterable[RankFailure]) -> Iterator[Diagnosis]:
     """Yield the causes that the ranks' reports show. Where a report is no clear error, read the rank's log, too."""
     for report in reports:
-        found = cause_of_text(report.traceback or report.how)
+        found = cause_or_exception(report.traceback or report.how)
         host = None if report.host == "?" else report.host
         if found is not None:
             yield replace(found, rank=report.rank, host=host)

@@ -242,6 +242,22 @@ def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
     assert document(run, capsys)["attempts"][0]["loss"] is None
 
 
+def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    crashed(run)
+    lines = page(run, capsys)
+    assert "cause: ValueError: boom 2 (py.exception)" in lines
+    assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
+    assert not [line for line in lines if line.startswith("  seen:")]
+    # A script whose ranks leave no report is known by its log.
+    text = (run.error_file(2, 2)).read_text()
+    for path in run.attempt_logs(2).glob("error-*.json"):
+        path.unlink()
+    run.rank_log(2, 2).write_text(f"step 1\n{json.loads(text)['traceback']}")
+    lines = page(run, capsys)
+    assert "cause: ValueError: boom 2 (py.exception)" in lines
+    assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
+
+
 # -------------------------------------------------------------------------------------------------- the cause by rules
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -1,0 +1,119 @@
+"""A traceback shows the user's own lines, whatever it is buried in."""
+
+from __future__ import annotations
+
+import runpy
+import traceback
+from pathlib import Path
+
+import pytest
+
+from toolkit import tracebacks
+from toolkit.why.diagnosis import cause_or_exception
+
+#: A model whose layers do not fit; its file is in a run's copy of the sources.
+MODEL = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(5, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def train():
+    Net()(torch.zeros(3, 8))
+
+train()
+"""
+
+
+@pytest.fixture
+def shape_error(tmp_path: Path) -> str:
+    """Return torch's own traceback of a shape error, as Python writes it."""
+    path = tmp_path / "runs/net/20261127-120000-0123abcd/code/models/net.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(MODEL)
+    with pytest.raises(RuntimeError) as caught:
+        runpy.run_path(str(path))
+    # Without the frames of this test, which are a user's, too.
+    last = caught.value.__traceback__
+    while last is not None and last.tb_frame.f_code.co_filename != str(path):
+        last = last.tb_next
+    return "".join(traceback.format_exception(caught.value.with_traceback(last)))
+
+
+def test_of_a_shape_error_the_users_lines_are_shown_and_torchs_are_one(shape_error: str) -> None:
+    assert len(shape_error.splitlines()) > 25
+    lines = tracebacks.folded(shape_error)
+    text = "\n".join(lines)
+    assert lines[0] == "Traceback (most recent call last):"
+    for line in ("    train()", "    Net()(torch.zeros(3, 8))", "    return self.layers(x)"):
+        assert line in lines
+    assert '  File "models/net.py", line 10, in forward' in lines
+    assert lines[-1].startswith("RuntimeError: ")
+    assert "mat1 and mat2 shapes cannot be multiplied" in lines[-1]
+    assert not [line for line in lines if line.strip() and not line.strip(" ^~")]
+    assert sum(" of torch, to " in line for line in lines) == 2
+    assert "of torch, to linear.py:" in lines[-2]
+    assert "site-packages" not in text
+    assert len(lines) == 10
+    assert tracebacks.place(shape_error) == "models/net.py:10 in forward"
+
+
+def test_a_traceback_without_the_users_lines_is_whole() -> None:
+    frame = 'File "/v/lib/python3.11/site-packages/torch/x.py", line 3, in f'
+    text = f"Traceback (most recent call last):\n  {frame}\n    f()\n    ^^^\nE\n"
+    assert tracebacks.folded(text) == [line for line in text.splitlines() if "^" not in line]
+    assert tracebacks.place(text) == "x.py:3 in f"
+
+
+def test_chains_groups_repeats_and_other_text_are_kept() -> None:
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/p/a.py", line 1, in f\n    f()\n    ~^^\n  [Previous line repeated 990 more times]\n'
+        "KeyError: 'x'\n\nThe above exception was the direct cause of the following exception:\n\n"
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "/p/b.py", line 2, in g\n  | ValueError: two\n    lines\n'
+    )
+    lines = tracebacks.folded(text)
+    assert lines == [line for line in text.rstrip().splitlines() if "~^^" not in line]
+    assert tracebacks.folded("no traceback") == ["no traceback"]
+    assert tracebacks.folded("") == [""]
+    assert tracebacks.place("") is None
+
+
+def test_a_plain_error_is_its_own_cause_with_its_line() -> None:
+    log = (
+        "step 1 loss 2.0\nTraceback (most recent call last):\n"
+        '  File "/home/ann/train.py", line 7, in <module>\n    main()\n    ^^^^^^\n'
+        '  File "/home/ann/train.py", line 4, in main\n    raise ValueError("width must be even")\n'
+        "ValueError: width must be even\n"
+    )
+    found = cause_or_exception(log)
+    assert found is not None
+    assert (found.cause, found.where, found.rule) == (
+        "ValueError: width must be even",
+        "train.py:4 in main",
+        "py.exception",
+    )
+    # A peer's end, which other ranks report, is no cause; nor is an error that the training went on after.
+    peers = "[rank1]: RuntimeError: Connection closed by peer [10.0.0.1]:3\n"
+    assert getattr(cause_or_exception(peers + log), "cause", None) == found.cause
+    handled = log + "".join(f"step {number} loss 2.0\n" for number in range(9))
+    assert cause_or_exception(handled) is None
+    # Of a chain it is the last one, as the program has put it.
+    first = log.replace("width must be even", "inner")
+    chained = (
+        f"{first}\nDuring handling of the above exception, another exception occurred:\n\n{log.partition(chr(10))[2]}"
+    )
+    assert getattr(cause_or_exception(chained), "cause", None) == found.cause
+    assert cause_or_exception("usage: x\nerror: no such file\n") is None
+
+
+def test_a_rule_that_knows_more_comes_before_the_exceptions_text() -> None:
+    log = "Traceback (most recent call last):\n  File \"/a/train.py\", line 7, in f\n    g()\nKeyError: 'labels'\n"
+    assert getattr(cause_or_exception(log), "rule", None) == "py.key"
