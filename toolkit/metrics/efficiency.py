@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from toolkit.durations import in_units
 from toolkit.fsio import size_text
-from toolkit.run_files import Efficiency, JobUsage, RunUsage
+from toolkit.run_files import AttemptRecord, Efficiency, JobUsage, RunUsage
 from toolkit.rundir import RunDir
 
 #: Margins of the next request.
@@ -35,14 +35,17 @@ _SUMS = (
 _MAXIMA = ("most_cpus", "most_gpus", "most_gpu_bytes")
 
 
-def of_usage(run: RunUsage, *, has_completed: bool) -> Efficiency | None:
-    """Return the efficiency of a run; None where nothing was measured."""
+def of_usage(run: RunUsage, *, has_completed: bool, has_trained: bool = True) -> Efficiency | None:
+    """Return the efficiency of a run; None where nothing was measured.
+
+    Only what a run used that ``has_trained`` says how much is enough, see :func:`has_trained`.
+    """
     if not run.jobs:
         return None
     total = together(run.jobs)
     longest_s = max(job.wall_s for job in run.jobs) if has_completed else None
     sbatch = None
-    if total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
+    if has_trained and total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
         sbatch = sbatch_line(total, longest_s)
     price = run.price
     if price is None or not (price.cpu_hour or price.gpu_hour):
@@ -57,7 +60,18 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> Efficiency | None:
     result = run.result(damage)
     if result is not None and result.efficiency is not None:
         return result.efficiency
-    return of_usage(run.usage(damage), has_completed=False)
+    attempts, at = run.attempts(damage), run.status(damage).progress
+    is_training = (at.step or 0) > (at.step_start or 0)
+    return of_usage(run.usage(damage), has_completed=False, has_trained=is_training or has_trained(attempts))
+
+
+def has_trained(attempts: Sequence[AttemptRecord]) -> bool:
+    """True if an attempt made a step, and the last one did not end for lack of memory.
+
+    What a run used that died while it started, or that needed more than it was given, is not enough for the next one.
+    """
+    made_a_step = any((line.step_end or 0) > (line.step_start or 0) for line in attempts)
+    return made_a_step and attempts[-1].cause != "out_of_memory"
 
 
 def together(jobs: Sequence[JobUsage]) -> JobUsage:

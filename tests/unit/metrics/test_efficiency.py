@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.cli.test_why import attempt
+from toolkit import rundir
 from toolkit.metrics import efficiency
 from toolkit.run_files import JobUsage, PriceRecord, RunUsage
 
@@ -149,3 +152,26 @@ def test_what_is_used_now_is_a_line_and_curves() -> None:
     assert "usage/gpus_busy" not in efficiency.scalars(JOB)
     assert efficiency.remark(None) == ""
     assert efficiency.scalars(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("steps", "cause", "tells"),
+    [
+        ([(0, 40)], "crashed", True),
+        ([(0, 40), (40, None)], "crashed", True),
+        ([(0, None)], "crashed", False),
+        ([(40, 40)], "timeout", False),
+        ([(0, 40)], "out_of_memory", False),
+        ([], "", False),
+    ],
+)
+def test_only_a_run_that_trained_tells_what_is_enough(
+    tmp_path: Path, steps: list[tuple[int, int | None]], cause: str, tells: bool
+) -> None:
+    run = rundir.create("digits", tmp_path)
+    for number, (start, end) in enumerate(steps, 1):
+        run.add_attempt(attempt(number, cause, "give_up", step_start=start, step_end=end))
+    run.write_usage(RunUsage(jobs=(JOB,)))
+    found = efficiency.of_files(run)
+    assert found is not None
+    assert (found.sbatch is not None) is tells

@@ -181,7 +181,9 @@ class Journal:
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
             more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
-        used = efficiency.of_usage(self._run.usage(), has_completed=state is RunState.COMPLETED)
+        is_done = state is RunState.COMPLETED
+        trained = is_done or efficiency.has_trained(lines)
+        used = efficiency.of_usage(self._run.usage(), has_completed=is_done, has_trained=trained)
         if used is not None:
             more["efficiency"] = used
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
