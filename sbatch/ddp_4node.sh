@@ -18,6 +18,7 @@
 #SBATCH --requeue
 
 set -euo pipefail
+trap '' HUP INT TERM USR1 USR2  # a stop that comes before toolkit has started must not end the job without a result
 
 # Slurm runs a spooled copy of this script, so its own path says nothing: the project is the folder that sbatch was
 # called in, or TOOLKIT_HOME.

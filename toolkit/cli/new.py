@@ -44,6 +44,7 @@ SBATCH = """#!/bin/bash
 #SBATCH --requeue
 set -euo pipefail
 cd "${{SLURM_SUBMIT_DIR:-$PWD}}"
+trap '' HUP INT TERM USR1 USR2  # a stop that comes before toolkit has started must not end the job without a result
 # Load your environment here: module load python; source .venv/bin/activate
 exec toolkit {within}
 """

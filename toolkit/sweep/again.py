@@ -77,8 +77,8 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
             answers = slurm.show_jobs(all_jobs)
         for each in waiting:
             running = [job for job in jobs.get(each.point.id, []) if _is_running(answers[job])]
-            if running and each.run.config.exists():
-                stop_request.ask(each.run, Intent.STOP)
+            if running:  # perhaps so recently that it has not made its run yet
+                stop_request.ask(sweep.make_run(each.point, time.time()), Intent.STOP)
             signalled += running
         if signalled:
             slurm.signal_batch(signalled, "USR1")

@@ -50,10 +50,12 @@ GOLDEN = """\
 #SBATCH --time=60
 
 # setup
+trap '' HUP INT TERM USR1 USR2
 module load cuda
 export PYTHONPATH='/r u n/code'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 export TOOLKIT_RUNS=/
+export TOOLKIT_UMASK=027
 export TOOLKIT_SUBMISSION=TOKEN
 
 # command
@@ -76,6 +78,7 @@ def full_config() -> JobConfig:
 
 def test_every_cluster_key_reaches_the_sbatch_script() -> None:
     run = RunDir(Path("/r u n"))
+    os.umask(0o027)
     assert sbatch_script(full_config(), run) == GOLDEN.replace("{python}", shlex.quote(sys.executable))
 
 

@@ -137,9 +137,9 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.
     assert again.stop(sent.sweep, earlier, slurm) == (3, 0)
     # Neither is done: both are asked to end, and the run's result is its supervisor's to write.
     assert slurm.sent == [Sent(f"{sent.jobs[0]}_{index}", "USR1", batch=True) for index in (0, 1)]
-    array = sent.sweep.arrays()[0]
-    run = sent.sweep.run_of(array.points()[0])
-    assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
+    begun, starting = [sent.sweep.run_of(point) for point in sent.sweep.arrays()[0].points()[:2]]
+    for run in (starting, begun):
+        assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
     # An earlier version has written such results. Its job has the run still.
     write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
     monkeypatch.setattr(handle, "Slurm", lambda: slurm)

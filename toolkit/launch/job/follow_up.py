@@ -60,6 +60,11 @@ _NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
 log = logs.get(__name__)
 
 
+#: A line of a batch script. Without it a signal that comes before the supervisor has its handlers ends the job without
+#: a result. The supervisor learns from the request's file, or from Slurm's row of the job, what it was about.
+IGNORE_SIGNALS = "trap '' HUP INT TERM USR1 USR2"
+
+
 # ------------------------------------------------------------------------------------------------------- submitting
 
 
@@ -94,7 +99,7 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
     # Set the variables that the submission set for the first job.
     variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    script = "\n".join(["#!/bin/bash", *exports, command(run), ""])
+    script = "\n".join(["#!/bin/bash", IGNORE_SIGNALS, *exports, command(run), ""])
     return submit(run, slurm, script, [row.job_id, *waiting], options_of_job(os.environ, row, run))
 
 

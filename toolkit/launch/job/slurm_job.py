@@ -90,6 +90,10 @@ class SlurmJob:
             return JobFate.ABSENT
         return fate_of_row(self.show(wait_s), self._allocation.restart_count)
 
+    def is_ending(self) -> bool:
+        """True if Slurm was ending this start of the job at the last look."""
+        return self.slurm is not None and not fate_of_row(self.row, self._allocation.restart_count).is_left_alone
+
     def is_being_ended(self) -> bool:
         """True if Slurm reports that it ends this start of the job."""
         row = self.show()

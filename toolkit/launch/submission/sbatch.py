@@ -68,7 +68,8 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
-        "setup": [*cluster.setup, *exports],  # ours last: `module load` may set PYTHONPATH
+        # Ours come last: `module load` may set PYTHONPATH.
+        "setup": [follow_up.IGNORE_SIGNALS, *cluster.setup, *exports],
     }
     others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
     if may_lose_nodes(config, nodes):

@@ -99,6 +99,8 @@ class Supervisor:
     def _start(self, earlier_death: str | None) -> Verdict | None:
         """Start anew; return None for a run that a user has ended."""
         self._context.job.look()
+        if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
+            self._events.put(Signalled(signal.SIGTERM))
         left_over.close(self._context, earlier_death)
         self._journal.announce()
         ended = wait_for_other_runs(self._context)
