@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -26,6 +27,10 @@ _log = logging.getLogger("toolkit.fsio")
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
+
+
+#: Names the umask that the user's processes had before :func:`keep_private`.
+UMASK_VARIABLE = "TOOLKIT_UMASK"
 
 
 def make_dir(path: Path, parents: int | None = None) -> Path:
@@ -81,6 +86,27 @@ def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     os.fchmod(fd, mode)
     return fd
+
+
+def keep_private() -> None:
+    """Have files that this process makes be its user's alone. Keep the user's own umask for :func:`restore_umask`."""
+    os.environ[UMASK_VARIABLE] = users_umask()
+    os.umask(0o077)
+
+
+def users_umask() -> str:
+    """Return the umask that the user's own processes have, in octal digits."""
+    text = os.environ.get(UMASK_VARIABLE, "")
+    if not re.fullmatch("[0-7]{3}", text):
+        umask = os.umask(0o077)
+        os.umask(umask)
+        text = f"{umask:03o}"
+    return text
+
+
+def restore_umask() -> None:
+    """Take the user's own umask again: what a script of theirs writes may be for their group."""
+    os.umask(int(users_umask(), 8))
 
 
 def try_lock(path: Path) -> int | None:

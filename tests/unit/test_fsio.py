@@ -287,3 +287,15 @@ def test_each_write_is_on_the_disk_before_and_after_its_rename(tmp_path: Path) -
     assert seen == [("fsync", "folder"), ("rename", "folder"), ("fsync", tmp_path.name)]
     seen = seen_in(lambda: fsio.append_json_line(tmp_path / "lines", 1))
     assert seen[-1] == ("fsync", "lines")
+
+
+def test_a_users_umask_is_kept_for_what_their_own_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fsio.UMASK_VARIABLE, raising=False)
+    os.umask(0o027)
+    fsio.keep_private()
+    fsio.keep_private()  # as in a child of such a process
+    assert (os.umask(0o077), fsio.users_umask()) == (0o077, "027")
+    fsio.restore_umask()
+    assert os.umask(0o022) == 0o027
+    monkeypatch.setenv(fsio.UMASK_VARIABLE, "nonsense")
+    assert fsio.users_umask() == "022"

@@ -335,7 +335,7 @@ def _connect(host: str, port: int) -> socket.socket:
 def main(arguments: Sequence[str]) -> None:
     """Connect to the supervisor, and serve it."""
     ignore_signals()  # until there may be ranks to pass them on to
-    os.umask(0o077)
+    fsio.keep_private()
     secret_file, logs_dir, host, port, start = arguments[:5]
     name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:

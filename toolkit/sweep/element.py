@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import logs
+from toolkit import fsio, logs
 from toolkit.errors import DamagedFileError
 from toolkit.launch.job import nodes
 from toolkit.launch.record import ownership, stop_request
@@ -33,7 +33,7 @@ def main(points_path: str, index: int, token: str | None) -> None:
     """
     from toolkit.launch.supervise.entry import supervise
 
-    os.umask(0o077)
+    fsio.keep_private()
     logs.setup("sweep")
     path = Path(points_path)
     run = claim(Array(SweepDir(path.parent.parent), int(path.stem)), index, token)

@@ -128,6 +128,6 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
 
 
 if __name__ == "__main__":
-    os.umask(0o077)
+    fsio.keep_private()
     logs.setup("sweep")
     work(SweepDir(Path(sys.argv[1])))

@@ -63,6 +63,7 @@ def main(run: RunDir) -> None:
     environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see rank.py
     environ[node_watch.MARK_VARIABLE] = node_watch.mark(run, attempt, place.rank)
     environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
+    fsio.restore_umask()
     command, environ = read_command(run), without_snapshot(environ, run.code)
     # In a fork that has imported torch, run the program here; else replace this process.
     python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None

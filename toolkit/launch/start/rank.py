@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from toolkit import chaos, error_file, logs, rundir, secret_values, signals
+from toolkit import chaos, error_file, fsio, logs, rundir, secret_values, signals
 from toolkit import config as configs
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
@@ -46,7 +46,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
 
     A failure is written into the run's logs as this rank's own error before it is raised to the caller.
     """
-    os.umask(0o077)  # libraries write into the run folder, too
+    fsio.keep_private()  # libraries write into the run folder, too
     faulthandler.enable()
     signals.install()  # before anything slow: a stop signal during the imports must not kill
     place: Placement | None = None
@@ -89,6 +89,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             is_script = config.job.endswith(".py")
             sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
             sys.argv = [str(path), *configs.command_line(config)]
+            fsio.restore_umask()
             os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
             if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
                 os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
@@ -136,7 +137,6 @@ def joined() -> JobConfig:
     if JOINED_VARIABLE in os.environ:
         return configs.load_config(path, overrides, site=not supervised)
     # Another launcher has started this process: do here what :func:`run_rank` does for ours.
-    os.umask(0o077)
     faulthandler.enable()
     signals.install()
     place = placement.derive(os.environ, socket.gethostname())

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import logs, rundir, terminal
+from toolkit import fsio, logs, rundir, terminal
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError, SlurmError
 from toolkit.launch.job import follow_up
@@ -63,12 +63,13 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
     status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
     left_over = run.left_over()
     run.write_status(status if left_over is None else status.replace(left_over=left_over))
-    umask = os.umask(0o077)  # submitit's files hold logs too
+    fsio.keep_private()  # submitit's files hold logs too
     try:
         start = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]
         job_id = start(run, config, owner.token)
     finally:
-        os.umask(umask)
+        fsio.restore_umask()
+        del os.environ[fsio.UMASK_VARIABLE]
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.
     try:

@@ -97,10 +97,11 @@ def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
 def job_environment(run: RunDir, environ: Mapping[str, str], token: str | None = None) -> dict[str, str]:
     """Return the variables of a job that serves ``run``.
 
-    They name its sources, the folder for runs, and its submission's token. ``environ`` are the variables that the job
-    has already. ``token`` is None for a job that has its token already.
+    They name its sources, the folder for runs, the user's umask, and its submission's token. ``environ`` are the
+    variables that the job has already. ``token`` is None for a job that has its token already.
     """
     values = {**environment(run.code, environ), "TOOLKIT_RUNS": str(run.path.parent.parent)}
+    values[fsio.UMASK_VARIABLE] = fsio.users_umask()
     return values if token is None else {**values, ownership.TOKEN_VARIABLE: token}
 
 
