@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.config import JobConfig
+from toolkit.errors import SlurmError, SlurmRefusedError, ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.job import requeue
 from toolkit.launch.job.allocation import Allocation
@@ -16,7 +17,12 @@ from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.nodes import BadNode, Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import stop_request
+from toolkit.launch.record.ownership import Claim
 from toolkit.launch.record.stop_request import Intent
+from toolkit.launch.supervise import left_over
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.guard import SupervisorKilledError
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobRow
@@ -153,3 +159,31 @@ def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.1)
     assert outages.ask(refuse, "x", 0.1) is None
     assert len(calls) == 1
+
+
+def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["job.sh"])
+    slurm.start(job)
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    error = SupervisorKilledError("the supervisor on node1 was killed by SIGKILL, and 2 others before it")
+    assert not requeue.give_back_after_deaths(run, error, slurm)  # there was no attempt that could be counted
+    run.write_status(RunStatus(state=RunState.RUNNING, job_id=job, attempt=1, nodes=("node1",), tasks=(1,)))
+    assert requeue.give_back_after_deaths(run, error, slurm)
+    row = slurm.show_job(job)
+    assert row is not None
+    assert row.restarts == 1
+    allocation = Allocation(("node1",), (1,), 1, job_id=job, restart_count=1)
+    context = Context.of(run, JobConfig(), allocation, slurm, None, None)
+    context.claim = Claim.of_job(run, allocation, None)
+    left_over.close(context, None)
+    (attempt,) = run.attempts()
+    assert (attempt.cause, attempt.decision, attempt.line) == ("node_failure", "requeue", str(error))
+    # Requeues in vain are counted, also those of killed supervisors.
+    context.config.retry.max_requeues = 1
+    run.write_status(run.status().replace(attempt=2, why=str(error)))
+    with pytest.raises(ToolkitError, match="given up after 1 requeues without a new checkpoint"):
+        left_over.close(context, None)

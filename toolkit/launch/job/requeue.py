@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -187,12 +188,29 @@ def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool
     """
     if error.errno not in outages.FULL:
         return False
-    # With a follow-up job the exit code is enough; else requeue this one.
+    allocation = Allocation.slurm(os.environ)
+    return allocation.restart_count < MAX_RESTARTS_ON_A_FULL_DISK and _give_back(run, slurm, allocation)
+
+
+def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue when its supervisors were killed one after the other.
+
+    The next start records the attempt with this error as its cause, and gives up after ``retry.max_requeues`` requeues
+    without a new checkpoint. Where there was no attempt yet, nothing could count them: then the run ends here.
+    """
+    if run.left_over() is None:
+        return False
+    with suppress(OSError):  # the cause is then told less well
+        run.write_status(run.status().replace(why=str(error)))
+    return _give_back(run, slurm, Allocation.slurm(os.environ))
+
+
+def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
+    """Have the run go on in a later start. With a follow-up job the exit code is enough; else requeue this one."""
     owner = ownership.read(run)
     if owner is not None and owner.follow_ups:
         return True
-    allocation = Allocation.slurm(os.environ)
-    if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
+    if allocation.job_id is None:
         return False
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
     return take_back(look, slurm, allocation.job_id) is JobFate.REQUEUED

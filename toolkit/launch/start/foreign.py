@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import error_file, records, secret_values
+from toolkit import error_file, fsio, records, secret_values
 from toolkit.agent import zygote
 from toolkit.config import script_arguments
 from toolkit.errors import RequestError, ToolkitError

@@ -10,17 +10,17 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from toolkit import logs
+from toolkit import fsio, logs
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
 from toolkit.launch import outages
-from toolkit.launch.job.requeue import forbid_expedited_requeue, give_back_if_full
+from toolkit.launch.job.requeue import forbid_expedited_requeue, give_back_after_deaths, give_back_if_full
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Overtaken
 from toolkit.launch.start.agents import Endpoint
 from toolkit.launch.supervise.building import build, open_endpoint
-from toolkit.launch.supervise.guard import guarded
+from toolkit.launch.supervise.guard import SupervisorKilledError, guarded
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
@@ -35,7 +35,7 @@ def supervise(run_dir: str, where: str) -> None:
     or ``local``.
     """
     run = RunDir(Path(run_dir))
-    os.umask(0o077)
+    fsio.keep_private()
     logs.setup("supervisor")
     try:
         if where == "local":
@@ -46,6 +46,10 @@ def supervise(run_dir: str, where: str) -> None:
                 code = guarded(partial(_supervise, run, where, open_endpoint(run)), partial(_step, run))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    except SupervisorKilledError as error:
+        code = EXIT_STOPPED if give_back_after_deaths(run, error, Slurm()) else EXIT_FAILED
+        if code == EXIT_FAILED:
+            _write_own_failure(run, error)
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED

@@ -23,12 +23,16 @@ MAX_DEATHS = 3
 log = logs.get(__name__)
 
 
+class SupervisorKilledError(ToolkitError):
+    """Supervisors were killed one after the other, and the run made no new step in between."""
+
+
 def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = lambda: 0) -> int:
     """Run ``supervise(None)`` in a child process, with the stop signals blocked; return its exit code.
 
     When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are passed on. If the
-    child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises ToolkitError
-    after three deaths in a row between which ``step``, the highest one that the run has reached, did not grow.
+    child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises
+    SupervisorKilledError after three deaths in a row between which ``step``, the run's highest one, did not grow.
     """
     earlier_death: str | None = None
     deaths, best = 0, step()
@@ -49,7 +53,9 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
         for number in die_with_parent.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
-    raise ToolkitError(f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
+    raise SupervisorKilledError(
+        f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?"
+    )
 
 
 def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:

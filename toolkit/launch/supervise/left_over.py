@@ -55,6 +55,8 @@ def close(context: Context, earlier_death: str | None) -> None:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
     elif status.stop not in (None, Stop.MOVE) or job.was_preempted(status.job_id):
         cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
+    elif status.why is not None:  # its guard has given up
+        cause, why = Cause.NODE_FAILURE, status.why
     else:
         cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
     log.warning("attempt %d: %s", left.number, why)
