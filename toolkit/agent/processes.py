@@ -148,6 +148,8 @@ class Processes:
         now, zygote = time.monotonic(), self._zygote
         if self.copies.awaited_by is not None and now >= self.copies.awaited_by:
             self.use_copies({})
+        if zygote and not zygote.has_ended:
+            zygote.end_if_silent()
         # Have the zygote import what the ranks had to, once these have trained for a while.
         if self._imports and zygote and zygote.can_fork and self._children and now >= self._learn_at:
             self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile

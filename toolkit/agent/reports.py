@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 
+from toolkit import proc_stat
 from toolkit.agent.progress import MAX_BYTES
 
 #: The variable of a rank from which the names of its job's sockets are made.
@@ -69,7 +70,8 @@ class Inbox:
     def __init__(self, names: Sequence[str], wait_s: float = 0.0) -> None:
         """Bind the first of ``names`` that no other user has. Raises OSError where there is none.
 
-        An earlier agent of this job, which may hold a name, is killed after ``wait_s``: it was given up.
+        An earlier agent of this job, which may hold a name, is killed after ``wait_s``, at once if it is stopped: it
+        was given up.
         """
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         deadline = time.monotonic() + wait_s
@@ -97,7 +99,8 @@ class Inbox:
                 with earlier:
                     pid, _ = _peer(earlier)
                 # An earlier agent leaves as soon as it notices that it was given up, unless it is stopped.
-                if time.monotonic() >= deadline:
+                stat = proc_stat.read(pid)
+                if time.monotonic() >= deadline or (stat is not None and stat.state in "Tt"):
                     if pid in (0, os.getpid()):  # 0: of another pid namespace
                         raise taken
                     with contextlib.suppress(ProcessLookupError):

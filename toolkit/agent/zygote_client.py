@@ -8,15 +8,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit import logs
+from toolkit import logs, proc_stat
 from toolkit.agent.die_with_parent import ignore_signals
 from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder
 
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
+#: A zygote forks within milliseconds. While its answer is awaited the agent does nothing else.
+FORK_S = 10.0
+#: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
+IMPORT_S, STOPPED_S = 900.0, 10.0
 
 log = logs.get(__name__)
 
@@ -56,12 +61,17 @@ class ZygoteClient:
             )
         self.pid = self._process.pid
         self._lines = self.socket.makefile("rw")
+        self.socket.settimeout(FORK_S)
         self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
         self.has_learnt = imports is not None  #: it may have imported what the ranks did
+        self._awaited_since = time.monotonic()  #: the last import
+        self._stopped_since: float | None = None
 
     def hear(self) -> bool:
         """Take the message that the zygote has imported; return False when it has ended."""
-        line, self.is_importing = self._lines.readline(), False
+        line, self.is_importing = "", False
+        with contextlib.suppress(OSError):  # it was given up
+            line = self._lines.readline()
         if not line:
             self.can_fork, self.has_ended = False, True
             log.warning("the zygote has ended: ranks start as fresh interpreters")
@@ -86,15 +96,33 @@ class ZygoteClient:
         with contextlib.suppress(OSError):  # its end is noticed by hear()
             self._lines.write("{}\n")
             self._lines.flush()
-            self.is_importing = True
+            self.is_importing, self._awaited_since = True, time.monotonic()
+
+    def end_if_silent(self) -> None:
+        """Kill a zygote that imports for too long, or is stopped. Its end is noticed by :meth:`hear`."""
+        now, stat = time.monotonic(), proc_stat.read(self.pid)
+        is_stopped = stat is not None and stat.state in "Tt"
+        self._stopped_since = (self._stopped_since or now) if is_stopped else None
+        is_late = self.is_importing and now - self._awaited_since > IMPORT_S
+        if is_late or (self._stopped_since is not None and now - self._stopped_since > STOPPED_S):
+            log.warning("the zygote is %s: it is killed", "stopped" if is_stopped else "still importing")
+            self.end()
 
     def fork(self, order: ForkOrder) -> int | None:
-        """Return the pid of a new rank, our child; None if the zygote has died. Raises OSError for bad files."""
+        """Return the pid of a new rank, our child. Raises OSError for bad files.
+
+        None if the zygote has died, or has not answered in time and was killed.
+        """
         line = ""
-        with contextlib.suppress(OSError):
+        try:
             self._lines.write(json.dumps(order) + "\n")
             self._lines.flush()
             line = self._lines.readline()
+        except TimeoutError:
+            log.warning("the zygote has not forked a rank within %.0f s: it is killed", FORK_S)
+            self.end()
+        except OSError:  # it has died
+            pass
         if not line:
             self.can_fork = False
             return None

@@ -29,7 +29,7 @@ from toolkit.agent.progress import Digest, RankReport, Standing
 from toolkit.agent.reports import AgentGoneError, Outbox, addresses
 from toolkit.hang import stacks
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import agent_links, agent_starters, children
+from toolkit.launch.start import agent_links, agent_starters, agents, children
 from toolkit.launch.start.agent_launcher import AgentLauncher
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agent_starters import LocalAgent
@@ -220,6 +220,47 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     await_true(lambda: gone(int(note.read_text())))
     site.store.close()
     site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    site.close()
+
+
+def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "UNHEARD_S", 2.5)
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    stopped = site.agent
+    os.kill(stopped, signal.SIGSTOP)
+    happened = [site.next(), site.next(), site.next()]
+    assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
+    (ended,) = (event for event in happened if isinstance(event, RanksExited))
+    assert "has sent nothing for" in ended.how
+    site.store.close()
+    site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    await_true(lambda: gone(stopped) and gone(int(note.read_text())))
+    site.close()
+
+
+def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Slurm suspends the whole job: all clocks have gone on meanwhile."""
+    site = Site(tmp_path)
+    site.start(f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
+    await_true(lambda: site.agents.links.hosts)
+    monkeypatch.setattr(agents, "UNHEARD_S", 3.0)
+    stopped = Event()
+
+    def stop() -> None:
+        time.sleep(5)  # the thread that serves the links stands still for longer than an agent may be silent
+        stopped.set()
+
+    site.agents.links.call(stop)
+    assert stopped.wait(TIMEOUT_S)
+    (tmp_path / "go").touch()
     assert site.next() == AllRanksEnded(0)
     site.close()
 

@@ -105,6 +105,11 @@ class AgentLinks:
             self._strangers.add(peer.connection)
         self._peers.clear()
 
+    def hear_all(self) -> None:
+        """Count the time of silence of all agents from now on."""
+        for peer in self._peers.values():
+            peer.heard = time.monotonic()
+
     def silent(self, bound_s: float) -> list[str]:
         """Return the hosts whose agents have sent nothing for ``bound_s``."""
         now = time.monotonic()

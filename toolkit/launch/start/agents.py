@@ -36,6 +36,9 @@ from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 #: An agent must connect within this time, or its node counts as one where nothing can be started.
 STANDS_WITHIN_S = 120.0
+#: An agent that sends nothing for this long is replaced, also if its node answers: it may be stopped (SIGSTOP).
+#: A network may be away for half a minute, and a file server that the agent waits for somewhat longer.
+UNHEARD_S = 120.0
 #: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
 
@@ -386,8 +389,12 @@ class Agents:
         now = time.monotonic()
         if now < self._next_heartbeat:
             return
+        if now > self._next_heartbeat + SILENT_S:  # this process was stopped, perhaps with the whole job
+            self.links.hear_all()
         self._next_heartbeat = now + HEARTBEAT_S
         self.links.send_all({"do": "alive"})
+        for host in self.links.silent(UNHEARD_S):
+            self.links.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
         self.silent_hosts = frozenset(self.links.silent(SILENT_S))
         self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
         # Agents that did not connect in time count as missing.
