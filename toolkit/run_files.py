@@ -291,6 +291,7 @@ class AttemptRecord(FileRecord):
     submitted: Time | None = field(default=None, metadata=NULL)
     goodput: Seconds = field(default_factory=dict)
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.metrics.start_up`
+    code: int = 1  #: the number of the copy of the sources, see `toolkit resume --code`
 
     @property
     def begun(self) -> float:

@@ -30,6 +30,8 @@ from toolkit.run_files import (
     SweepPoint,
 )
 
+#: The folder of the copies of the sources. It is hidden: tools of the project must not take them for the project's own.
+COPIES = ".code"
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
@@ -68,8 +70,17 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """Return the folder of the copied sources."""
-        return self.path / "code"
+        """Return the folder of the copied sources, the present copy if there are several."""
+        return code_in(self.path)
+
+    @property
+    def code_number(self) -> int:
+        """Return the number of the present copy of the sources. 1 is that of the submission."""
+        try:
+            target = str((self.path / COPIES / "now").readlink())
+        except OSError:  # a run of an earlier version
+            return 1
+        return int(target) if re.fullmatch(r"[1-9]\d{0,5}", target) else 1
 
     @property
     def logs(self) -> Path:
@@ -297,6 +308,19 @@ def create(name: str, root: Path | None = None) -> RunDir:
 def id_time(moment: float) -> str:
     """Return a time as run ids begin with it, in UTC. Local time goes back in autumn, and may differ between nodes."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(moment))
+
+
+def code_in(folder: Path) -> Path:
+    """Return the present copy of the sources in the folder of a run or a sweep."""
+    present, earlier = folder / COPIES / "now", folder / "code"
+    return earlier if not os.path.lexists(present) and earlier.is_dir() else present
+
+
+def link_code(folder: Path, target: str) -> None:
+    """Make ``target`` the present copy of the sources, at one moment. It is a path relative to ``COPIES``."""
+    link = fsio.make_dir(folder / COPIES) / f"next-{secrets.token_hex(4)}"
+    link.symlink_to(target)
+    link.replace(folder / COPIES / "now")
 
 
 def refuse_code_of_others(run: RunDir) -> None:

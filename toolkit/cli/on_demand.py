@@ -102,7 +102,9 @@ def _short(run: RunDir, line: str) -> str:
     match = _FRAME.fullmatch(line)
     if match is None:
         return line
-    file = match["file"].removeprefix(f"{run.code.resolve()}/").rpartition("/site-packages/")[2]
+    file = match["file"].rpartition("/site-packages/")[2]
+    for code in (run.code, run.code.resolve()):
+        file = file.removeprefix(f"{code}/")
     return f"{file}:{match['line']} {match['name']}"
 
 

@@ -27,7 +27,7 @@ _ADVICE: Mapping[str, str] = {
     RunState.COMPLETED: "nothing to do; `toolkit tensorboard {run}` shows the curves",
     RunState.STOPPED: "{resume}",
     RunState.CANCELLED: "{resume}",
-    RunState.FAILED: "mend the cause, then {resume}",
+    RunState.FAILED: "mend the cause, then {mended}",
     "lost": "nothing brings it back by itself; {resume}",
     RunState.UNREADABLE: "{resume}, if it had not come to its end",
     RunState.REQUEUED: "nothing to do; it goes on when Slurm starts the job again "
@@ -77,8 +77,17 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": advice.format(run=run.id, resume=resume_words(run.id, saved)),
+        "next": advice.format(run=run.id, resume=resume_words(run.id, saved), mended=_mended_words(run, saved)),
     }
+
+
+def _mended_words(run: RunDir, newest: int | None) -> str:
+    """Return how a run goes on whose own code was mended. A script under `toolkit exec` is not copied."""
+    if not run.code.is_dir():
+        return resume_words(run.id, newest)
+    if newest is None:
+        return "submit it again: there is no checkpoint to go on from"
+    return f"`toolkit resume {run.id} --code` goes on from the last checkpoint with the project's code of now"
 
 
 def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int, Mapping[str, float]]:
@@ -151,7 +160,7 @@ def page(told: dict[str, Any]) -> str:
     prose += [f"damaged: {what}" for what in told["damage"]]
     lines += [part for line in prose for part in cause.wrapped("", line)]
     if attempts:
-        lines += ["", table([_HEAD, *(_attempt_cells(attempt) for attempt in attempts[-12:])])]
+        lines += ["", table(_attempt_rows(attempts[-12:]))]
     if used := efficiency.lines(told["efficiency"]):
         lines += ["", *used]
     return "\n".join([*lines, "", *cause.wrapped("next: ", told["next"])])
@@ -182,6 +191,15 @@ def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | Non
 
 
 _HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
+
+
+def _attempt_rows(attempts: Sequence[AttemptRecord]) -> list[tuple[str, ...]]:
+    """Return the rows of the table, with the copy of the sources where there were several."""
+    rows = [_HEAD, *(_attempt_cells(attempt) for attempt in attempts)]
+    if all(attempt.code == 1 for attempt in attempts):
+        return rows
+    codes = ["CODE", *(str(attempt.code) for attempt in attempts)]
+    return [(*row, code) for row, code in zip(rows, codes, strict=True)]
 
 
 def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:

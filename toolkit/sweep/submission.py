@@ -188,7 +188,7 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
     for name in ("arrays", "logs"):
         fsio.make_dir(sweep.path / name)
     if config.job != configs.FOREIGN_JOB:
-        snapshot.take(project, sweep.path / "code")
+        snapshot.take_first(project, sweep.path)
     if not sweep.base.exists():
         fsio.write_atomic(sweep.base, configs.dump_config(config))
     if record != before:

@@ -1,15 +1,19 @@
 """submit an ended run again, from its last checkpoint
 
-It runs the sources that it was submitted with. Changed keys hold from now on; a
-change with which a run cannot go on is refused before anything is queued.
+It runs the sources that it was submitted with; with --code those that the
+project has now. Changed keys hold from now on; a change with which a run cannot
+go on is refused before anything is queued.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
+from toolkit.errors import listing
 
 EXAMPLES = (
     ("toolkit resume gpt", "go on from the last checkpoint, as it was submitted"),
+    ("toolkit resume gpt --code", "go on with the mended code of the project"),
     ("toolkit resume gpt train.epochs=20 --follow", "with more epochs, and watch it"),
     ("toolkit resume train args.epochs=20", "with another value of the script's option --epochs"),
 )
@@ -17,6 +21,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--code", action="store_true", help="copy the project's sources of now, and run those")
     arguments.add_trust(parser)
     arguments.add_wait(parser)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
@@ -24,6 +29,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit.cli import follow
+    from toolkit.launch.submission import snapshot
     from toolkit.launch.submission.resume import resume
 
-    return follow.see_through(resume(arguments.trusted_run(args), args.overrides), args)
+    chosen = arguments.trusted_run(args)
+    changed = [] if args.code else snapshot.changed_since(chosen)
+    sent = resume(chosen, args.overrides, code=args.code)
+    if changed:
+        print(
+            f"note: {listing(changed, 3)} in {snapshot.project_of(chosen)} differs from the run's copy, which is "
+            f"used; to use the project's code of now: `toolkit cancel {chosen.id}`, then "
+            f"`toolkit resume {chosen.id} --code`",
+            file=sys.stderr,
+        )
+    return follow.see_through(sent, args)

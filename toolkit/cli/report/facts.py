@@ -133,6 +133,8 @@ def _versions(run: RunDir, damage: list[str]) -> dict[str, str]:
     note = records.read_or(run.code / "SNAPSHOT.json", _SNAPSHOT, {}, damage)
     if note.get("git_sha"):
         found["sources"] = f"{note['git_sha'][:12]}{', with changes' if note.get('dirty') else ''}"
+    if run.code_number > 1:
+        found["copy of the sources"] = str(run.code_number)
     newest = _patiently(lambda: committed(run.checkpoints)[:1], [], damage)
     for folder in newest:
         if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:

@@ -164,6 +164,7 @@ class Journal:
             suspect=verdict.suspect,
             first_failure=first_failure,
             line=verdict.line,
+            code=self._run.code_number,
             **more,
         )
         lines = self.lines  # read before the line is in the file

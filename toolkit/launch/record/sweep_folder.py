@@ -188,9 +188,9 @@ class SweepDir:
             raise DamagedFileError(f"{self.path / 'sweep.json'} is missing: how its points are to be run is not known")
         for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
             fsio.make_dir(folder)
-        if (self.path / "code").is_dir():
-            with contextlib.suppress(FileExistsError):
-                run.code.symlink_to(os.path.relpath(self.path / "code", run.path))
+        code = rundir.code_in(self.path)
+        if code.is_dir():
+            rundir.link_code(run.path, os.path.relpath(code, run.path / rundir.COPIES))
         config = configs.load_config(self.base, site=False)
         for key, value in point.changes.items():
             configs.put(config, key.split("."), value)

@@ -148,14 +148,15 @@ class Run:
         else:
             self._end(Intent.CANCEL)
 
-    def resume(self, overrides: Overrides = ()) -> Run:
+    def resume(self, overrides: Overrides = (), *, code: bool = False) -> Run:
         """Submit the ended run again, from its last checkpoint, with ``overrides`` of its config from now on.
 
+        ``code``: with the sources that the project has now, not with those of its submission.
         Raises RequestError for a run that has not ended.
         """
         from toolkit.launch.submission.resume import resume  # uses this module
 
-        return resume(self.dir, overrides)
+        return resume(self.dir, overrides, code=code)
 
     def stop(self) -> None:
         """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.

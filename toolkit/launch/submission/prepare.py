@@ -74,7 +74,7 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     run = rundir.create(config.name)
     try:
         if project is not None and config.job != configs.FOREIGN_JOB:
-            snapshot.take(project, run.code)
+            snapshot.take_first(project, run.path)
         fsio.write_atomic(run.config, configs.dump_config(config))
     except BaseException:  # an incomplete run would be listed for ever
         fsio.remove_tree(run.path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from yaml import MappingNode
 
@@ -16,7 +18,7 @@ from toolkit.config.live import LIVE
 from toolkit.errors import RequestError
 from toolkit.launch.job import nodes
 from toolkit.launch.record import after, awaited, changes, ownership, stop_request
-from toolkit.launch.submission import executors
+from toolkit.launch.submission import executors, snapshot
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
 from toolkit.launch.submission.script_paths import refuse_unfit
@@ -25,9 +27,10 @@ from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 
-def resume(run: RunDir, overrides: configs.Overrides = (), *, executor: str = "auto") -> Run:
+def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False, executor: str = "auto") -> Run:
     """Submit an ended run again. It goes on from its last checkpoint with the sources of its submission.
 
+    With ``code`` it goes on with the sources that the project has now: a second copy of them is made.
     ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
     RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
     """
@@ -38,13 +41,13 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, executor: str = "a
     if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
-    project = run.code.resolve() if overrides and run.code.is_dir() else None
+    project = _project(run) if code else run.code.resolve() if overrides and run.code.is_dir() else None
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
     if (record := after.record_of(run)) is not None:
         awaited.refuse_ended(record, Slurm().show_jobs)
-    _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
+    _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.
     kept = [
@@ -53,9 +56,10 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, executor: str = "a
     ]
     number = ownership.take(run, before)
     try:
-        with fsio.unchanged_on_error(*kept):  # so a job submitted despite the error has a stale token
+        # So a job submitted despite the error has a stale token.
+        with fsio.unchanged_on_error(*kept), snapshot.new_copy(run, project) if code and project else nullcontext():
             taken = ownership.submit_as(run, chosen, number)
-            if overrides:
+            if overrides or code:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
                 # A new value ends what `toolkit set` has given its key.
                 given = _given_keys(overrides)
@@ -72,6 +76,19 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, executor: str = "a
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
     return sent
+
+
+def _project(run: RunDir) -> Path:
+    """Return the folder that has the sources of now. Raises RequestError where there is none."""
+    if configs.load_config(run.config, site=False).job == configs.FOREIGN_JOB:
+        raise RequestError(f"--code: run {run.id} has no copy of its script: it runs where it lies, as it is now")
+    project = snapshot.project_of(run)
+    if project is None:
+        raise RequestError(
+            f"--code: the folder from which the sources of run {run.id} were copied is not there any more (its name is "
+            f"in {run.code / 'SNAPSHOT.json'}): put it back, or submit a new run"
+        )
+    return project
 
 
 def _given_keys(overrides: Sequence[str]) -> set[str]:
@@ -112,7 +129,9 @@ def _is_longer(run: RunDir, then: JobConfig, now: JobConfig) -> bool:
     return now.train.epochs > then.train.epochs
 
 
-def _check_change(run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str) -> None:
+def _check_change(
+    run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str, code: Path | None = None
+) -> None:
     """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
     if then.job == configs.FOREIGN_JOB and now.argv != then.argv:
         raise RequestError(
@@ -120,12 +139,18 @@ def _check_change(run: RunDir, then: JobConfig, now: JobConfig, result: RunResul
             "args.epochs=20, and a new run takes another command"
         )
     # A completed run can go on only if it becomes longer.
-    if result is not None and result.state is RunState.COMPLETED and not _is_longer(run, then, now):
+    if (
+        result is not None
+        and result.state is RunState.COMPLETED
+        and not (_is_longer(run, then, now) or (code is not None and _is_script(run, then)))
+    ):
         steps = f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else ""
         how = f"train.epochs=N` goes on to more than its {then.train.epochs} epochs{steps}"
         if _is_script(run, then):
-            how = "args.NAME=VALUE` goes on with other arguments of the script, such as args.epochs=20" + steps
+            how = f"args.NAME=VALUE` goes on with other arguments of the script, such as args.epochs=20{steps}, and "
+            how += "`--code` with its present code"
         raise RequestError(f"run {run.id} is completed; `toolkit resume {run.id} {how}")
     if now != then:
         configs.check_change(then, now)
-        check_submittable(now, executor, run.code.resolve(), goes_on=True)
+    if now != then or code is not None:
+        check_submittable(now, executor, code or run.code.resolve(), goes_on=True)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
-from toolkit import fsio, logs, rundir
+from toolkit import fsio, logs, records, rundir
 from toolkit.errors import RequestError, listing
 from toolkit.launch.record import ownership
+from toolkit.records import TEXT, Record
 from toolkit.rundir import RunDir
 
 MAX_BYTES = 200 * 2**20
@@ -41,7 +42,73 @@ SLURM_OUTPUTS = ("slurm-*.out", "slurm-*.err")
 #: Names that the kernel may give the memory of a crashed process, which it writes into the process's folder.
 CORE_DUMPS = ("core", "core.*", "*.core")
 
+#: With these git, and tools that ask git, pass over the copies. ruff looks into hidden folders, also without git.
+PASSED_OVER = {".gitignore": "*\n", ".ruff.toml": 'extend-exclude = ["*"]\n'}
+
 log = logs.get(__name__)
+
+
+def take_first(project: Path, folder: Path) -> None:
+    """Copy the project's sources into the folder of a run or a sweep, unless it has a copy. See :func:`take`."""
+    if not rundir.code_in(folder).exists():
+        take_copy(project, folder, 1)
+        rundir.link_code(folder, "1")
+
+
+def take_copy(project: Path, folder: Path, number: int) -> None:
+    """Copy the project's sources as one of several copies. See :func:`take`."""
+    copies = fsio.make_dir(folder / rundir.COPIES)
+    for name, text in PASSED_OVER.items():
+        fsio.write_atomic(copies / name, text, durable=False)
+    take(project, copies / str(number))
+
+
+@contextlib.contextmanager
+def new_copy(run: RunDir, project: Path) -> Iterator[None]:
+    """Make the project's sources of now the present copy of ``run``. After an error the earlier copy is it again.
+
+    All copies are kept.
+    """
+    copies, present = fsio.make_dir(run.path / rundir.COPIES), run.path / rundir.COPIES / "now"
+    target = str(present.readlink()) if present.is_symlink() else None
+    # The first copy may lie elsewhere: of a sweep, or of an earlier version.
+    if not (copies / "1").exists():
+        (copies / "1").symlink_to(os.path.relpath(run.code.resolve(), copies.resolve()))
+    number = 1 + max(int(path.name) for path in copies.iterdir() if path.name.isdigit())
+    try:
+        take_copy(project, run.path, number)
+        rundir.link_code(run.path, str(number))
+        yield
+    except BaseException:
+        if target is None:
+            present.unlink(missing_ok=True)
+        else:
+            rundir.link_code(run.path, target)
+        shutil.rmtree(copies / str(number), ignore_errors=True)
+        raise
+
+
+def changed_since(run: RunDir) -> list[str]:
+    """Return the files of the project that differ from the run's copy of them. Empty where the project is not there."""
+    project = project_of(run)
+    if project is None:
+        return []
+    changed = []
+    for copy in sorted(run.code.rglob("*.py")):
+        name = copy.relative_to(run.code)
+        with contextlib.suppress(OSError):  # the project has lost it: the run has not
+            theirs, ours = (project / name).stat(), copy.stat()
+            is_newer = theirs.st_mtime > ours.st_mtime or theirs.st_size != ours.st_size
+            if is_newer and (project / name).read_bytes() != copy.read_bytes():
+                changed.append(str(name))
+    return changed
+
+
+def project_of(run: RunDir) -> Path | None:
+    """Return the folder from which the sources of ``run`` were copied; None where it is not known, or gone."""
+    note = records.read_or(run.code / "SNAPSHOT.json", Record({"project": TEXT}), {})
+    project = Path(note["project"]) if "project" in note else None
+    return project if project is not None and project.is_dir() else None
 
 
 def take(project: Path, code: Path) -> None:
@@ -58,7 +125,7 @@ def take(project: Path, code: Path) -> None:
     sources = _ProjectFiles(project)
     sources.refuse_if_large()
     # The copy gets its name only when it is complete, so a copy that exists is whole.
-    partial = code.with_name("code.partial")
+    partial = code.with_name(f"{code.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     fsio.make_dir(partial)
     # All folders first, so that each is made once.
