@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path, PurePath
 
 from toolkit import fsio, logs, records, rundir
@@ -124,6 +125,7 @@ def take(project: Path, code: Path) -> None:
         return
     sources = _ProjectFiles(project)
     sources.refuse_if_large()
+    sources.refuse_if_hiding()
     # The copy gets its name only when it is complete, so a copy that exists is whole.
     partial = code.with_name(f"{code.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -150,6 +152,12 @@ def take(project: Path, code: Path) -> None:
         )
     _note_revision(project, partial, sources.left_out)
     fsio.rename_dir(partial, code)
+
+
+@cache
+def needed_elsewhere() -> frozenset[str]:
+    """Return what a job's processes import: packages, and of Python's own modules those that torch and we load."""
+    return frozenset(Path(__file__).with_name("needed_elsewhere.txt").read_text().split())
 
 
 def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -254,6 +262,22 @@ class _ProjectFiles:
                 f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
                 f"list data and outputs in the .gitignore of a git repository; the largest: {largest}"
             )
+
+    def refuse_if_hiding(self) -> None:
+        """Raise RequestError for a module that the job would import in place of one that it needs.
+
+        The copy is first on the job's path: for its supervisor and agents too, which run before any code of the user.
+        """
+        if "toolkit/launch/supervise/entry.py" in self.files:  # a checkout of the toolkit runs its own
+            return
+        for name in self.files:
+            module = name.removesuffix("/__init__.py").removesuffix(".py")
+            if module != name and module in needed_elsewhere():
+                kind = "a module of Python" if module in sys.stdlib_module_names else "a package that it needs"
+                raise RequestError(
+                    f"{self._project / name}: a job would import it in place of {module}, {kind}: rename it, or "
+                    "move it below a package of your own"
+                )
 
     def _add_link(self, path: Path, name: str) -> None:
         """Keep a link within what is copied. Copy a package outside; leave out anything else, such as data."""
