@@ -63,6 +63,7 @@ STATUS: dict[str, Any] = {
     "submitted": 1.0,
     "goodput": {"training": 1.0},
     "start_up": {"queue": 1.0},
+    "code": 2,
     "why": "rank 1: killed",
     "staging": ["/venv (1 GiB): nodes with a copy: 2 of 2, all from an earlier start"],
     "ended": 3.0,
