@@ -63,7 +63,6 @@ STATUS: dict[str, Any] = {
     "submitted": 1.0,
     "goodput": {"training": 1.0},
     "start_up": {"queue": 1.0},
-    "code": 2,
     "why": "rank 1: killed",
     "staging": ["/venv (1 GiB): nodes with a copy: 2 of 2, all from an earlier start"],
     "ended": 3.0,
@@ -130,6 +129,7 @@ ATTEMPT: dict[str, Any] = {
     "submitted": "2026-01-01T00:00:00.000+00:00",
     "goodput": {"training": 1.0},
     "start_up": {"queue": 1.0},
+    "code": 2,
 }
 
 
