@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.waiting import PATIENCE, nobody_left, processes_with, wait_for
 from toolkit import rundir
@@ -159,6 +160,20 @@ def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str
     result = run.result()
     assert result is not None
     assert result.state == "cancelled"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the run gets its GPUs here")
+def test_gpus_that_are_not_there_end_the_run_before_it_trains(env: dict[str, str]) -> None:
+    """Before, it trained on the CPU and completed."""
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    asked = ["cluster.tasks_per_node=2", "cluster.gpus_per_node=2"]
+    argv = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait", *SHORT, *asked]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
+    assert done.returncode == 1
+    (only,) = the_run(env).attempts()
+    assert (only.decision, only.step_end) == ("give_up", None)
+    assert "cluster.gpus_per_node asks for 2 GPUs" in only.line
+    assert "sees none on" in only.line
 
 
 def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_told(

@@ -89,6 +89,7 @@ _WAITS = {
     ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
     ("ranks/stop/gate.py", "_await_decision"): "waiting for the others to agree on a step",
     ("ranks/session.py", "_agree_on_run_dir"): "joining",
+    ("ranks/device.py", "agree"): "joining",
     ("ranks/collectives.py", "sum_by_name"): "in all_reduce",
     ("ranks/collectives.py", "gather_by_name"): "in all_gather",
     ("strategies/parameter_server/mail.py", "receive"): "waiting for a message",

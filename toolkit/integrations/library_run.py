@@ -39,7 +39,7 @@ class LibraryRun(TrainingRun):
         """
         config = join_once(f"toolkit.integrations.{library}")
         with ExitStack() as stack:
-            session = stack.enter_context(open_beside(config.dist))
+            session = stack.enter_context(open_beside(config.dist, config.cluster.gpus_per_node))
             if config.checkpoint.memory_every_steps is not None:
                 raise ConfigError(
                     f"checkpoint.memory_every_steps: the state is in {library}'s own files, of which no copies are "

@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.hang.activity import Activity
 from toolkit.process_identity import ProcessIdentity
 from toolkit.ranks import rendezvous, timeouts
+from toolkit.ranks.device import agree, choose_backend, choose_device, mpi_module
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.start_up import StartUp
 from toolkit.ranks.stop import STOP, Gate, Hang
@@ -139,25 +139,26 @@ class Session:
 
 
 @contextmanager
-def open_session(config: DistConfig) -> Iterator[Session]:
+def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
     """Open the process group of this launch, and the session in it.
 
-    The launch is described by the environment, which ``toolkit run`` (or torchrun) has set. Raises ConfigError when the
-    backend does not fit the devices here. At the end everything is closed in reverse, also after an exception, which
-    then goes on to the caller.
+    The launch is described by the environment, which ``toolkit run`` (or torchrun) has set. ``gpus`` is the number
+    asked for on each node. Raises ConfigError when the backend does not fit the devices of all nodes. At the end
+    everything is closed in reverse, also after an exception, which then goes on to the caller.
     """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend)
-    device = choose_device(backend, local_rank)
     with ExitStack() as stack:
         # Over our MPI backend the ranks can agree on a launch key themselves if the launcher gives none.
         key: Callable[[], str] | None = None
         if config.backend == "mpi" and backend != "mpi":
-            stack.push(_mpi().finalize)
-            key = partial(_mpi().launch_key, rank, world_size)
+            stack.push(mpi_module().finalize)
+            key = partial(mpi_module().launch_key, rank, world_size)
         store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir(), key)
+        agree(store, rank, world_size, backend, gpus)
+        device = choose_device(store, backend, local_rank, _local_world_size())
         dist.init_process_group(
             backend,
             store=store,
@@ -173,14 +174,17 @@ def open_session(config: DistConfig) -> Iterator[Session]:
 
 
 @contextmanager
-def open_beside(config: DistConfig) -> Iterator[Session]:
-    """Open a session beside a library that opens the process group. Uses only the launch's store, no collective."""
+def open_beside(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
+    """Open a session beside a library that opens the process group. Uses only the launch's store, no collective.
+
+    ``gpus`` and the errors are as of :func:`open_session`.
+    """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir())
+    agree(store, rank, world_size, choose_backend("auto"), gpus)
+    device = choose_device(store, "gloo", local_rank, _local_world_size())
     with _session(place, device, store, timeout, start_up) as session:
         yield session
 
@@ -224,55 +228,17 @@ def _place() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def _local_world_size() -> int:
+    """Return the number of ranks on this node; 1 under a launcher that does not tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 #: Variables of a rank's place, with the values of a rank that is alone.
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def _rendezvous_dir() -> Path:
     return rundir.runs_root() / ".rendezvous"
-
-
-def choose_backend(name: str) -> str:
-    """Return torch's name of the backend.
-
-    ``auto`` is NCCL with CUDA and gloo without. torch's own MPI is preferred to ours.
-    """
-    if name == "auto":
-        return "nccl" if torch.cuda.is_available() else "gloo"
-    if name == "mpi":
-        return "mpi" if dist.is_mpi_available() else _mpi().register()
-    if name == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("dist.backend: nccl needs CUDA, and torch sees none on this node; use auto or gloo")
-    return name
-
-
-def _mpi() -> ModuleType:
-    try:
-        from toolkit.ranks import mpi
-    except (ImportError, RuntimeError) as error:  # no mpi4py; mpi4py finds no MPI library
-        raise ConfigError(
-            f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({error})"
-        ) from error
-    return mpi
-
-
-def choose_device(backend: str, local_rank: int) -> torch.device:
-    """Return the rank's device and make it current.
-
-    It is the GPU of the local rank, or the only one if Slurm already narrowed the view.
-    """
-    if backend != "nccl" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    index = local_rank if visible > 1 else 0
-    if index >= visible:
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU: {visible} are visible on this node; "
-            "set cluster.tasks_per_node to cluster.gpus_per_node"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:

@@ -171,6 +171,7 @@ class JobGpus:
 
     of_host: Mapping[str, int]
     other_gres: tuple[str, ...] = ()  #: such as ``scratch:10``
+    are_asked: bool = True  #: False: they are there because the job has its nodes to itself
 
 
 def parse_gpus(text: str) -> JobGpus:
@@ -184,7 +185,8 @@ def parse_gpus(text: str) -> JobGpus:
         of_host |= dict.fromkeys(hostlist.expand(nodes), count)
     asked = re.search(r"^ +TresPerNode=(\S+)", text, re.MULTILINE)
     items = [item.replace("=", ":") for item in _GRES.findall(asked[1])] if asked else []
-    return JobGpus(of_host, tuple(item for item in items if item.partition(":")[0] != "gpu"))
+    are_asked = re.search(r"^ +TresPer\w+=\S*gres[:/]gpu\b", text, re.MULTILINE) is not None
+    return JobGpus(of_host, tuple(item for item in items if item.partition(":")[0] != "gpu"), are_asked)
 
 
 #: sbatch's options, by the fields in which scontrol shows them.

@@ -80,7 +80,7 @@ def start() -> Iterator[TrainingRun]:
         raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
     config = join_once("toolkit.start")
     try:
-        with open_session(config.dist) as session:
+        with open_session(config.dist, config.cluster.gpus_per_node) as session:
             prepare(config.train.seed, deterministic=config.train.deterministic)
             apply_gpu_settings(config.train)
             run = TrainingRun(config, session)

@@ -40,7 +40,11 @@ SHOWN = 16
 
 def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
     """Be one rank of the training of a job of class ``kind``. Every rank calls it."""
-    with open_session(config.dist) as session, closing(trainer_of(kind, config, params, session)) as training:
+    gpus = config.cluster.gpus_per_node
+    with (
+        open_session(config.dist, gpus) as session,
+        closing(trainer_of(kind, config, params, session)) as training,
+    ):
         return training.fit()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.ranks import session
+from toolkit.ranks import device
 
 pytest.importorskip("mpi4py")
 
@@ -59,13 +59,13 @@ def test_mpi_is_closed_after_a_success_and_a_stop_but_not_after_a_failure(finali
 def test_importing_the_backend_opens_nothing() -> None:
     from mpi4py import MPI
 
-    assert session.choose_backend("mpi") == "mpi4py"
+    assert device.choose_backend("mpi") == "mpi4py"
     assert not MPI.Is_initialized()
 
 
 def test_a_torch_with_mpi_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    assert session.choose_backend("mpi") == "mpi"
+    assert device.choose_backend("mpi") == "mpi"
 
 
 def test_a_missing_mpi4py_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +73,8 @@ def test_a_missing_mpi4py_is_named_with_the_command_that_installs_it(monkeypatch
     monkeypatch.delattr("toolkit.ranks.mpi", raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"pip install slurm-batch-toolkit\[mpi\]"):
-        session.choose_backend("mpi")
+        device.choose_backend("mpi")
 
 
 def test_auto_never_picks_mpi() -> None:
-    assert session.choose_backend("auto") in ("nccl", "gloo")
+    assert device.choose_backend("auto") in ("nccl", "gloo")

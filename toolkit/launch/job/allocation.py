@@ -30,6 +30,7 @@ class Allocation:
     cpus_per_task: int
     gpus: tuple[int, ...] = ()  #: of each node; empty without GPUs
     other_gres: tuple[str, ...] = ()  #: what else the job has on each node, such as ``scratch:10``
+    asks_for_gpus: bool = True  #: False: it has whatever its nodes have
     job_id: str | None = None
     restart_count: int = 0
     cluster: str = "local"
@@ -163,6 +164,7 @@ class Allocation:
             cpus_per_task=cpus_per_task,
             gpus=tuple(gpus.of_host[host] for host in hosts) if any(gpus.of_host.values()) else (),
             other_gres=gpus.other_gres,
+            asks_for_gpus=gpus.are_asked,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
             cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),

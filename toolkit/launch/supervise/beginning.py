@@ -43,12 +43,14 @@ def take_run(context: Context) -> None:
         cluster.nodes = len(used.hosts)
         cluster.tasks_per_node = max(allocation.tasks)
         cluster.cpus_per_task = allocation.cpus_per_task
-        # No error: some sites do not have Slurm count their GPUs.
+        # No error: some sites do not have Slurm count their GPUs. The ranks will see.
         if cluster.gpus_per_node and not allocation.gpus_per_node:
             log.warning(
                 "cluster.gpus_per_node: the config asks for %d, and Slurm gives this job none", cluster.gpus_per_node
             )
-        cluster.gpus_per_node = allocation.gpus_per_node
+        # Ranks that see no GPU are refused. A job that has whole nodes, and whatever is in them, may train on CPUs.
+        if allocation.gpus_per_node and (allocation.asks_for_gpus or cluster.gpus_per_node):
+            cluster.gpus_per_node = allocation.gpus_per_node
         outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
         # An sbatch script that Slurm starts again knows only its job id.
         key = allocation.job_key

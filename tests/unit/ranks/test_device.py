@@ -1,0 +1,104 @@
+"""The ranks agree on backend and devices before a group is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import Store, TCPStore
+
+from toolkit.errors import ConfigError
+from toolkit.ranks import device
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+
+
+def on_ranks(store: TCPStore, count: int, call: Callable[[Store, int], Any]) -> list[Any]:
+    """Return what ``call`` returns on each rank, or its ConfigError as text. Each has a client of its own."""
+
+    def one(rank: int) -> Any:
+        try:
+            return call(store.clone(), rank)
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_gpus_that_torch_does_not_see_are_missed_on_all_ranks(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = on_ranks(store, 2, lambda store, rank: device.agree(store, rank, 2, "gloo", gpus=4))
+    assert said[0] == said[1]
+    for words in (
+        "cluster.gpus_per_node asks for 4 GPUs",
+        torch.__version__,
+        "the node has ",
+        "cluster.gpus_per_node=0",
+    ):
+        assert words in said[0]
+    assert "CUDA_VISIBLE_DEVICES=''" in said[0]
+
+
+def test_a_rank_alone_is_refused_as_well(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"dist\.backend: nccl needs GPUs, and torch .* sees none"):
+        device.agree(store, 0, 1, "nccl", gpus=0)
+    device.agree(store, 0, 1, "gloo", gpus=0)
+
+
+def test_one_node_without_gpus_is_named_on_all_ranks_before_a_group_opens(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backends = ["nccl", "nccl", "gloo", "nccl"]
+    said = on_ranks(store, 4, lambda store, rank: device.agree(store, rank, 4, backends[rank], gpus=1))
+    assert len({*said}) == 1
+    assert said[0].startswith("rank 2 on ")
+    assert "would use gloo" in said[0]
+    assert "rank 0 uses nccl" in said[0]
+
+
+def test_ranks_of_one_kind_agree(store: TCPStore) -> None:
+    assert on_ranks(store, 3, lambda store, rank: device.agree(store, rank, 3, "gloo", gpus=0)) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        (["abcd"] * 4, [0, 1, 2, 3]),  # Slurm hides nothing
+        (["a", "b", "c", "d"], [0, 0, 0, 0]),  # --gpus-per-task=1
+        (["ab", "ab", "cd", "cd"], [0, 1, 0, 1]),  # --gpu-bind=closest, tasks block by block
+        (["ab", "cd", "ab", "cd"], [0, 0, 1, 1]),  # and in turn
+    ],
+)
+def test_ranks_share_out_the_gpus_that_slurm_lets_them_see(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, visible: list[str], chosen: list[int]
+) -> None:
+    def choose(store: Store, rank: int) -> int:
+        return device.turn(store, rank, 4, list(visible[rank]))
+
+    assert on_ranks(store, 4, choose) == chosen
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_over_nccl_alone(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(device, "visible_gpus", lambda count: ["a", "b"])
+    chosen = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "gloo", rank, 3).index)
+    assert chosen == [0, 1, 0]
+    said = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "nccl", rank, 3).index)
+    assert said[:2] == [0, 1]
+    assert "local rank 2 of 3" in said[2]
+    assert "--gpu-bind" in said[2]
