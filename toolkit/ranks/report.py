@@ -15,6 +15,7 @@ from toolkit.agent.progress import MAX_BYTES, RankReport
 from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang.activity import Activity
+from toolkit.ranks.early_work import EarlyWork
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
@@ -81,11 +82,12 @@ class AgentReporter(_Latest):
         super().__init__(HEARTBEAT_S if rank == 0 else 2 * HEARTBEAT_S)
         self._outbox, self._sending = outbox, threading.Lock()
         self._attempt, self._rank = attempt, rank
-        self._activity = activity
+        self._activity, self._early_work = activity, EarlyWork(activity)
         self._is_cut = False  #: True once a report was too long
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
+        self._early_work.look()
         report = self._report()
         self._send(replace(report, fields=fields) if self._rank == 0 else report, wait_s)
 
