@@ -56,6 +56,7 @@ from toolkit.agent.node_monitor import NodeMonitor
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, addresses, token_of
+from toolkit.staging import caches
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -355,6 +356,8 @@ def main(arguments: Sequence[str]) -> None:
     os.close(file)
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
+    # Here, and not in each rank: a fork whose variables differ from the zygote's may not run a script.
+    os.environ.update(caches.environment(os.environ))
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME

@@ -26,6 +26,7 @@ from toolkit.rundir import RunDir
 from toolkit.slurm import placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number
+from toolkit.staging import caches
 
 
 def gains_by_fork(run: RunDir) -> bool:
@@ -55,7 +56,7 @@ def main(run: RunDir) -> None:
     except ToolkitError as error:
         error_file.write(error, place.rank)
         sys.exit(f"toolkit exec: {error}")
-    environ = {**os.environ, **environment(place, os.environ, cpus)}
+    environ = {**os.environ, **environment(place, os.environ, cpus), **caches.environment(os.environ)}
     attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     # Set what torchrun would set beside the rank's numbers.
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))

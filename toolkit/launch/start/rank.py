@@ -32,6 +32,7 @@ from toolkit.slurm import placement
 from toolkit.slurm.placement import Placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number
+from toolkit.staging import caches
 
 #: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"
@@ -81,7 +82,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
     with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
             # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
@@ -149,7 +150,7 @@ def joined() -> JobConfig:
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
     return config
 
 
