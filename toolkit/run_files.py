@@ -107,6 +107,10 @@ class Straggler(JsonRecord):
     until: Moment | None  #: None while it is slow
 
 
+#: Rank 0's phase after a stop that is committed.
+STOPPED_PHASE = "stopped"
+
+
 @dataclass(frozen=True)
 class RunProgress(JsonRecord):
     """Rank 0's report, see `toolkit.train.lifecycle`."""
@@ -123,7 +127,7 @@ class RunProgress(JsonRecord):
     save_s: float | None = None
     save_error: str | None = None  #: of the saves since the last good one
     eta_s: float | None = None
-    phase: str | None = None
+    phase: str | None = None  #: :data:`STOPPED_PHASE` only when a stop is committed
     expendable: tuple[int, ...] = ()
     spent: Seconds = field(default_factory=dict)
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.start_up`

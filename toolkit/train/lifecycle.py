@@ -27,6 +27,7 @@ from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
+from toolkit.run_files import STOPPED_PHASE
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.on_request import OnRequest
 from toolkit.train.save_timer import SAVE
@@ -140,7 +141,7 @@ class Lifecycle:
             self._checkpoints.saver.await_save(self.step)
         is_kept = self.step == (self._checkpoints.saver.newest or 0)  # or at step 0, with nothing to save
         is_kept = is_kept or self.save(must=True)
-        self.report("stopped")
+        self.report(STOPPED_PHASE if is_kept else "train")
         total = self._loop.progress().get("total_steps")
         where = f"step {self.step}" + (f" of {total}" if total is not None else "")
         raise StoppedError(f"stopped at {where}; {'' if is_kept else 'not '}committed")

@@ -77,7 +77,7 @@ def stops_when_asked(ranks: Ranks) -> None:
     works(ranks)
 
     def stop() -> None:
-        ranks.report(step=12, step_start=0)
+        ranks.report(step=12, step_start=0, phase="stopped")
         ranks.events.put(ended(0, 1, code=75))
         ranks.events.put(AllRanksEnded(75))
 

@@ -441,6 +441,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
     """Before, it came back, or was shown as requeued for ever."""
 
     def stops(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0, phase="stopped")
         ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
         ranks.events.put(AllRanksEnded(75))
 
@@ -457,6 +458,23 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
     row = slurm.show_job("1")
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+def test_an_exit_code_that_no_report_and_no_file_confirms_is_a_failure(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, `os._exit(75)` on all ranks was "committed, nothing is lost", and requeued."""
+
+    def exits(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0, phase="train")
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
+
+    supervise(run, slurm, Ranks(exits, exits, exits, exits, exits))
+    lines = run.attempts()
+    assert {line.cause for line in lines} == {"crashed"}
+    assert lines[0].decision == "restart"
+    assert "exit code 75, but have saved no stop" in lines[0].line
+    assert lines[-1].decision == "give_up"
+    assert run.result().state == "failed"
 
 
 def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
@@ -741,6 +759,7 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
         later.start()
 
     def stops(ranks: Ranks) -> None:
+        ranks.report(step=8, step_start=0, phase="stopped")
         ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
         ranks.events.put(AllRanksEnded(75))
 

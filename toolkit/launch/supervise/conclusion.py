@@ -26,7 +26,7 @@ from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
-from toolkit.run_files import RunState
+from toolkit.run_files import STOPPED_PHASE, RunState
 
 log = logs.get(__name__)
 
@@ -109,7 +109,7 @@ def _facts(context: Context, attempt: Attempt) -> Facts:
     return Facts(
         exit_code=attempt.exit_code,
         failures=tuple(attempt.failures),
-        stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
+        stopped_cleanly=_has_stopped_cleanly(context, attempt),
         stop=attempt.stop,
         stop_note=attempt.stop_note,
         vacated_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.vacated_nodes.items()),
@@ -130,6 +130,19 @@ def _facts(context: Context, attempt: Attempt) -> Facts:
         history=context.journal.history(),
         budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
     )
+
+
+def _has_stopped_cleanly(context: Context, attempt: Attempt) -> bool:
+    """True if all ranks have stopped, and what they had made is saved.
+
+    The exit code alone does not say so: code of the user may end with the same one. A stop is reported by rank 0 when
+    it is committed. Its last report may have been lost; then the checkpoint tells. Of a script nothing more is known.
+    """
+    if not attempt.stopped or attempt.failures or attempt.lost_nodes:
+        return False
+    saved, progress = attempt.step_saved or 0, attempt.progress
+    is_saved = saved >= (progress.step or 0) and saved > (progress.step_start or 0)
+    return context.is_foreign or progress.phase == STOPPED_PHASE or is_saved
 
 
 def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:

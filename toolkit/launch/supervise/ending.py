@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from toolkit.errors import EXIT_STOPPED
 from toolkit.launch.job.fate import JobFate
 from toolkit.launch.supervise.budgets import (
     MAX_FRUITLESS_REQUEUES,
@@ -140,6 +141,8 @@ def _judge_fault(facts: Facts) -> Verdict:
         what = (
             "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
         )
+    elif facts.exit_code == EXIT_STOPPED:
+        what = f"the ranks ended with exit code {EXIT_STOPPED}, but have saved no stop: code of the job ends with it"
     # Name both ends of the connections that could not be made, the first few.
     links = [f"{host} to {peer}" for host, peer in facts.cut_links]
     if links:
@@ -233,7 +236,9 @@ def _at(facts: Facts) -> str:
 
 
 def _kept(facts: Facts) -> str:
-    return "committed, nothing is lost" if facts.stopped_cleanly else "goes on from the last checkpoint"
+    if not facts.stopped_cleanly:
+        return "goes on from the last checkpoint"
+    return "by its exit code it has saved" if facts.is_foreign else "committed, nothing is lost"
 
 
 def _describe(failure: RankFailure) -> str:
