@@ -161,10 +161,11 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
 
 
 @contextlib.contextmanager
-def unchanged_on_error(*paths: Path) -> Iterator[None]:
+def unchanged_on_error(*paths: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Restore ``paths`` if the block fails; a path that did not exist is removed.
 
-    That needs no room: what failed may be a disk that is full by now.
+    That needs no room: what failed may be a disk that is full by now. Where ``unless`` says so they are another
+    process's by now, and stay.
     """
     kept = {path: path.with_name(f".{path.name}.kept-{secrets.token_hex(4)}") for path in paths}
     try:
@@ -173,8 +174,11 @@ def unchanged_on_error(*paths: Path) -> Iterator[None]:
                 os.link(path, copy)  # a link suffices: every writer here replaces a file, and never changes one
         yield
     except BaseException:
+        is_ours = not unless()
         for path, copy in kept.items():
-            if copy.exists():
+            if not is_ours:
+                copy.unlink(missing_ok=True)
+            elif copy.exists():
                 copy.replace(path)
             else:
                 path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from toolkit import rundir
 from toolkit.cli import show, why
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError, TakenError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
@@ -107,6 +107,63 @@ def preempted(run: RunDir, slurm: FakeSlurm) -> None:
 def row_of(run: RunDir) -> dict[str, object]:
     (row,) = show.status_rows([run])
     return row
+
+
+# ----------------------------------------------------------------------------------------------- sbatch that hangs
+
+
+def late(monkeypatch: pytest.MonkeyPatch, run: RunDir, slurm: FakeSlurm, ending: Callable[[], str]) -> None:
+    """Let the next sbatch hang until a second resume, which takes the first for dead, has submitted the run."""
+    monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
+
+    def hang(run: RunDir, config: JobConfig, token: str) -> str:
+        monkeypatch.setattr(executors, "_send_to_slurm", lambda *_: slurm.sbatch(["--no-requeue", "job.sh"]))
+        resume(run, ["train.epochs=7"])
+        return ending()
+
+    monkeypatch.setattr(executors, "_send_to_slurm", hang)
+
+
+@pytest.mark.parametrize("how", ["fails", "answers"])
+def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    attach(run).cancel()
+    assert run.result().state == "cancelled"
+    sent: list[str] = []
+
+    def end() -> str:
+        if how == "fails":
+            raise SlurmError("sbatch: error: Batch job submission failed: Socket timed out")
+        sent.append(slurm.sbatch(["--no-requeue", "late.sh"]))
+        return sent[0]
+
+    late(monkeypatch, run, slurm, end)
+    with pytest.raises((SlurmError, TakenError)):
+        resume(run, ["train.epochs=5"])
+    owner = ownership.read(run)
+    assert owner is not None
+    assert (owner.number, run.last_number(), run.result(), stop_request.asked(run)) == (3, 3, None, None)
+    second = run.submission()
+    assert second is not None
+    assert second.token == owner.token
+    assert (run.status().state, configs.load_config(run.config, site=False).train.epochs) == ("queued", 7)
+    assert all(row.state == "CANCELLED" for row in slurm.user_jobs() if row.job_id in sent)
+    assert not attach(run).is_over()
+    assert [*run.path.glob(".*.kept-*"), *run.submitit.glob("config-*.yaml")] == []
+
+
+def test_a_submission_whose_sbatch_hangs_and_fails_removes_no_run_that_was_resumed(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise SlurmError("sbatch: error: Socket timed out")
+
+    late(monkeypatch, run, slurm, fail)
+    with pytest.raises(SlurmError):
+        submit.submit("own.yaml", executor="slurm")
+    (other,) = (each for each in rundir.all_runs() if each != run)
+    assert not attach(other).is_over()
 
 
 # ------------------------------------------------------------------------------------------------------ follow-up jobs

@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit import fsio, logs, rundir, terminal
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError
+from toolkit.errors import RequestError, SlurmError, TakenError
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.requeue import forbid_expedited_requeue
 from toolkit.launch.record import after, awaited, ownership
@@ -70,6 +70,12 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
     finally:
         fsio.restore_umask()
         del os.environ[fsio.UMASK_VARIABLE]
+    # sbatch has answered so late that another submission took this one for dead, and has the run by now.
+    present = ownership.read(run)
+    if present is not None and present.token != owner.token:
+        if executor == "slurm":
+            _cancel([job_id])
+        raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.
     try:

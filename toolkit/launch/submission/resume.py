@@ -54,10 +54,12 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
         run.path / name
         for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json", "changes.jsonl")
     ]
-    number = ownership.take(run, before)
+    number, taken = ownership.take(run, before), None
+    # sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
     try:
         # So a job submitted despite the error has a stale token.
-        with fsio.unchanged_on_error(*kept), snapshot.new_copy(run, project) if code and project else nullcontext():
+        copied = snapshot.new_copy(run, project) if code and project else nullcontext()
+        with fsio.unchanged_on_error(*kept, unless=lambda: run.last_number() > number), copied:
             taken = ownership.submit_as(run, chosen, number)
             if overrides or code:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
@@ -69,9 +71,10 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
             run.clear_result()
             sent = executors.send(run, config, chosen, taken)
     except BaseException:
-        for config_of_token in run.submitit.glob("config-*.yaml"):
-            config_of_token.unlink()
-        run.give_back_number(number)
+        if taken is not None:
+            ownership.new_config(run, taken.token).unlink(missing_ok=True)
+        if run.last_number() == number:  # else a third one could get it, and write over the second's owner
+            run.give_back_number(number)
         raise
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)

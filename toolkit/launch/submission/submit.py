@@ -143,5 +143,6 @@ def _send_new(
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
     except (SlurmError, OSError):
-        fsio.remove_tree(run.path)
+        if run.last_number() <= 1:  # else sbatch hung until its user resumed the run
+            fsio.remove_tree(run.path)
         raise
