@@ -216,6 +216,7 @@ class AttemptStatus(FileRecord):
     state: RunState | None = None
     run: str | None = None
     job_id: str | None = None
+    cluster: str = ""  #: whose number that is
     restart_count: int | None = None
     host: str | None = None
     pid: int | None = None
@@ -346,6 +347,9 @@ class OwnerRecord(FileRecord):
     follow_ups: tuple[Word, ...] = ()
     birth: str = ""  #: of the process, see `toolkit.process_identity`
     serves: bool = False  #: whether the process is the supervisor or rank 0, and not the one that submits the run
+    cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.launch.record.run_jobs`
+    path: str = ""  #: of the run folder, when the owner took the run
+    command: str | None = None  #: the batch script of the present job, if it is not one of the toolkit's
 
     @property
     def process(self) -> ProcessIdentity:
@@ -374,6 +378,7 @@ class Submission(FileRecord):
     time: Moment | None = None
     token: str | None = None
     took_s: float | None = None  #: up to the job's id
+    cluster: str = ""  #: whose numbers the jobs have
     birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.process_identity`
 
     @property

@@ -44,6 +44,7 @@ STATUS: dict[str, Any] = {
     "state": "running",
     "run": "name/1",
     "job_id": "7",
+    "cluster": "alpha",
     "restart_count": 0,
     "host": "node1",
     "pid": 77,
@@ -257,6 +258,9 @@ OWNER: dict[str, Any] = {
     "follow_ups": ["3"],
     "birth": "0f0e-boot:4026531836:123",
     "serves": True,
+    "cluster": "alpha",
+    "path": "/runs/name/1",
+    "command": "/home/u/train.sh a.yaml",
 }
 SUBMISSION: dict[str, Any] = {
     "version": 1,
@@ -267,6 +271,7 @@ SUBMISSION: dict[str, Any] = {
     "time": 1.8e9,
     "token": "0123",
     "took_s": 1.5,
+    "cluster": "alpha",
     "birth": "0f0e-boot:4026531836:123",
 }
 
@@ -289,7 +294,8 @@ def test_a_damaged_key_of_an_owner_is_named_and_its_number_is_read(run: RunDir, 
     damage: list[str] = []
     owner = run.owner(damage)
     assert owner is not None
-    assert owner.is_whole == (key in ("version", "jobs", "follow_ups", "birth", "serves"))
+    needed = ("number", "token", "executor", "host", "pid", "time")
+    assert owner.is_whole == (key not in needed)
     assert run.owner_number() == (None if key == "number" else 3)
     assert damage[0].startswith(f"{run.path / 'owner.json'}: {key}")
 

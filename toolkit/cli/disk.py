@@ -18,13 +18,10 @@ from toolkit.cli.show import status_rows
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.fsio import size_text
 from toolkit.launch.record import after
-from toolkit.launch.submission.handle import attach
+from toolkit.launch.submission.handle import HEARD_S, attach
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.sweep import states
-
-#: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
-_RECENT_S = 300.0
 
 
 def usage(run: RunDir) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
         state = status_rows([run])[0]["state"]
         return (
             f"run {run.id} is {state}; when it has ended it can be removed: {how} "
-            f"(if its job was killed, wait until its status is {_RECENT_S:.0f} s old)"
+            f"(if its job was killed, wait until its status is {HEARD_S:.0f} s old)"
         )
     if states.may_start_again(run, shared_queue.of_user().show_jobs):
         return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
@@ -157,13 +154,8 @@ def _lives(run: RunDir) -> bool:
         handle = attach(run)
     except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
         return not is_over(status_rows([run])[0])
-    # Slurm does not know the job of a run of another cluster that has the same file system.
-    if handle.executor == "slurm":
-        status = run.status([])
-        goes_on = status.state is not None and not status.state.is_over
-        if goes_on and (status.updated or 0) > time.time() - _RECENT_S:
-            return True
-    return not handle.is_over()
+    # Which cluster has the job may be unknown, and then Slurm here does not know the job.
+    return (handle.executor == "slurm" and handle.heard_s() < HEARD_S) or not handle.is_over()
 
 
 def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.cli import slow
-from toolkit.launch.record import after, changes, ownership, stop_request
+from toolkit.launch.record import after, changes, run_jobs, stop_request
 from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
@@ -39,9 +39,9 @@ _WORTH_WRITING = 20
 _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
-#: Raise the 5 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
+#: Raise the 8 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
 #: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
-_VERSION = 100 * 7 + marshal.version
+_VERSION = 100 * 8 + marshal.version
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "name": run.name,
         "state": state or "unknown",
         "job_id": status.job_id,
+        "cluster": status.cluster,
         "follow_ups": [],
         "asked": None,
         "after": after.names(after.record_of(run, damage)) if result is None else [],
@@ -117,9 +118,10 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
     }
     # Which job has the run matters only while it may go on.
     if is_whole or result is None or status.job_id is None or damage:
-        jobs, sent = ownership.jobs_of(run, damage), run.submission(damage)
+        jobs, sent = run_jobs.of(run, damage), run.submission(damage)
         asked = stop_request.asked(run, damage)
-        row["job_id"], row["follow_ups"] = (jobs[0] if jobs else status.job_id), jobs[1:]
+        row["job_id"], row["follow_ups"] = (jobs.ids[0] if jobs.ids else status.job_id), list(jobs.ids[1:])
+        row["cluster"] = jobs.cluster or status.cluster
         row["asked"] = asked and asked.value
         row["executor"] = row["executor"] if sent is None else sent.executor
         row["submitted"] = row["submitted"] or (sent.time if sent is not None else None)
@@ -132,6 +134,7 @@ EMPTY: Mapping[str, Any] = {
     "name": "",
     "state": "unknown",
     "job_id": None,
+    "cluster": "",
     "follow_ups": [],
     "asked": None,
     "after": [],

@@ -18,11 +18,13 @@ from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.launch.record import changes, ownership
+from toolkit.launch.record.run_jobs import RunJobs
 from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
 from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.slurm.jobs import JobStatus
@@ -59,11 +61,12 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
         if state.is_waiting or _quiet_s(row["updated"]) > QUIET_S:
             asked.append(row)
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
-    jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
-    answers = ask([job for ids in jobs.values() for job in ids]) if jobs else {}
+    jobs = _jobs_here(asked)
+    answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
     for row in asked:
-        if row["run"] in jobs:
-            row["job_id"], job = ownership.present(jobs[row["run"]], answers)
+        if row["path"] in jobs:
+            of_run = jobs[row["path"]]
+            row["job_id"], job = ownership.present(of_run.ids, of_run.among(answers))
             row.update(
                 slurm=job and job.state,
                 reason=job and job.reason,
@@ -75,6 +78,17 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
         if row["slurm"] is not None or row["silent"]:
             row["state"] = _honest_state(row)
     return rows
+
+
+def _jobs_here(rows: Sequence[dict[str, Any]]) -> dict[str, RunJobs]:
+    """Return the jobs of each run, by its folder. Those of another cluster cannot be asked about here."""
+    found = {}
+    for row in rows:
+        if row["job_id"]:
+            ids = (row["job_id"], *row["follow_ups"])
+            found[row["path"]] = RunJobs(RunDir(Path(row["path"])), ids, row["cluster"])
+    here = cluster_name.name_here() if any(jobs.cluster for jobs in found.values()) else ""
+    return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}
 
 
 def _quiet_s(updated: float | None) -> float:

@@ -225,6 +225,8 @@ class Slurm:
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         columns = ["--parsable2", "--format=JobID,State,NodeList"]
         ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
+        # Accounting tells of other users' jobs, too: a number may have been given again, to one of them.
+        ask += [f"--user={os.getuid()}"] if os.getuid() else []
         try:
             return parse_statuses(self._run(ask))
         except SlurmError:
@@ -407,5 +409,6 @@ def _version(text: str) -> tuple[int, ...]:
 
 #: Number and name of each step in the output of `scontrol show step`; the toolkit's step names have no spaces.
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
-#: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects.
-_SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%S|%r")
+#: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects; ``%o`` the
+#: batch script with its whole path.
+_SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%S|%r|%o")

@@ -333,7 +333,9 @@ class FakeSlurm(_FakeJobs):
 
 
 def _status_of(row: JobRow) -> JobStatus:
-    return JobStatus(row.requeue_id, row.state, row.reason, row.node_list, row.start_time)
+    # Slurm knows the whole path of a script, this fake only what it was given.
+    command = row.command if row.command and row.command.startswith("/") else None
+    return JobStatus(row.requeue_id, row.state, row.reason, row.node_list, row.start_time, command)
 
 
 _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")

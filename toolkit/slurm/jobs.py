@@ -64,6 +64,7 @@ class JobStatus:
     reason: str | None = None
     node_list: str = ""
     start_time: float | None = None  #: in seconds since the epoch; while pending: Slurm's estimate
+    command: str | None = None  #: the batch script, with its arguments; empty without one, None where it is not told
 
     @property
     def is_over(self) -> bool:
@@ -245,22 +246,25 @@ def parse_statuses(text: str) -> list[JobStatus]:
 
 
 def _status(line: str) -> JobStatus:
-    job_id, state, node_list, *more = line.split("|", 4)
-    # squeue's last columns, for which sacct is not asked.
-    start, reason = (*more, "", "")[:2]
+    job_id, state, node_list, *more = line.split("|", 5)
+    # squeue's last columns, for which sacct is not asked. The command comes last: it may have a | in it.
+    start, reason = (*more[:2], "", "")[:2]
+    command = more[2] if len(more) > 2 else None
     return JobStatus(
         job_id.strip(),
         states.canonical(state),
         None if reason in _NOTHING else reason,
         "" if node_list in _NOTHING else node_list,
         parse_time(start),
+        "" if command in _NOTHING else command,
     )
 
 
 def status_line(status: JobStatus) -> str:
     """Return the line that :func:`parse_statuses` reads back."""
     start = "" if status.start_time is None else f"{status.start_time:.0f}"
-    return "|".join((status.job_id, status.state, status.node_list, start, status.reason or ""))
+    columns = (status.job_id, status.state, status.node_list, start, status.reason or "")
+    return "|".join(columns if status.command is None else (*columns, status.command))
 
 
 def base_id(job_id: str) -> str:

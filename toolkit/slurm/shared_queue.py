@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import socket
 import time
@@ -29,7 +28,7 @@ from toolkit.errors import SlurmError
 from toolkit.json_record import FileRecord
 from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.records import MOMENT
-from toolkit.slurm import commands
+from toolkit.slurm import cluster_name, commands
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
 from toolkit.slurm.programs import TIMEOUT_S
@@ -212,20 +211,9 @@ def _cluster(environ: Mapping[str, str]) -> str:
     Login nodes of several clusters may share a home.
     """
     program = shutil.which("squeue", path=environ.get("PATH")) or ""
-    places = ["/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf"]
-    beside = Path(program).resolve().parent.parent / "etc/slurm.conf"
-    configs = [environ["SLURM_CONF"]] if environ.get("SLURM_CONF") else [str(beside), *places]
-    name = next(filter(None, map(_cluster_name, configs)), socket.gethostname())
+    name = cluster_name.in_config(environ) or socket.gethostname()
     words = (name, environ.get("SLURM_CONF", ""), environ.get("SLURM_CLUSTERS", ""), program, str(os.getuid()))
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-
-
-def _cluster_name(config: str) -> str | None:
-    try:
-        match = re.search(r"(?im)^\s*ClusterName\s*=\s*(\S+)", Path(config).read_text(errors="replace"))
-    except OSError:
-        return None
-    return match and match[1]
 
 
 def _lock(fd: int, pause: Callable[[float], None]) -> None:

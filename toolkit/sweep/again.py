@@ -7,13 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from toolkit.errors import RequestError
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import ownership, run_jobs, stop_request
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.run_jobs import RunJobs
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission.handle import attach
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, base_id
 from toolkit.slurm.states import Phase, phase
@@ -54,10 +56,13 @@ def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands 
 def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> tuple[int, int]:
     """Cancel the points that wait, and stop those at work; return how many of each.
 
-    A point at work commits a checkpoint and ends. Slurm is called at most three times, for all of them.
+    A point at work commits a checkpoint and ends. Slurm is called at most four times, for all of them. Raises
+    RequestError where their jobs are on another cluster.
     """
     waiting = [each for each in standings if each.state.split()[0] in (RunState.QUEUED, RunState.REQUEUED)]
     working = [each for each in standings if each.state.split()[0] in _AT_WORK]
+    jobs = {each.point.id: _jobs_of(each) for each in (*waiting, *working) if each.executor == "slurm"}
+    _refuse_elsewhere(sweep, [job for of_point in jobs.values() for job in of_point])
     # The requests come first: a job that starts at this moment finds its own.
     for each in (*waiting, *working):
         if each.row:
@@ -65,28 +70,49 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
     for each in working:
         if each.executor != "slurm":
             attach(each.run).stop()
-    jobs = {each.point.id: _jobs_of(each) for each in waiting if each.executor == "slurm"}
-    all_jobs = sorted({job for of_point in jobs.values() for job in of_point})
-    signalled = [of_point[0] for each in working if each.executor == "slurm" and (of_point := _jobs_of(each))]
-    answers: Mapping[str, JobStatus | None] = {}
-    if all_jobs or signalled:
+    answers: dict[str, dict[str, JobStatus]] = {}
+    if any(jobs.values()):
         slurm = slurm or Slurm()
-        if all_jobs:
-            slurm.cancel_waiting(sorted({base_id(job) for job in all_jobs}))
-            # The standings are some seconds old: a job may have started before it could be cancelled.
-            answers = slurm.show_jobs(all_jobs)
-        for each in waiting:
-            running = [job for job in jobs.get(each.point.id, []) if _is_running(answers[job])]
+        answers = _ask(jobs, slurm)
+        if waiting_jobs := [job for each in waiting for job in answers.get(each.point.id, ())]:
+            slurm.cancel_waiting(sorted({*map(base_id, waiting_jobs)}))
+            # A job may have started before it could be cancelled.
+            answers |= _ask({each.point.id: jobs.get(each.point.id, []) for each in waiting}, slurm)
+        signalled = []
+        for each in (*working, *waiting):
+            running = [job for job, status in answers.get(each.point.id, {}).items() if _is_running(status)]
             if running:  # perhaps so recently that it has not made its run yet
                 stop_request.ask(sweep.make_run(each.point, time.time()), Intent.STOP)
             signalled += running
         if signalled:
             slurm.signal_batch(signalled, "USR1")
     for each in waiting:
-        of_point = jobs.get(each.point.id, [])
-        if all((status := answers[job]) is None or status.is_over for job in of_point):
-            _end_without_job(each.run if of_point else sweep.make_run(each.point, time.time()), each.executor)
+        if all(status.is_over for status in answers.get(each.point.id, {}).values()):
+            has_job = bool(jobs.get(each.point.id))
+            _end_without_job(each.run if has_job else sweep.make_run(each.point, time.time()), each.executor)
     return len(waiting), len(working)
+
+
+def _refuse_elsewhere(sweep: SweepDir, jobs: Sequence[RunJobs]) -> None:
+    """Raise RequestError if one of the jobs is on another cluster."""
+    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
+    there = next((job.cluster for job in jobs if job.is_elsewhere(here)), None)
+    if there is not None:
+        raise RequestError(
+            f"sweep {sweep.name} has jobs on the cluster {there}, and this is {here}: "
+            f"`toolkit sweep stop {sweep.name}` there stops it"
+        )
+
+
+def _ask(jobs: Mapping[str, Sequence[RunJobs]], slurm: SlurmCommands) -> dict[str, dict[str, JobStatus]]:
+    """Return the jobs of each point that Slurm has, with their status. Asks once."""
+    wanted = {id_ for of_point in jobs.values() for job in of_point for id_ in job.ids}
+    found = slurm.show_jobs(sorted(wanted)) if wanted else {}
+    answers: dict[str, dict[str, JobStatus]] = {}
+    for point, of_point in jobs.items():
+        known = {id_: status for job in of_point for id_, status in job.among(found).items()}
+        answers[point] = {id_: status for id_, status in known.items() if status is not None}
+    return answers
 
 
 def _end_without_job(run: RunDir, executor: str) -> None:
@@ -109,10 +135,10 @@ def _end_without_job(run: RunDir, executor: str) -> None:
 _AT_WORK = (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING)
 
 
-def _jobs_of(each: PointStanding) -> list[str]:
-    """Return the job that the point has, then the others that its run's files name."""
-    return list(dict.fromkeys(job for job in (each.job_id, *ownership.jobs_of(each.run)) if job is not None))
+def _jobs_of(each: PointStanding) -> list[RunJobs]:
+    """Return the jobs that the files of the point's run name, and that of its list."""
+    return [job for job in (run_jobs.of(each.run), each.job) if job is not None and job.ids]
 
 
-def _is_running(status: JobStatus | None) -> bool:
-    return status is not None and phase(status.state) is Phase.RUNNING and status.state != "COMPLETING"
+def _is_running(status: JobStatus) -> bool:
+    return phase(status.state) is Phase.RUNNING and status.state != "COMPLETING"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit import rundir
 from toolkit.errors import SlurmError
-from toolkit.launch.record import after, ownership, sweep_folder
+from toolkit.launch.record import after, sweep_folder
+from toolkit.launch.record.run_jobs import RunJobs
 from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
-from toolkit.slurm import reasons
+from toolkit.slurm import cluster_name, reasons
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
@@ -43,6 +43,7 @@ class PointStanding:
     why: str | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     executor: str = "slurm"  #: of ``job_id``
+    job: RunJobs | None = None  #: the job of its list, which may not be the one that its run has
 
     @property
     def is_to_retry(self) -> bool:
@@ -62,7 +63,7 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
     newest = sweep_folder.newest(sweep.arrays(), damage)
     records = {array: array.record(damage) for _, array, _ in newest.values()}
     started = dict.fromkeys(_started(sweep, [point for point, _, _ in newest.values()]))
-    jobs = {id_: array.job_of(index, records[array]) for id_, (_, array, index) in newest.items()}
+    jobs = {id_: array.job_of(point, index, records[array]) for id_, (point, array, index) in newest.items()}
     # One question for all: also the rows below are made from its answer.
     is_queued = {
         id_
@@ -75,10 +76,11 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
     works_here, begun = is_local and sweep.works_here(), sweep.begun()
     found = []
     for id_, (point, array, _) in newest.items():
-        run, record, job_id = sweep.run_of(point), records[array], jobs[id_]
+        run, record, job = sweep.run_of(point), records[array], jobs[id_]
+        job_id = None if job is None else job.ids[0]
         row = rows.get(str(run.path), {})
-        status = None if job_id is None else answers.get(job_id)
-        state, why = _waiting_state(record, job_id, status, is_answered and job_id in answers, works_here)
+        status = None if job is None else answers.get(job)
+        state, why = _waiting_state(record, job_id, status, is_answered and job in answers, works_here)
         is_again = id_ in is_queued and state in (RunState.QUEUED, RunState.STARTING)
         executor = "slurm" if record is None else record.executor
         # Without Slurm's answer a run that may still work keeps its own state.
@@ -92,7 +94,7 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
             why = reasons.in_words(why)
         elif not row and id_ in begun and sweep.was_removed(point):
             state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
-        found.append(PointStanding(point, run, state, job_id, why, row, executor))
+        found.append(PointStanding(point, run, state, job_id, why, row, executor, job))
     return found
 
 
@@ -115,32 +117,27 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
 
     A point that works on this machine counts as such until all points of its sweep here have ended.
     """
-    place, owner, result = run.point([]), ownership.read(run, []), run.result([])
-    if place is None or (result is not None and result.state is RunState.COMPLETED):
+    retry = sweep_folder.retry_of(run)
+    if retry is None:
         return False
-    sweep = SweepDir(run.path.parent.parent / rundir.SWEEPS / place.sweep)
-    for array in reversed(sweep.arrays()):
+    array, job = retry
+    if job is None:
         record = array.record([])
-        if record is None:
-            continue
-        if owner is not None and owner.token == record.token:  # the last list that has started the run
-            return False
-        names = [point.run for point in array.points([])]
-        if f"{run.name}/{run.id}" in names:
-            if record.executor == "local":
-                return sweep.works_here()
-            job = array.job_of(names.index(f"{run.name}/{run.id}"), record)
-            answers, _ = _answers(ask, [job] if job else [])
-            status = answers.get(job or "")
-            return job is not None and (job not in answers or (status is not None and not status.is_over))
-    return False
+        return record is not None and record.executor == "local" and array.sweep.works_here()
+    answers, _ = _answers(ask, [job])
+    status = answers.get(job)
+    return job not in answers or (status is not None and not status.is_over)
 
 
-def _answers(ask: Ask, jobs: Sequence[str]) -> tuple[Mapping[str, JobStatus | None], bool]:
+def _answers(ask: Ask, jobs: Sequence[RunJobs]) -> tuple[Mapping[RunJobs, JobStatus | None], bool]:
+    """Return Slurm's answer about the jobs that are of this cluster, and whether it has answered."""
+    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
+    asked = [job for job in jobs if not job.is_elsewhere(here)]
     try:
-        return (ask(jobs) if jobs else {}), True
+        found = ask([id_ for job in asked for id_ in job.ids]) if asked else {}
     except SlurmError:
         return {}, False
+    return {job: status for job in asked for status in job.among(found).values()}, True
 
 
 _NO_PROCESS = "no process runs this sweep's points here: logs/local.log in its folder may say why, and retry starts one"

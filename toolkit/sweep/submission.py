@@ -31,6 +31,7 @@ from toolkit.launch.submission import prepare, sbatch, snapshot
 from toolkit.launch.submission.executors import choose_executor
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.run_files import AfterRecord
+from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.sweep import learnt, points
 from toolkit.sweep.points import CheckedPoint
@@ -306,7 +307,7 @@ def submit_array(
         if token is None:
             raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
         record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
-    array.write_record(record.replace(job_id=job_id))
+    array.write_record(record.replace(job_id=job_id, cluster=cluster_name.name_here()))
     return job_id
 
 
@@ -348,7 +349,9 @@ def _script(
         options.append(f"--array=0-{max(listed)}" + (f"%{limit}" if limit else ""))
         # The limit is for all arrays together: they run one after the other.
         before = [each.record() for each in sweep.arrays() if each.number < array.number]
-        jobs = [each.job_id for each in before if each is not None and each.job_id is not None and each.is_array]
+        here = cluster_name.name_here() if limit else ""
+        arrays = [each for each in before if each is not None and each.is_array and each.cluster in ("", here)]
+        jobs = [each.job_id for each in arrays if each.job_id is not None]
         awaited_jobs = jobs[-1:] if limit else []
     else:
         awaited_jobs = []

@@ -982,7 +982,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert supervise(run, slurm, Ranks(completes)) == 0
-    assert refused >= {"owner.json", "config.yaml", "local-1", "attempts.jsonl", "result.json"}
+    assert refused >= {"owner.json", "config.yaml", "slurm-1", "attempts.jsonl", "result.json"}
     assert [line.attempt for line in run.attempts()] == [1, 2]
     assert run.result().state == "completed"
 

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gone",
         action="store_true",
-        help="of a run without Slurm: you know that its machine or container is gone; this ends the run from here",
+        help="you know that the run's machine, container or cluster is gone; this ends the run from here",
     )
 
 

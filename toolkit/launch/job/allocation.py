@@ -12,6 +12,7 @@ from toolkit import hostlist
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
 from toolkit.launch import outages
+from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobGpus
 from toolkit.slurm.variables import whole_number
@@ -33,7 +34,7 @@ class Allocation:
     asks_for_gpus: bool = True  #: False: it has whatever its nodes have
     job_id: str | None = None
     restart_count: int = 0
-    cluster: str = "local"
+    cluster: str = ""  #: its name, which is empty without Slurm
 
     @property
     def world_size(self) -> int:
@@ -114,7 +115,7 @@ class Allocation:
         """Return one word for (cluster, job id, array task). Job ids alone start again with a new cluster."""
         if self.job_id is None:
             return None
-        return f"{self.cluster}-{self.job_id}"
+        return f"{self.cluster or 'slurm'}-{self.job_id}"
 
     @staticmethod
     def local(config: ClusterConfig) -> Allocation:
@@ -167,7 +168,7 @@ class Allocation:
             asks_for_gpus=gpus.are_asked,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
-            cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),
+            cluster=cluster_name.in_job(environ),
         )
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit import rundir, trust
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError
-from toolkit.launch.record import after, ownership, sweep_folder
+from toolkit.launch.record import after, ownership, run_jobs, sweep_folder
+from toolkit.launch.record.run_jobs import RunJobs, ShowJobs
 from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.submission.handle import ShowJobs, attach
+from toolkit.launch.submission.handle import attach
 from toolkit.launch.supervise.facts import is_halved
 from toolkit.run_files import AfterRecord, RunResult, RunState
 from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
 from toolkit.slurm.jobs import base_id
 
 
@@ -30,10 +32,11 @@ class UnfinishedRun:
 
     run: RunDir
     result: RunResult | None
-    jobs: tuple[str, ...] = ()  #: the ids of its Slurm jobs
+    jobs: tuple[RunJobs, ...] = ()  #: its Slurm jobs
     is_again: bool = False  #: whether its sweep has submitted it again: then its result is not final
     works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
     is_starting: bool = False  #: whether it is being submitted at this moment
+    cluster: str = ""  #: the other cluster that has its job
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,22 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     Raises SlurmError, and DamagedFileError where a sweep cannot be read.
     """
     awaited = list(_unfinished(record))
-    jobs = sorted({job for each in awaited if each.result is None or each.is_again for job in each.jobs})
-    answers = show_jobs(jobs) if jobs else {}
+    jobs = [job for each in awaited if each.result is None or each.is_again for job in each.jobs]
+    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
+    jobs = [job for job in jobs if not job.is_elsewhere(here)]
+    asked = sorted({id_ for job in jobs for id_ in job.ids})
+    answers = show_jobs(asked) if asked else {}
     # A job that is missing in the answer is newer than the answer.
-    going = {job for job in jobs if job not in answers}
-    going |= {job for job, row in answers.items() if row is not None and not row.is_over}
+    going = {id_ for id_ in asked if id_ not in answers}
+    for job in jobs:
+        going |= {id_ for id_, row in job.among(answers).items() if row is not None and not row.is_over}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"
-        if going & {*each.jobs} or each.works_here or each.is_starting:
-            working.append(each)
+        here_ids = {id_ for job in each.jobs if not job.is_elsewhere(here) for id_ in job.ids}
+        cluster = next((job.cluster for job in each.jobs if job.is_elsewhere(here)), "") if each.result is None else ""
+        if going & here_ids or cluster or each.works_here or each.is_starting:
+            working.append(replace(each, cluster=cluster))
         elif each.result is not None:
             state, why = each.result.state, each.result.why or ""
             how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
@@ -88,12 +97,12 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
         if result is not None and result.state is not RunState.COMPLETED:
             yield UnfinishedRun(run, result)
         elif result is None:
-            yield _at_work(run, ownership.jobs_of(run))
+            yield _at_work(run, [run_jobs.of(run)])
     for path in record.sweeps:
         yield from _unfinished_points(SweepDir(Path(path)))
 
 
-def _at_work(run: RunDir, jobs: Sequence[str]) -> UnfinishedRun:
+def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
     """Return how a run without a result may still end."""
     owner = ownership.read(run)
     is_starting = ownership.is_being_submitted(run, owner)
@@ -117,9 +126,8 @@ def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
         if is_done or (point.id in begun and sweep.was_removed(point)):
             continue
         # Ids of whole arrays: there may be thousands of points.
-        own = array.job_of(index, listed)
-        of_point = [*([own] if own else ()), *ownership.jobs_of(run)]
-        jobs = tuple(dict.fromkeys(map(base_id, of_point)))
+        of_point = [job for job in (array.job_of(point, index, listed), run_jobs.of(run)) if job is not None]
+        jobs = tuple(replace(job, ids=tuple(dict.fromkeys(map(base_id, job.ids)))) for job in of_point)
         if result is not None:
             is_again = sweep_folder.is_again(run, array, listed)
             yield UnfinishedRun(run, result, jobs, is_again, works_here=is_again and is_here)
@@ -158,6 +166,12 @@ def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> Aft
         raise RequestError(
             f"--after: run {unseen.name}/{unseen.id} runs on a machine without Slurm, where a job of Slurm cannot wait "
             "for its end; use --executor local, or wait until it has completed"
+        )
+    far = next((each for each in stands.working if each.cluster), None)
+    if far is not None:
+        raise RequestError(
+            f"--after: run {far.run.name}/{far.run.id} has its job on the cluster {far.cluster}, for which a job of "
+            "this cluster cannot wait; submit there, or wait until it has completed"
         )
     return None if stands.is_met else record
 

@@ -212,6 +212,7 @@ class Journal:
             state=state,
             run=f"{self._run.name}/{self._run.id}",
             job_id=self._allocation.job_id,
+            cluster=self._allocation.cluster,
             restart_count=self._allocation.restart_count,
             attempt=attempt.number,
             nodes=attempt.plan.hosts,

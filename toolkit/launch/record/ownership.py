@@ -26,6 +26,7 @@ from toolkit.launch import outages
 from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import OwnerRecord, Submission
 from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase, phase
 
@@ -79,7 +80,7 @@ def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
     """Return the run's present job and its status.
 
-    ``jobs`` are from :func:`jobs_of`. The present one is the first that is not over, else the last that Slurm knows.
+    ``jobs`` are a run's. The present one is the first that is not over, else the last that Slurm knows.
     """
     known = [(job, answers.get(job)) for job in jobs]
     unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
@@ -164,14 +165,15 @@ def submit_as(
     ``token`` is that of a job that submits for itself, an element of a sweep's array. ``serves``: this process is a
     rank without a supervisor.
     """
-    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, **_this_process())
+    process, cluster = _this_process(run), cluster_name.name_here() if executor == "slurm" else ""
+    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, cluster=cluster, **process)
     run.write_owner(owner)
     return owner
 
 
-def _this_process() -> dict[str, Any]:
-    """Return what an owner's file says of this process."""
-    return {**asdict(ProcessIdentity.of(os.getpid())), "time": time.time()}
+def _this_process(run: RunDir) -> dict[str, Any]:
+    """Return what an owner's file says of this process, and of the folder as it sees it."""
+    return {**asdict(ProcessIdentity.of(os.getpid())), "time": time.time(), "path": str(run.path)}
 
 
 def number_of(run: RunDir) -> int:
@@ -205,11 +207,12 @@ class Claim:
             owner, job_id = read(run), allocation.job_id
             jobs = () if owner is None else owner.jobs
             # Another owner may have taken the run since this job was submitted.
-            if owner is not None and not _may_serve(owner, job_id, token):
+            if owner is not None and not _may_serve(owner, allocation, token):
                 raise Overtaken(f"run {run.id} belongs to {_describe(run, owner)}: nothing is left to do here")
             # A second start of the same job keeps its place; a new job becomes the present one.
             if job_id is not None and job_id not in jobs:
                 jobs = (*jobs, job_id)
+            is_restart = owner is not None and owner.job_id == job_id
             known = jobs_of(run)  # the present job and those that follow it
             claim = Claim(
                 run,
@@ -220,7 +223,9 @@ class Claim:
                     jobs=jobs,
                     follow_ups=tuple(known[known.index(job_id) + 1 :]) if job_id in known else (),
                     serves=True,
-                    **_this_process(),
+                    cluster=allocation.cluster or ("" if owner is None else owner.cluster),
+                    command=owner.command if owner is not None and is_restart else None,
+                    **_this_process(run),
                 ),
             )
             try:
@@ -233,9 +238,11 @@ class Claim:
     def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
         """Take the place of a dead supervisor of this job, whose ranks go on. Return None where that is not allowed."""
         owner = read(run)
-        if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
+        if owner is None or owner.number != run.last_number():
             return None
-        claim = Claim(run, owner.replace(**_this_process()))
+        if owner.job_id != allocation.job_id or not _is_of_cluster(owner, allocation):
+            return None
+        claim = Claim(run, owner.replace(**_this_process(run)))
         claim._write(claim._owner)
         return claim
 
@@ -269,6 +276,14 @@ class Claim:
         """Record which jobs wait to take over."""
         self._write(self._owner.replace(follow_ups=tuple(jobs)))
 
+    def note_command(self, command: str | None) -> None:
+        """Record what Slurm calls the job's batch script, unless that is one of the toolkit's.
+
+        By this a later command tells the job from another one that has got the same number.
+        """
+        if command is not None and self._owner.command != command and not self._run.submission_path.exists():
+            self._write(self._owner.replace(command=command))
+
     def holds(self) -> bool:
         """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
         latest = self._run.owner_number()
@@ -282,15 +297,23 @@ class Claim:
         outages.persist(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
 
 
-def _may_serve(owner: OwnerRecord, job_id: str | None, token: str | None) -> bool:
+def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) -> bool:
     """True if the job may serve the run of ``owner``.
 
     The present job may, started again, and so may the submission's jobs that have not served yet. A process that was
     not submitted, which has neither job nor token, may serve as well.
     """
-    if job_id is not None and job_id in owner.jobs:
+    job_id = allocation.job_id
+    if token is not None and token != owner.token:
+        return False
+    if job_id is not None and job_id in owner.jobs and _is_of_cluster(owner, allocation):
         return job_id == owner.job_id
-    return token == owner.token or (token is None and job_id is None)
+    return token is not None or job_id is None
+
+
+def _is_of_cluster(owner: OwnerRecord, allocation: Allocation) -> bool:
+    """True unless the owner's jobs have the numbers of another cluster."""
+    return not owner.cluster or not allocation.cluster or owner.cluster == allocation.cluster
 
 
 def _describe(run: RunDir, owner: OwnerRecord) -> str:
@@ -310,6 +333,7 @@ def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None 
         time=owner.time,
         token=owner.token,
         took_s=took_s,
+        cluster=owner.cluster,
         birth=ProcessIdentity.of(int(jobs[0])).birth if owner.executor == "local" else "",
     )
     run.write_submission(submission)

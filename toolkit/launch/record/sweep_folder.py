@@ -18,6 +18,7 @@ from toolkit import fsio, records, rundir
 from toolkit.errors import DamagedFileError, RequestError, nearest
 from toolkit.json_record import FileRecord
 from toolkit.launch.record import after, ownership
+from toolkit.launch.record.run_jobs import RunJobs
 from toolkit.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
 from toolkit.rundir import RunDir
 
@@ -55,6 +56,7 @@ class ArrayRecord(FileRecord):
     executor: Executor
     is_array: bool = True  #: False where a site has no job arrays: then it is a job for one point
     job_id: Word | None = None  #: None until sbatch has answered
+    cluster: str = ""  #: whose number that is
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,12 @@ class Array:
             if point.index is not None or not found
         }
 
-    def job_of(self, index: int, record: ArrayRecord | None) -> str | None:
-        """Return the id of the job for the point at ``index``."""
+    def job_of(self, point: Point, index: int, record: ArrayRecord | None) -> RunJobs | None:
+        """Return the job for the point at ``index``."""
         if record is None or record.job_id is None:
             return None
-        return f"{record.job_id}_{index}" if record.is_array else record.job_id
+        job = f"{record.job_id}_{index}" if record.is_array else record.job_id
+        return RunJobs(self.sweep.run_of(point), (job,), record.cluster, self.sweep.name)
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,26 @@ def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
         return (run.path / "result.json").stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
     except FileNotFoundError:
         return False
+
+
+def retry_of(run: RunDir) -> tuple[Array, RunJobs | None] | None:
+    """Return the list by which its sweep has submitted an ended run again, and the list's job for it.
+
+    None if there is no such list, or if the run has started by it.
+    """
+    place, owner, result = run.point([]), ownership.read(run, []), run.result([])
+    if place is None or (result is not None and result.state is RunState.COMPLETED):
+        return None
+    for array in reversed(SweepDir(run.path.parent.parent / rundir.SWEEPS / place.sweep).arrays()):
+        record = array.record([])
+        if record is None:
+            continue
+        if owner is not None and owner.token == record.token:  # the last list that has started the run
+            return None
+        for index, point in array.by_index([]).items():
+            if point.id == place.id:
+                return array, array.job_of(point, index, record)
+    return None
 
 
 def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:

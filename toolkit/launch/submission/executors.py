@@ -71,10 +71,9 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
         fsio.restore_umask()
         del os.environ[fsio.UMASK_VARIABLE]
     # sbatch has answered so late that another submission took this one for dead, and has the run by now.
-    present = ownership.read(run)
+    present = ownership.read(run) if executor == "slurm" else None
     if present is not None and present.token != owner.token:
-        if executor == "slurm":
-            _cancel([job_id])
+        _cancel([job_id])
         raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from toolkit import rundir
 from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.errors import JobFailedError, RequestError, SlurmError, nearest
-from toolkit.launch.record import ownership, stop_request
+from toolkit.launch.record import ownership, run_jobs, stop_request
 from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.run_jobs import RunJobs, ShowJobs
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import notebook
 from toolkit.process_identity import Life, ProcessIdentity
@@ -25,7 +27,6 @@ from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
-from toolkit.slurm.jobs import JobStatus
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
     from toolkit.config import Overrides
@@ -36,10 +37,8 @@ READ_FILES_EVERY_S = 0.5
 #: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
 #: was absent. Only after that time is it certain that the job has written no result.
 FILES_LAG_S = 75.0
-
-
-#: Returns the status of each job, None where Slurm does not know it.
-ShowJobs: TypeAlias = Callable[[Sequence[str]], Mapping[str, JobStatus | None]]
+#: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
+HEARD_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -172,15 +171,16 @@ class Run:
             raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
-            slurm, jobs = Slurm(), self._jobs()
-            answers = slurm.show_jobs(jobs) if jobs else {}
+            slurm = Slurm()
+            answers = self._jobs().ask(slurm.show_jobs)
             # The last follow-up job comes first, because each would start when those before it have ended.
-            for job in reversed(jobs):
-                status = answers[job]
+            for job, status in reversed(answers.items()):
+                if status is None:
+                    continue
                 # A job that still waits has nothing to save, so also a stop cancels it.
                 if what is Intent.CANCEL or ownership.waits(status):
                     slurm.cancel(job)
-                elif status is not None and not status.is_over and status.state != "COMPLETING":
+                elif not status.is_over and status.state != "COMPLETING":
                     slurm.cancel(job, signal="USR1", batch=True)
             is_over = all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
         else:
@@ -198,6 +198,7 @@ class Run:
         if self.unseen() is None:
             state = "is over" if self.is_over() else "has a job or process that can be asked"
             raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
+        self.is_elsewhere()  # raises
         # As a new owner: a process that lives in spite of all notices that, and ends without a word.
         ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
         stop_request.ask(self.dir, Intent.CANCEL)
@@ -211,9 +212,12 @@ class Run:
         return f"Ctrl-C at its launcher ends it (its rank 0 is process {process.pid if process else 'unknown'} here)"
 
     def unseen(self) -> str | None:
-        """Return what to do where it cannot be told from here whether a local run's process lives; None if it can."""
+        """Return what to do where it cannot be told from here whether the run lives; None if it can.
+
+        A local run's process may be on another machine, a job on another cluster, and a copy has no job.
+        """
         if self.executor == "slurm":
-            return None
+            return self._unseen_jobs()
         life, process = ownership.local_life(self.dir)
         if life is not Life.UNSEEN or process is None:
             return None
@@ -223,13 +227,53 @@ class Run:
             f"`toolkit cancel {self.id} --gone` here does"
         )
 
+    def _unseen_jobs(self) -> str | None:
+        original, jobs = run_jobs.original_of(self.dir, ownership.read(self.dir)), self._jobs()
+        if original is not None:
+            return (
+                f"run {self.id} in {self.dir.path} is a copy, and the job is that of {original}: "
+                f"`toolkit cancel {original}` ends it; `toolkit cancel {self.dir.path} --gone` marks the copy as ended"
+            )
+        if not jobs.is_elsewhere():
+            return None
+        job = f"job {jobs.ids[0]}" if jobs.ids else "the submission"
+        return (
+            f"run {self.id} belongs to {job} of the cluster {jobs.cluster}, which cannot be seen from here: "
+            f"`toolkit cancel {self.id}` there ends it; if that cluster is gone for good, "
+            f"`toolkit cancel {self.id} --gone` here does"
+        )
+
+    def is_elsewhere(self) -> bool:
+        """True if the run has its job on another cluster. Raises RequestError while that supervisor writes its status.
+
+        A job that takes the run here is its next owner. What there still is of the other one ends when it sees that.
+        """
+        if self.executor != "slurm" or not (jobs := self._jobs()).is_elsewhere():
+            return False
+        if (age_s := self.heard_s()) < HEARD_S:
+            raise RequestError(
+                f"run {self.id} works on the cluster {jobs.cluster}: its status is {age_s:.0f} s old; "
+                f"`toolkit cancel {self.id}` there ends it (if its job was killed, wait until the status is "
+                f"{HEARD_S:.0f} s old)"
+            )
+        return True
+
+    def heard_s(self) -> float:
+        """Return how many seconds ago a run that goes on has written its status; infinity for another one."""
+        status = self.dir.status([])
+        goes_on = status.state is not None and not status.state.is_over and status.updated is not None
+        return time.time() - status.updated if goes_on and status.updated is not None else math.inf
+
     @property
     def job_now(self) -> str:
         """The job that serves the run at present. It may be a follow-up job of the submitted one."""
-        return self._jobs()[0]
+        return self._jobs().ids[0]
 
-    def _jobs(self) -> list[str]:
-        return ownership.jobs_of(self.dir) or list(filter(None, [self.job_id]))
+    def _jobs(self) -> RunJobs:
+        jobs, owner = run_jobs.of(self.dir), ownership.read(self.dir)
+        if jobs.ids or not self.job_id or run_jobs.original_of(self.dir, owner) is not None:
+            return jobs
+        return replace(jobs, ids=(self.job_id,))
 
     def _write_ended(self, what: Intent) -> None:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
@@ -249,7 +293,7 @@ class Run:
         if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
             self._write_ended(asked)
             return
-        jobs = self._jobs()
+        jobs = self._jobs().ids
         owner = f"the job {jobs[0]}" if jobs else "its submission"
         if len(jobs) > 1:
             owner += f", with its follow-up jobs {', '.join(jobs[1:])},"
@@ -278,10 +322,10 @@ class Run:
             is_own = self.executor == "debug" and process == ProcessIdentity.of(os.getpid())
             return life is Life.ENDED or is_own
         jobs = self._jobs()  # a run on Slurm is the present job of its chain of follow-up jobs
-        answers = (show_jobs or Slurm().show_jobs)(jobs) if jobs else {}
-        if len(answers) < len(jobs):  # the answer is older than one of the jobs
+        answers = jobs.ask(show_jobs or Slurm().show_jobs)
+        if len(answers) < len(jobs.ids):  # the answer is older than one of the jobs, or of another cluster
             return False
-        status = ownership.present(jobs, answers)[1] if jobs else None
+        status = ownership.present(jobs.ids, answers)[1] if jobs.ids else None
         return status is None or status.is_over
 
 

@@ -110,7 +110,7 @@ def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
     if not is_known and status.state in (None, RunState.FAILED):
         return
     handle = attach(run) if is_known else None
-    if handle is None or not handle.is_over():
+    if handle is None or not (handle.is_elsewhere() or handle.is_over()):
         how = "end its processes where they run" if handle is None else handle.how_to_end()
         raise RequestError(
             (handle and handle.unseen())

@@ -24,6 +24,7 @@ def find_running(run: RunDir, job: Allocation) -> Attempt | None:
         return None
     attempt = Attempt.of_status(status, job)
     is_of_this_start = (status.job_id, status.restart_count) == (job.job_id, job.restart_count)
+    is_of_this_start &= status.cluster in ("", job.cluster)
     can_go_on = status.stop in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
     hosts, tasks = attempt.plan.hosts, attempt.plan.tasks
     is_on_ours = {*hosts} <= {*job.hosts} and len(hosts) == len(tasks) > 0  # a damaged status may lack some
@@ -48,12 +49,13 @@ def close(context: Context, earlier_death: str | None) -> None:
     gone = job.unreachable(left.plan.hosts) if job.slurm else set()
     left.lost_nodes = lost = gone | nodes.given_up(left.started)  # they may be back
     decision = Decision.REQUEUE
+    is_here = status.cluster in ("", context.allocation.cluster)  # another cluster's number is another job here
     # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
     if earlier_death is not None:
         cause, why, decision = Cause.CRASHED, earlier_death, Decision.RESTART
     elif lost:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
-    elif status.stop not in (None, Stop.MOVE) or job.was_preempted(status.job_id):
+    elif status.stop not in (None, Stop.MOVE) or (is_here and job.was_preempted(status.job_id)):
         cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
     elif status.why is not None:  # its guard has given up
         cause, why = Cause.NODE_FAILURE, status.why

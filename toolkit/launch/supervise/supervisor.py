@@ -98,7 +98,7 @@ class Supervisor:
 
     def _start(self, earlier_death: str | None) -> Verdict | None:
         """Start anew; return None for a run that a user has ended."""
-        self._context.job.look()
+        self._look()
         if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
             self._events.put(Signalled(signal.SIGTERM))
         left_over.close(self._context, earlier_death)
@@ -118,6 +118,12 @@ class Supervisor:
         staging.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
+    def _look(self) -> None:
+        """Ask Slurm how the job stands and what it is called there."""
+        self._context.job.look()
+        row = self._context.job.row
+        self._context.claim.note_command(None if row is None else row.command)
+
     def _take_over(self, attempt: Attempt) -> Verdict | None:
         """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
         context = self._context
@@ -127,7 +133,7 @@ class Supervisor:
             context.claim.renew()  # ranks that are left must not write any more
             self._forget_events()
             return None
-        context.job.look()  # only now: agents do not wait for a slow controller
+        self._look()  # only now: agents do not wait for a slow controller
         log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
         self._journal.take_over(attempt)
         self._nodes.note_used(attempt.plan)
