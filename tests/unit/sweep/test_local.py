@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.sweep.test_submission import project
 from toolkit.cli import show
+from toolkit.cli.main import main
 from toolkit.launch import outages
 from toolkit.launch.record import awaited, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
@@ -104,6 +105,24 @@ def test_points_that_wait_for_their_second_start_count_as_queued_and_can_be_stop
         os.close(fd)
     results = [sweep.run_of(point).result() for point in points]
     assert [result and result.step for result in results] == [7, 7]
+
+
+def test_a_point_that_waits_for_its_second_start_can_be_told_not_to(
+    sweep: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = sweep.arrays()[0].points()
+    for point in (first, second):
+        sweep.make_run(point, 1.0).write_result(RunResult(RunState.FAILED, attempts=1, step=7, metrics={}))
+    time.sleep(0.01)  # a tick of the file system's clock
+    again.retry(sweep, look(sweep))
+    time.sleep(0.01)
+    for words in (
+        "was to be run again by its sweep, and is not any more; it stays failed",
+        "has already ended: failed",
+    ):
+        assert main(["cancel", sweep.run_of(first).id]) == 0
+        assert words in capsys.readouterr().out
+    assert local._waiting(sweep) == [second]
 
 
 def look(sweep: SweepDir) -> list[PointStanding]:

@@ -267,6 +267,34 @@ def test_a_lost_point_is_retried_once_and_its_new_job_counts(monkeypatch: pytest
     assert slurm.sent == [Sent(f"{job}_0", "USR1", batch=True)]
 
 
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_a_point_that_its_sweep_is_to_run_again_can_be_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
+    sent = submit(slurm, "train.seed=0..1")
+    runs = [sent.sweep.run_of(point) for point in sent.sweep.arrays()[0].points()]
+    for index, run in enumerate(runs):
+        start(sent.sweep, slurm, index)
+        write_ended(run, RunState.FAILED, "as the test wants")
+        slurm.finish(f"{sent.jobs[0]}_{index}", exit_code=1)
+    slurm.advance(60)
+    assert not handle.withdraw_retry(runs[0])
+    (job,) = retry_all(sent.sweep, slurm)
+    capsys.readouterr()
+    assert cli.main([how, runs[0].id]) == EXIT_DONE
+    assert "was to be run again by its sweep, and is not any more; it stays failed" in capsys.readouterr().out
+    getattr(handle.attach(runs[1]), how)()
+    assert [row.state for row in slurm.user_jobs() if row.job_id.startswith(f"{job}_")] == ["CANCELLED"] * 2
+    assert [(each.state, each.is_to_retry) for each in look(sent.sweep, slurm).values()] == [("failed", True)] * 2
+    assert cli.main([how, runs[0].id]) == EXIT_DONE
+    assert "has already ended: failed" in capsys.readouterr().out
+    # The next retry runs both again: no request is left.
+    assert retry_all(sent.sweep, slurm) != []
+    assert [stop_request.asked(run) for run in runs] == [None, None]
+
+
 def test_a_lost_point_keeps_its_own_word_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm()
     monkeypatch.setattr(show, "ask_slurm", lambda ids: {})

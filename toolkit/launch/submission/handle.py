@@ -165,6 +165,8 @@ class Run:
         self._end(Intent.STOP)
 
     def _end(self, what: Intent) -> None:
+        if self.dir.result() is not None and withdraw_retry(self.dir):
+            return
         if (why := self.unseen()) is not None:
             raise RequestError(why)
         if self.executor == "debug" and not self._is_over():
@@ -365,6 +367,31 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
 def _state_of(run: RunDir) -> RunState | None:
     result = run.result()
     return run.status().state if result is None else result.state
+
+
+def withdraw_retry(run: RunDir) -> bool:
+    """Withdraw the submission by which its sweep is to start an ended run again. False if there is none that waits.
+
+    The run's result of before stays. Raises SlurmError.
+    """
+    if run.point([]) is None:
+        return False
+    from toolkit.launch.record import sweep_folder  # reads configs, which takes longer to import than all that is here
+
+    retry = sweep_folder.retry_of(run)
+    if retry is None:
+        return False
+    array, job = retry
+    if job is None:  # without Slurm, or not sent yet
+        if not sweep_folder.is_again(run, array, array.record([])):
+            return False
+        (run.path / "result.json").touch()  # the process that starts the points goes by its time
+        return True
+    slurm = Slurm()
+    waiting = [id_ for id_, status in job.ask(slurm.show_jobs).items() if status is not None and not status.is_over]
+    for id_ in waiting:
+        slurm.cancel(id_)
+    return bool(waiting)
 
 
 def attach(run: RunDir) -> Run:
