@@ -127,7 +127,7 @@ def test_a_run_of_another_cluster_is_ended_there_and_no_job_here_of_its_number(
     assert states(site.slurm)["1"] in ("COMPLETING", "CANCELLED")
 
 
-def test_a_run_that_another_cluster_trains_is_not_resumed_here_until_its_status_is_old(
+def test_a_run_that_another_cluster_trains_is_resumed_here_when_its_status_is_old(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = send()
@@ -238,7 +238,7 @@ def own_script(site: Site, command: str, job: str) -> RunDir:
     return run
 
 
-def test_a_job_of_the_users_own_script_is_known_by_its_command_and_by_the_run_it_serves(site: Site) -> None:
+def test_a_job_of_the_users_own_script_is_known_by_its_command_and_its_run(site: Site) -> None:
     run = own_script(site, "/home/u/ddp.sh a.yaml", "1")
     assert not attach(run).is_over()
     slurm = site.install_anew("alpha")
@@ -311,7 +311,7 @@ def test_a_run_that_was_moved_keeps_its_job(
 # -------------------------------------------------------------------------------------------- arrays and follow-up jobs
 
 
-def test_elements_of_an_array_are_told_from_those_of_another_cluster_and_of_a_new_controller(
+def test_elements_of_an_array_are_told_from_others_of_the_same_number(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def look() -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from toolkit.launch.record import awaited, ownership, sweep_folder
 from toolkit.launch.record.sweep_folder import SweepDir
 from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run
+from toolkit.process_identity import ProcessIdentity
 from toolkit.run_files import AfterRecord, RunResult, RunState
 from toolkit.rundir import RunDir
 from toolkit.sweep import again, local, request, submission
@@ -60,7 +62,7 @@ def test_a_point_that_its_user_resumes_at_this_moment_is_left_to_him(sweep: Swee
     point = sweep.arrays()[0].points()[0]
     run = sweep.make_run(point, 1.0)
     owner = ownership.submit_as(run, "local", ownership.take(run, 0))
-    run.write_owner(owner.replace(pid=os.getppid()))
+    run.write_owner(owner.replace(**asdict(ProcessIdentity.of(os.getppid()))))
     assert local._start(sweep, point) is None
     assert run.result() is None
 
