@@ -85,7 +85,11 @@ class RunJobs:
             served = rundir.run_of_job(f"{self.cluster or 'slurm'}-{job}", self.run.path.parent.parent)
             if served is not None and not _is_same(served.path, self.run.path):
                 return False
-        return recorded in (None, command)
+        if recorded is None:
+            return True
+        # Slurm's programs show a script's arguments in some versions only.
+        shorter, longer = sorted((recorded, command), key=len)
+        return f"{longer} ".startswith(f"{shorter} ")
 
 
 def of(run: RunDir, damage: list[str] | None = None) -> RunJobs:
