@@ -24,6 +24,23 @@ def running(site: Site, name: str) -> RunDir:
     return wait_for(found, START_S, f"the run {name}")
 
 
+def test_a_requeue_and_a_cancel_at_once_end_the_run(site: Site) -> None:
+    for number in range(2):
+        name = f"both{number}"
+        site.run("toolkit", "exec", f"--name={name}", *SIZE, "--", "sleep", "600", cwd=site.folder)
+        run = running(site, name)
+        job = site.job_of(run)
+        site.box.run(["scontrol", "requeue", job])
+        # At once, and when its supervisor has left for the requeue.
+        if number:
+            wait_for(lambda it=run: it.status().state == "requeued", START_S, "the supervisor's end")  # type: ignore[misc]
+        site.run("toolkit", "cancel", run.id)
+        result = wait_for(run.result, END_S, "a result")
+        assert result.state == "cancelled", result
+        assert "cancelled" in site.run("toolkit", "why", run.id, check=False)
+        wait_for(lambda it=job: site.box.job(it)["JobState"] == "CANCELLED", END_S, "the job's end")  # type: ignore[misc]
+
+
 def change_owner(run: RunDir, **values: Any) -> None:
     path = run.path / "owner.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -59,7 +76,7 @@ def test_a_number_alone_ends_no_job(site: Site) -> None:
     )
     assert (state(job), state(own_job)) == ("RUNNING", "RUNNING")
     # What is ours is found: by the user's own script, and in a folder that has another name by now.
-    assert json.loads((own.path / "owner.json").read_text())["command"] == f"{script} a b"
+    assert json.loads((own.path / "owner.json").read_text())["command"] in (str(script), f"{script} a b")
     site.run("toolkit", "cancel", own.id)
     renamed = ours.path.with_name("20260101-000000-00000000")
     site.run("mv", str(ours.path), str(renamed))

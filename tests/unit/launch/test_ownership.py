@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,30 @@ def preempted(run: RunDir, slurm: FakeSlurm) -> None:
 def row_of(run: RunDir) -> dict[str, object]:
     (row,) = show.status_rows([run])
     return row
+
+
+# ------------------------------------------------------------------------------- a request while Slurm ends the job
+
+
+@pytest.mark.parametrize(("how", "state"), [("cancel", "cancelled"), ("stop", "stopped")])
+@pytest.mark.parametrize("then", ["back in the queue", "over"])
+def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, how: str, state: str, then: str
+) -> None:
+    """The supervisor has left for the requeue before the request was there."""
+    start(run, slurm, "1")
+    run.write_status(run.status().replace(state=RunState.REQUEUED))
+    row = slurm.show_job("1")
+    assert row is not None
+    slurm._jobs["1"] = replace(row, state="COMPLETING")
+    slurm._final["1"] = "PENDING" if then == "back in the queue" else "CANCELLED"
+    monkeypatch.setattr(handle, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda _: slurm.advance(1))
+    assert main([how, run.id]) == EXIT_DONE
+    result = run.result()
+    assert result is not None
+    assert (result.state, result.why) == (state, f"{state} while no supervisor ran")
+    assert all(row.is_over for row in slurm.user_jobs())
 
 
 # ----------------------------------------------------------------------------------------------- sbatch that hangs

@@ -26,7 +26,7 @@ from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
-from toolkit.slurm.commands import Slurm
+from toolkit.slurm.commands import Slurm, SlurmCommands
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
     from toolkit.config import Overrides
@@ -37,6 +37,8 @@ READ_FILES_EVERY_S = 0.5
 #: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
 #: was absent. Only after that time is it certain that the job has written no result.
 FILES_LAG_S = 75.0
+#: A job that Slurm is ending has ended, or is back in the queue, after this time. It is asked about this often.
+ENDING_S, LOOK_AGAIN_S = 60.0, 1.0
 #: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
 HEARD_S = 300.0
 
@@ -173,18 +175,12 @@ class Run:
             raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
-            slurm = Slurm()
-            answers = self._jobs().ask(slurm.show_jobs)
-            # The last follow-up job comes first, because each would start when those before it have ended.
-            for job, status in reversed(answers.items()):
-                if status is None:
-                    continue
-                # A job that still waits has nothing to save, so also a stop cancels it.
-                if what is Intent.CANCEL or ownership.waits(status):
-                    slurm.cancel(job)
-                elif not status.is_over and status.state != "COMPLETING":
-                    slurm.cancel(job, signal="USR1", batch=True)
-            is_over = all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
+            is_over = self._end_jobs(what, Slurm())
+            # The supervisor may have left for a requeue before the request was there. It has written so then.
+            deadline = time.monotonic() + ENDING_S
+            while is_over is None and self._has_left() and time.monotonic() < deadline:
+                time.sleep(LOOK_AGAIN_S)
+                is_over = self._end_jobs(what, Slurm())
         else:
             owner = ownership.read(self.dir)
             # Else it finds the request at its start.
@@ -194,6 +190,28 @@ class Run:
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
+
+    def _has_left(self) -> bool:
+        """True if the supervisor has left the run to be continued, and so writes no result."""
+        state = self.dir.status().state
+        return self.dir.result() is None and state is not None and state.is_waiting
+
+    def _end_jobs(self, what: Intent, slurm: SlurmCommands) -> bool | None:
+        """Tell the run's jobs to end; return whether none has a process. None while Slurm is ending one of them."""
+        answers = self._jobs().ask(slurm.show_jobs)
+        # The last follow-up job comes first, because each would start when those before it have ended.
+        for job, status in reversed(answers.items()):
+            if status is None:
+                continue
+            # A job that still waits has nothing to save, so also a stop cancels it.
+            if what is Intent.CANCEL or ownership.waits(status):
+                slurm.cancel(job)
+            elif not status.is_over and status.state != "COMPLETING":
+                slurm.cancel(job, signal="USR1", batch=True)
+        left = [status for status in answers.values() if status is not None and not status.is_over]
+        if any(status.state == "COMPLETING" for status in left):
+            return None
+        return all(map(ownership.waits, left))
 
     def _end_gone(self) -> None:
         """Write the result of a run whose process cannot be seen from here."""
