@@ -69,7 +69,7 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
         job_id = start(run, config, owner.token)
     finally:
         fsio.restore_umask()
-        del os.environ[fsio.UMASK_VARIABLE]
+        os.environ.pop(fsio.UMASK_VARIABLE, None)  # another thread may submit, too
     # sbatch has answered so late that another submission took this one for dead, and has the run by now.
     present = ownership.read(run) if executor == "slurm" else None
     if present is not None and present.token != owner.token:
