@@ -81,9 +81,11 @@ def new_copy(run: RunDir, project: Path) -> Iterator[None]:
         rundir.link_code(run.path, str(number))
         yield
     except BaseException:
-        if target is None:
+        # A later submission, which took this one for dead, may have made its own copy the present one.
+        is_ours = present.is_symlink() and str(present.readlink()) == str(number)
+        if target is None and is_ours:
             present.unlink(missing_ok=True)
-        else:
+        elif target is not None and is_ours:
             rundir.link_code(run.path, target)
         shutil.rmtree(copies / str(number), ignore_errors=True)
         raise
