@@ -52,7 +52,7 @@ SRUN = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Return a run whose copy of the sources is this checkout. Imports come from there."""
     run = rundir.create("script", tmp_path_factory.mktemp("it's runs"))
-    run.code.symlink_to(ROOT)
+    rundir.link_code(run.path, str(ROOT))
     fsio.make_dir(run.attempt_logs(2))
     return run
 

@@ -52,7 +52,7 @@ GOLDEN = """\
 # setup
 trap '' HUP INT TERM USR1 USR2
 module load cuda
-export PYTHONPATH='/r u n/code'"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH='/r u n/.code/now'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 export TOOLKIT_RUNS=/
 export TOOLKIT_UMASK=027

@@ -86,7 +86,7 @@ def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> b
         count = itertools.count()
 
         def seen(operation: str, path: str) -> None:
-            if "/.sweeps/" in path and "/code" not in path and next(count) == at:
+            if "/.sweeps/" in path and "/.code" not in path and next(count) == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:

@@ -367,7 +367,7 @@ def test_a_job_by_path_is_imported_with_its_neighbours_and_params_from_the_sourc
 @pytest.fixture
 def strange(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
     """Yield a run of another user, whose job leaves a mark where it is imported."""
-    run.code.mkdir()
+    run.code.mkdir(parents=True)
     mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()"
     (run.code / "strange_job.py").write_text(
         f"{mark}\nimport toolkit\nclass Strange(toolkit.Job):\n    def setup(self): raise OSError\n"
