@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 from toolkit import fsio
@@ -44,3 +45,22 @@ def add_file(path: Path) -> None:
     handler = logging.StreamHandler(os.fdopen(fd, "a", buffering=1))
     handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
+
+
+class SparseWarnings:
+    """Logs a kind of warning once a minute at most: others could fill a disk with what they cause."""
+
+    EVERY_S = 60.0
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._next, self._left_out = log, 0.0, 0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log the warning, with the number of those that were left out before it."""
+        now = time.monotonic()
+        if now < self._next:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out} more since the last such line)" if self._left_out else ""
+        self._next, self._left_out = now + self.EVERY_S, 0
+        self._log.warning("%s%s", text % values, more)

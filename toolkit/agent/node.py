@@ -90,6 +90,7 @@ class Agent:
         self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
         self._give_up_at = math.inf  #: the time by which the supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
+        self._ignored = logs.SparseWarnings(log)
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
         self._is_alone = self._is_over = False  #: the supervisor is lost for good; all is done
         self._watch_order: Message | None = None
@@ -280,7 +281,7 @@ class Agent:
         for text in [] if self._is_alone else self._inbox.take():
             report = progress.parse(text)
             if report is None:
-                log.warning("a report that is none was ignored: %.80r", text)
+                self._ignored.warn("a report that is none was ignored: %.80r", text)
                 continue
             # A rank's first report is told at once, not with the next digest.
             if self._progress.hear(report):

@@ -454,7 +454,9 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_get_nothing_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
     monkeypatch.setattr(agent_links, "STRANGER_S", 0.5)
     monkeypatch.setattr(agent_links, "MAX_STRANGERS", 8)
@@ -478,6 +480,8 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     for connection in (*strangers, *flood):
         with connection:
             assert is_closed(connection)
+    # Nor do they fill the disk with what the supervisor says of them.
+    assert len([line for line in caplog.messages if line.startswith("a connection that is no agent's")]) == 1
     step.kill()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
     site.close()

@@ -60,6 +60,7 @@ class AgentLinks:
             self._selector.register(end, selectors.EVENT_READ, what)
         self._waker.setblocking(False)
         self._is_closed = False
+        self._refused = logs.SparseWarnings(log)
 
     def start(self) -> None:
         """Begin to serve connections."""
@@ -175,7 +176,7 @@ class AgentLinks:
         except BlockingIOError:
             pass
         except StrangerError as error:
-            log.warning("a connection that is no agent's: %s", error)
+            self._refused.warn("a connection that is no agent's: %s", error)
             self._drop(peer, str(error))
         except OSError as error:
             self._drop(peer, f"its agent cannot be reached: {error.strerror}")
