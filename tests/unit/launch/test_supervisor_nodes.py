@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -488,6 +489,14 @@ def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, sl
     assert ranks.signals == []
     assert run.attempts() == []
     assert run.result() is None
+
+
+def test_a_supervisor_whose_runs_folder_was_removed_leaves(run: RunDir, slurm: FakeSlurm) -> None:
+    ranks = Ranks(lambda _: shutil.rmtree(run.path))
+    with pytest.raises(Overtaken, match="was removed"):
+        supervise(run, slurm, ranks)
+    assert ranks.abandoned
+    assert not run.path.exists()
 
 
 def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:

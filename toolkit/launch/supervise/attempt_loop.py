@@ -153,6 +153,11 @@ class AttemptLoop:
         if not self._context.claim.holds():
             self._ranks.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+        # The folder alone: where its parent is gone as well, a file system may be away for a moment.
+        folder = self._context.run.path
+        if not folder.exists() and folder.parent.exists():
+            self._ranks.abandon()
+            raise Overtaken(f"the run's folder {folder} was removed: leaving; the ranks end when they lose us")
         if self._context.job.has_answered_late:
             self._context.job.has_answered_late = False
             self._context.prepare_requeue()
