@@ -96,6 +96,12 @@ class SlurmRefusedError(SlurmError):
     """A program of Slurm reached the controller, which refused: asking again will not help."""
 
 
+class SubmissionRefusedError(SlurmRefusedError):
+    """Slurm does not take a job: the request was wrong, and nothing is queued."""
+
+    exit_code = EXIT_REQUEST
+
+
 class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, or none of those present can be read."""
 

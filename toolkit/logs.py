@@ -21,6 +21,11 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
+class _CommandFormatter(VisibleFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"toolkit: {record.levelname.lower()}: {super().format(record)}"
+
+
 def setup(who: str = "", level: int = logging.INFO) -> None:
     """Send this package's log to stderr. Each line begins with the time and ``who``, such as ``rank 3/8 node2``.
 
@@ -32,6 +37,14 @@ def setup(who: str = "", level: int = logging.INFO) -> None:
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(level)
     LOGGER.propagate = False
+
+
+def setup_for_command() -> None:
+    """Send warnings to stderr as the command line sends its errors: ``toolkit: warning: ...``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(_CommandFormatter("%(message)s"))
+    LOGGER.handlers[:] = [handler]
 
 
 def get(name: str) -> logging.Logger:

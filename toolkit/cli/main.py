@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
-from toolkit import __version__, terminal
+from toolkit import __version__, logs, terminal
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
 
 #: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
@@ -66,6 +66,7 @@ def _main(words: Sequence[str]) -> int:
     args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
     # These run a job, whose output is its own.
     is_job = args.command in ("run", "supervise")
+    logs.setup_for_command()
     try:
         with terminal.unguarded() if is_job else contextlib.nullcontext():
             code: int | None = args.run_command(args)

@@ -20,7 +20,7 @@ class _ProgramError(SlurmError):
     def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
         self.stderr = stderr
         words = "\n  ".join(stderr.strip().splitlines()[-5:]) or "(nothing on stderr)"
-        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{_advice(stderr)}")
+        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{advice_on(stderr)}")
 
     def says(self, words: str) -> bool:
         return words.lower() in self.stderr.lower()
@@ -60,7 +60,13 @@ _ADVICE = (
 )  # fmt: skip
 
 
-def _advice(stderr: str) -> str:
+def tells_of_no_answer(stderr: str) -> bool:
+    """True if a program of Slurm has failed because no daemon answered it."""
+    return any(words in stderr for words in _NO_ANSWER)
+
+
+def advice_on(stderr: str) -> str:
+    """Return what to do about a failure of Slurm's, as a line to append; empty where it is not known."""
     found = next((advice for words, advice in _ADVICE if words.lower() in stderr.lower()), None)
     return f"\nWhat to do: {found}" if found else ""
 
@@ -102,7 +108,6 @@ def run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str
             raise
     if process.returncode != 0:
         # Death by a signal is no answer either.
-        has_no_answer = process.returncode < 0 or any(words in stderr for words in _NO_ANSWER)
-        failed = _NoAnswerError if has_no_answer else ProgramRefusedError
+        failed = _NoAnswerError if process.returncode < 0 or tells_of_no_answer(stderr) else ProgramRefusedError
         raise failed(argv, process.returncode, stderr)
     return stdout

@@ -23,6 +23,7 @@ _WORDS = {
     "NodeDown": "a node that it needs is down",
     "PartitionDown": "its partition takes no jobs at present",
     "PartitionInactive": "its partition starts no jobs at present",
+    "PartitionConfig": "asks for more than its partition has or allows",
     "PartitionNodeLimit": "asks for more nodes than its partition allows",
     "PartitionTimeLimit": "asks for more time than its partition allows",
     "BadConstraints": "no node has what it asks for",
@@ -40,6 +41,10 @@ _WORDS = {
     "QOSUsageThreshold": "your use of the QOS is above its threshold",
     "DeadLine": "cannot end before its deadline",
 }
+#: Reasons of a job that waits for a change of the site's settings, or of the request.
+NEVER = frozenset(
+    {"PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount", "InvalidQOS"}
+)
 #: Limits, such as QOSMaxGRESPerUser and AssocGrpCPUMinutesLimit: who has it, of what, and counted how.
 _LIMIT = re.compile(r"(QOS|Assoc|Association)(Grp|Max)(.*?)(Limit)?")
 _OF = {"QOS": "its QOS", "Assoc": "its account", "Association": "its account"}

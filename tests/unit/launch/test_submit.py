@@ -15,8 +15,9 @@ import pytest
 from submitit.core.utils import JobPaths
 
 from toolkit import rundir
+from toolkit.cli.main import main
 from toolkit.config import JobConfig
-from toolkit.errors import JobFailedError, RequestError, SlurmError
+from toolkit.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError, SlurmError
 from toolkit.launch.submission import executors, handle, sbatch, submit
 from toolkit.launch.submission import resume as resume_module
 from toolkit.launch.submission.handle import Run, attach
@@ -181,14 +182,36 @@ def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) 
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_run(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_sbatch_refuses_is_said_once_in_its_words_and_leaves_no_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo 'invalid partition specified: nope' >&2; exit 1", srun="")
-    with pytest.raises(SlurmError, match="invalid partition specified: nope"):
-        submit.submit("own.yaml", executor="slurm")
+    assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_REQUEST
+    error = capsys.readouterr().err
+    assert error.count("invalid partition specified: nope") == 1
+    assert "What to do: name one of `sinfo --summarize` as cluster.partition" in error
     assert not rundir.all_runs()
-    assert not list((tmp_path / "runs").glob("own/*"))
+    assert not (tmp_path / "runs/own").exists()
+
+
+def test_a_controller_that_does_not_answer_has_refused_nothing(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch=f"echo '{words}' >&2; exit 1", srun="")
+    assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_FAILED
+
+
+def test_a_job_that_the_partition_can_never_run_is_queued_with_a_warning(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = "echo 'JobId=7 JobName=own'; echo '   JobState=PENDING Reason=PartitionConfig Dependency=(null)'"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Submitted batch job 7", scontrol=shown, srun="")
+    assert main(["submit", "own.yaml", "--executor", "slurm"]) == 0
+    (run,) = rundir.all_runs()
+    error = capsys.readouterr().err
+    assert "toolkit: warning: job 7 is queued and may never start: asks for more than its partition has" in error
+    assert f"`toolkit cancel {run.id}`" in error
 
 
 @pytest.mark.parametrize(

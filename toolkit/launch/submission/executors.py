@@ -6,6 +6,7 @@ between submission and start cannot make it unreadable.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -14,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, logs, rundir, terminal
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError, TakenError
+from toolkit.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.requeue import forbid_expedited_requeue
 from toolkit.launch.record import after, awaited, ownership
@@ -32,6 +33,8 @@ from toolkit.run_files import OwnerRecord, RunProgress, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
+from toolkit.slurm.programs import advice_on, tells_of_no_answer
+from toolkit.slurm.reasons import NEVER, in_words
 
 log = logs.get(__name__)
 
@@ -119,9 +122,12 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             if jobs:
                 flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)
-            return str(executor.submit(supervise, str(run.path), "slurm").job_id)
+            with redirect_stderr(io.StringIO()):  # submitit prints sbatch's error lines, which the exception holds too
+                return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch printed, its others are like it
-            raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
+            words = str(error).strip()
+            kind = SlurmError if tells_of_no_answer(words) else SubmissionRefusedError
+            raise kind(f"nothing was submitted: {words}{advice_on(words)}") from error
         except OSError:
             _cancel(submitted)
             raise
@@ -154,6 +160,11 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: 
     slurm = Slurm()
     try:
         row = slurm.show_job(job_id)
+        if row is not None and row.reason in NEVER:
+            log.warning(
+                "job %s is queued and may never start: %s; `toolkit cancel %s` takes it back, then ask for less",
+                *(job_id, in_words(row.reason), run.id),
+            )
         if row is None or not follow_up.are_needed(row, slurm.settings(), slurm):
             return
     except SlurmError as error:

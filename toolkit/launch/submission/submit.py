@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit import config as configs
@@ -145,4 +146,6 @@ def _send_new(
     except (SlurmError, OSError):
         if run.last_number() <= 1:  # else sbatch hung until its user resumed the run
             fsio.remove_tree(run.path)
+            with suppress(OSError):  # the folder of the name, if it has no other run
+                run.path.parent.rmdir()
         raise
