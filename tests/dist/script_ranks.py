@@ -54,8 +54,9 @@ class ScriptServer:
         overrides: Sequence[str] = (),
         strikes: Sequence[Mapping[str, Any]] = (),
         ranks: int = 2,
+        words: Sequence[str] = (),
     ) -> list[int]:
-        """Run ``script`` with ``folder`` as its run's, and return the ranks' exit codes.
+        """Run ``script`` with ``folder`` as its run's, and return the ranks' exit codes. ``words`` are its arguments.
 
         Their logs are beside the folder. A strike is ``{"rank": 1, "step": 37, "signal": "SIGTERM", "at": "step"}``. It
         may also be at "save" or "saved".
@@ -83,7 +84,7 @@ class ScriptServer:
         calls = [
             {
                 "environ": {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
-                "script": str(script),
+                "script": [str(script), *words],
                 "cwd": str(folder / "cwd"),
                 "log": str(folder.with_name(f"{folder.name}.{number}.{rank}.log")),
                 "strikes": [strike for strike in strikes if strike["rank"] == rank],
@@ -130,8 +131,9 @@ def _be_a_rank(call: Mapping[str, Any]) -> None:
     os.chdir(call["cwd"])
     for strike in call["strikes"]:
         _arm(strike)
-    sys.argv = [call["script"]]
-    runpy.run_path(call["script"], run_name="__main__")
+    sys.argv = list(call["script"])
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as for `python script.py`
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _arm(strike: Mapping[str, Any]) -> None:
