@@ -78,12 +78,6 @@ def newest_step(folder: Path) -> int | None:
     return next(map(step_of, committed(folder)), None)
 
 
-def resume_words(run_id: str, newest: int | None) -> str:
-    """Return what ``toolkit resume`` does with a run, by the step of its newest checkpoint."""
-    what = "begins anew: there is no checkpoint" if newest is None else "goes on from the last checkpoint"
-    return f"`toolkit resume {run_id}` {what}"
-
-
 def _refuse_of_others(path: Path) -> None:
     """Raise CheckpointError if others may change `path`. A link counts as its target.
 

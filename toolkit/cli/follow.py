@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit import terminal
-from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
+from toolkit.launch.record import advice
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
@@ -171,13 +171,13 @@ def _say_how_it_went(run: Run, console: Console) -> int:
     # Any other end: say why, where it can go on, and where the logs are.
     console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
     if result.step:
-        resume = resume_words(run.id, newest_step(run.dir.checkpoints))
-        console.print(f"  reached step {result.step}; {resume}", soft_wrap=True)
+        console.print(f"  reached step {result.step}", highlight=False, soft_wrap=True)
     if told := goodput.sentence(result.goodput):
         console.print(f"  {told}", highlight=False, soft_wrap=True)
     for line in efficiency.lines(result.efficiency):
         console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
+    console.print(f"  next: {escape(advice.of(run.dir))}", highlight=False, soft_wrap=True)
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
 
 

@@ -17,7 +17,7 @@ from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.launch.record import changes, ownership
+from toolkit.launch.record import advice, changes, ownership
 from toolkit.launch.record.run_jobs import RunJobs
 from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
@@ -218,6 +218,8 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
     else:
         notes = [*_remarks(rows), *_damages(rows), *_waits_for(rows), *_held(rows)]
         notes += [(row["run"], text) for row in rows if not row["silent"] and (text := slow.remark(row["stragglers"]))]
+    if len(rows) == 1:
+        notes += _next(rows[0])
     lines += note_lines(notes, width, is_whole=len(rows) == 1)
     # Where the time went and what is used: among several runs a reader could not tell which run is meant.
     if len(rows) == 1:
@@ -226,6 +228,14 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
         told += [rows[0]["using"] if is_running else ""]
         lines += filter(None, told)
     return "\n".join(lines)
+
+
+def _next(row: Mapping[str, Any]) -> list[Note]:
+    """Return what to do next about a run that only its user brings back; nothing for others."""
+    state = str(row["state"])
+    if state == RunState.COMPLETED or (state not in OVER and not state.startswith("lost")):
+        return []
+    return [(row["run"], f"next: {advice.of(RunDir(Path(row['path'])), state)}")]
 
 
 def given_words(run: RunDir) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import tracebacks
-from toolkit.checkpoint.folder import newest_step, resume_words
+from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import cause, slow
 from toolkit.cli.show import given_words, loss_remark, status_rows, table
 from toolkit.launch.job import node_history, nodes
-from toolkit.launch.record import after, changes
+from toolkit.launch.record import advice, after, changes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import efficiency, goodput, start_up
@@ -21,18 +21,6 @@ from toolkit.why.runs import cause_of
 
 #: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
-
-#: What to do next, by the run's state.
-_ADVICE: Mapping[str, str] = {
-    RunState.COMPLETED: "nothing to do; `toolkit tensorboard {run}` shows the curves",
-    RunState.STOPPED: "{resume}",
-    RunState.CANCELLED: "{resume}",
-    RunState.FAILED: "mend the cause, then {mended}",
-    "lost": "nothing brings it back by itself; {resume}",
-    RunState.UNREADABLE: "{resume}, if it had not come to its end",
-    RunState.REQUEUED: "nothing to do; it goes on when Slurm starts the job again "
-    "(what it waits for: `toolkit status {run}`)",
-}
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -52,7 +40,6 @@ def facts(run: RunDir) -> dict[str, Any]:
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
     found = cause_of(run)
-    advice = _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands")
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
@@ -77,17 +64,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": advice.format(run=run.id, resume=resume_words(run.id, saved), mended=_mended_words(run, saved)),
+        "next": advice.of(run, state),
     }
-
-
-def _mended_words(run: RunDir, newest: int | None) -> str:
-    """Return how a run goes on whose own code was mended. A script under `toolkit exec` is not copied."""
-    if not run.code.is_dir():
-        return resume_words(run.id, newest)
-    if newest is None:
-        return "submit it again: there is no checkpoint to go on from"
-    return f"`toolkit resume {run.id} --code` goes on from the last checkpoint with the project's code of now"
 
 
 def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int, Mapping[str, float]]:

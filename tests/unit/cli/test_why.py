@@ -140,6 +140,7 @@ def test_of_a_long_traceback_the_end_is_shown(run: RunDir, capsys: pytest.Captur
 
 def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     saved(run, 400)
+    (run.tensorboard / "events").touch()
     run.add_attempt(attempt(1, "completed", "finish", step_end=450))
     run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"}))
     lines = page(run, capsys)

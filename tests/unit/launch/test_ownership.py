@@ -130,7 +130,7 @@ def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
     assert main([how, run.id]) == EXIT_DONE
     result = run.result()
     assert result is not None
-    assert (result.state, result.why) == (state, f"{state} while no supervisor ran")
+    assert (result.state, result.why) == (state, f"{state} while it waited to go on")
     assert all(row.is_over for row in slurm.user_jobs())
 
 

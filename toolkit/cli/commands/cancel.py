@@ -1,4 +1,4 @@
-"""end a run for good; its checkpoints stay
+"""end a run for good
 
 Checkpoints that are committed stay; what was trained since the last one is
 lost. `toolkit stop` commits first.
@@ -24,5 +24,4 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    text = "cancelled; its checkpoints stay, `toolkit resume {run}` goes on from the last one"
-    ask_to_end(args.run, "cancel", text, **({"is_gone": True} if args.gone else {}))
+    ask_to_end(args.run, "cancel", "cancelled", **({"is_gone": True} if args.gone else {}))

@@ -14,7 +14,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    ask_to_end(args.run, "stop", "asked to commit a checkpoint and end; `toolkit resume {run}` goes on from there")
+    ask_to_end(args.run, "stop", "asked to commit a checkpoint and end")
 
 
 def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
@@ -23,7 +23,7 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     If the run has ended or was asked before, print that instead.
     """
     from toolkit import rundir
-    from toolkit.launch.record import stop_request
+    from toolkit.launch.record import advice, stop_request
     from toolkit.launch.submission.handle import attach, withdraw_retry
 
     run = rundir.find(name)
@@ -37,4 +37,4 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     getattr(attach(run), how)(**options)
     if before in (how, stop_request.Intent.CANCEL):
         text = f"{before} was asked for before; it has been told again, which changes nothing"
-    print(f"run {run.id}: {text.format(run=run.id)}")
+    print(f"run {run.id}: {text}; {advice.after_request(run, how)}")

@@ -15,9 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit import rundir
-from toolkit.checkpoint.folder import newest_step, resume_words
 from toolkit.errors import JobFailedError, RequestError, SlurmError, nearest
-from toolkit.launch.record import ownership, run_jobs, stop_request
+from toolkit.launch.record import advice, ownership, run_jobs, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.run_jobs import RunJobs, ShowJobs
 from toolkit.launch.record.stop_request import Intent
@@ -135,7 +134,8 @@ class Run:
         if result is None:
             raise JobFailedError(f"run {self.id} has not ended; wait() for it")
         if result.state is not RunState.COMPLETED:
-            raise JobFailedError(f"run {self.id} {result.state}: {result.why or ''}; logs: {self.dir.logs}")
+            text = f"run {self.id} {result.state}: {result.why or ''}; logs: {self.dir.logs}"
+            raise JobFailedError(f"{text}; next: {advice.of(self.dir)}")
         return result.to_json()
 
     def cancel(self, *, is_gone: bool = False) -> None:
@@ -299,7 +299,8 @@ class Run:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
         if self.dir.result() is None:
             state = stop_request.end_state(what)
-            write_ended(self.dir, state, f"{state} while no supervisor ran")
+            how = advice.end_words(self.dir.status(), state, len(self.dir.attempts()))
+            write_ended(self.dir, state, how)
 
     def _raise_without_result(self, over_for_s: float) -> None:
         """Raise JobFailedError if the run's job is over and its result is overdue here."""
@@ -319,7 +320,7 @@ class Run:
             owner += f", with its follow-up jobs {', '.join(jobs[1:])},"
         raise JobFailedError(
             f"run {self.id}: {owner} is over and wrote no result; see {self.dir.submitit} "
-            f"and {self.dir.logs}; {resume_words(self.id, newest_step(self.dir.checkpoints))}"
+            f"and {self.dir.logs}; {advice.of(self.dir, advice.LOST)}"
         )
 
     def is_over(self, show_jobs: ShowJobs | None = None) -> bool:

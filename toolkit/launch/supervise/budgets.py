@@ -122,7 +122,7 @@ def attempts_without_progress(facts: Facts) -> int:
     return count
 
 
-#: Errors that name the network, a device or the system may be chance, however often they come.
+#: What errors name that may be chance, however often they come: the network, a device or the system.
 _CHANCE = re.compile(
     r"(?i)gloo|nccl|\bconnect|timed? ?out|time-?out|\bpeer\b|broken pipe|reset by|unavailable|\bstore\b"
     r"|cuda|\bhip\b|\[errno "
@@ -143,12 +143,17 @@ def came_again(facts: Facts, first: RankFailure) -> bool:
         return False
     is_same = first.where == before.failure.where
     is_same &= _VARIES.sub("", first.how) == _VARIES.sub("", before.failure.how)
-    if not is_same or _CHANCE.search(first.how):
+    if not is_same or may_be_chance(first.how):
         return False
     if facts.is_foreign:
         return max(facts.gained_s + facts.lost_s, before.gained_s + before.lost_s) < SHORT_S
     there, now = _place(before), _place(facts.as_past())
     return _is_same_place(there, now, best=0) and (now or 0) <= (there or 0)
+
+
+def may_be_chance(how: str) -> bool:
+    """True for an error that names the network, a device or the system."""
+    return _CHANCE.search(how) is not None
 
 
 def _place(past: Past) -> int | None:

@@ -13,7 +13,7 @@ from toolkit.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch import outages
 from toolkit.launch.job import node_history
 from toolkit.launch.job.fate import JobFate
-from toolkit.launch.record import stop_request
+from toolkit.launch.record import advice, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.stop_request import Intent
@@ -166,10 +166,12 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
         if seen is JobFate.CANCELLED:
             state, why = stop_request.end_state(context.asked()), f"{why}; cancelled before it was requeued"
         else:
-            why = f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+            why = f"{why}; but Slurm did not take it back"
             state = RunState.STOPPED
         journal.set_status(state, attempt, why=why, ended=time.time())
     outages.persist(lambda: journal.write_result(attempt, state, why), run.path)
+    if state is not RunState.COMPLETED:
+        log.info("next: %s", advice.of(run))
 
 
 def end_before_start(context: Context) -> int:
