@@ -39,7 +39,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
-    found = cause_of(run)
+    found, situation = cause_of(run), advice.situation_of(run, state)
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
@@ -48,6 +48,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "diagnosis": found and found.to_json(),
         "first_failure": _first_failure(run, attempts, damage),
         "given": given_words(run),
+        "is_script": situation.is_script,
         "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
         "stragglers": slow.stragglers(status),
@@ -64,7 +65,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
-        "next": advice.of(run, state),
+        "next": advice.next_step(situation),
     }
 
 
@@ -121,7 +122,8 @@ def page(told: dict[str, Any]) -> str:
     prose = [text for text in (told["given"], told["loss"]) if text]
     prose += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
-    prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+    if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
+        prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:
         prose.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):

@@ -301,6 +301,7 @@ class JobConfig:
     params: dict[str, Any] = field(default_factory=dict)  #: the job's own keys: its class Params, see docs/config.md
     argv: list[str] = field(default_factory=list)  #: a script's command line: the words after `--`; docs/loop.md
     args: dict[str, Argument] = field(default_factory=dict)  #: its options by name: {epochs: 3} is --epochs 3
+    on_restart: list[str] = field(default_factory=list)  #: of `toolkit exec`: more words, from the second attempt on
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     dist: DistConfig = field(default_factory=DistConfig)

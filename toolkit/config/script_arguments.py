@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from toolkit.config.references import escaped
 from toolkit.config.schema import Argument, JobConfig
 
+#: Among the words of ``on_restart``, stands for the newest file that matches the pattern.
+NEWEST = re.compile(r"\{newest:([^{}]+)\}")
+
 
 def command_line(config: JobConfig) -> list[str]:
     """Return the words that a script finds in ``sys.argv[1:]``; of `toolkit exec` the whole command."""
@@ -46,9 +49,9 @@ def named(words: Sequence[str]) -> set[str]:
     return {word.partition("=")[0].lstrip("-") for word in words if _is_option(word)}
 
 
-def argv_override(words: Sequence[str]) -> str:
+def argv_override(words: Sequence[str], key: str = "argv") -> str:
     """Return the words after ``--`` as a ``key=value`` argument of a config."""
-    return f"argv={json.dumps(escaped(list(words)), ensure_ascii=False)}"
+    return f"{key}={json.dumps(escaped(list(words)), ensure_ascii=False)}"
 
 
 def _flag(name: str) -> str:

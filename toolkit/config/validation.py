@@ -44,6 +44,7 @@ from toolkit.config.schema import (
     all_keys,
     value_of,
 )
+from toolkit.config.script_arguments import NEWEST
 from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
 from toolkit.config.update_checks import check_compression, check_step
 from toolkit.config.words import is_one_line, one_of, tensor_style, within
@@ -88,7 +89,11 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
     if login_node:
         check_places(config)
     if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
+        if any("{newest" in NEWEST.sub("", word) for word in config.on_restart):
+            raise ConfigError("on_restart: the newest file that matches a pattern is {newest:ckpt/*.pt}, for example")
         return
+    if config.on_restart:
+        raise ConfigError("on_restart: is for scripts under `toolkit exec`; any other run goes on without being told")
     if not files.is_loop(config.job):
         # A job with its own loop checks its own config.
         files.check(config)
@@ -195,7 +200,7 @@ def _check_values(config: JobConfig) -> None:
 
 
 #: Control characters that keys may contain besides: their words are for a shell or a program.
-_ALSO = {"cluster.setup": "\t", **dict.fromkeys(("notify", "params", "argv", "args"), "\t\r\n")}
+_ALSO = {"cluster.setup": "\t", **dict.fromkeys(("notify", "params", "argv", "args", "on_restart"), "\t\r\n")}
 _PATHS = (
     *("cluster.container_mounts", "cluster.stage_dir", "data.stage", "data.root"),
     *("model.init_from", "checkpoint.copy_to"),

@@ -151,3 +151,79 @@ def test_a_rank_finds_them_in_its_argv(project: Path) -> None:
     done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((project / "argv.json").read_text()) == ["--epochs", "3", "it's", "--lr", "2"]
+
+
+def test_a_script_that_is_not_there_is_refused_before_it_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["exec", "--executor", "local", "--", "python3", "-u", "plane.py"]) == EXIT_REQUEST
+    assert f"plane.py: there is no such file in {Path.cwd()}; did you mean 'plain.py'?" in capsys.readouterr().err
+    assert rundir.all_runs() == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "-m", "x.py"],
+        ["python", "-c", "pass", "x.py"],
+        ["python", "-W", "ignore", "x.py"],
+        ["sh", "x.py"],
+        ["python", "plain.py", "x.py"],
+        ["python", "/folder/of/the/nodes/x.py"],
+    ],
+)
+def test_a_script_that_may_well_be_there_is_not_refused(words: list[str]) -> None:
+    toolkit("exec", "--executor", "local", "--", *words)
+
+
+def test_a_script_that_a_setup_may_bring_is_not_refused() -> None:
+    toolkit("exec", "--executor", "local", "cluster.setup=[touch plane.py]", "--", "python", "plane.py")
+
+
+def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("plain.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    words = ["--on-restart", "--resume {newest:ckpt/*.pt} --mode=again '${HOME} {}'"]
+    run = toolkit("exec", "--executor", "local", *words, "--", sys.executable, "plain.py", "--lr", "2")
+
+    def argv(attempt: int) -> tuple[list[str], str]:
+        command = [sys.executable, "-m", "toolkit.launch.start.foreign", str(run.config)]
+        environ = {**os.environ, "TOOLKIT_ATTEMPT": str(attempt), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    assert argv(2)[0] == ["--lr", "2"]
+    assert "no file matches ckpt/*.pt: restarted without --on-restart" in argv(2)[1]
+    Path("ckpt").mkdir()
+    for age, name in ((9, "b"), (5, "a"), (7, "c")):
+        Path(f"ckpt/{name}.pt").touch()
+        os.utime(f"ckpt/{name}.pt", (1e9 - age, 1e9 - age))
+    assert argv(1)[0] == ["--lr", "2"]
+    assert argv(2)[0] == ["--lr", "2", "--resume", "ckpt/a.pt", "--mode=again", "${HOME} {}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["exec", "--on-restart", "--resume 'a", "--", "python", "plain.py"], "--on-restart: --resume 'a: No closing"),
+        (["exec", "--on-restart", "{newest}", "--", "python", "plain.py"], "{newest:ckpt/*.pt}, for example"),
+        (["submit", "loop.py", "on_restart=[--resume]"], "on_restart: is for scripts under `toolkit exec`"),
+    ],
+)
+def test_words_for_a_restart_that_cannot_work_are_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words[:1], "--executor", "local", *words[1:]]) == EXIT_REQUEST
+    assert says in capsys.readouterr().err
+    assert rundir.all_runs() == []
+
+
+def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = toolkit("submit", "plain.py", "--executor", "local")
+    run.write_result(RunResult.from_json({"state": "failed", "why": "boom"}))
+    assert cli.main(["why", run.id]) == EXIT_DONE
+    page = " ".join(capsys.readouterr().out.split())
+    assert "last checkpoint:" not in page
+    assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page

@@ -222,6 +222,7 @@ def test_a_script_run_has_the_name_it_was_given(
     project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **_: Run(run, executor, "1"))
+    Path("train.py").touch()
     run = submit.submit_command(["python", "train.py"], overrides, name=name, executor="local")
     assert run.dir.name == expected
 

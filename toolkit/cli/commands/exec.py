@@ -1,6 +1,7 @@
 """run any torchrun-style script as the ranks: toolkit exec ... -- CMD ..."""
 
 import os
+import shlex
 from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import arguments
@@ -11,18 +12,24 @@ EXAMPLES = (
         "toolkit exec cluster.nodes=2 --follow -- python train.py --epochs 3",
         "submit a torchrun-style script and watch it",
     ),
+    (
+        "toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- python train.py",
+        "a script that has to be told where to go on",
+    ),
     ("toolkit exec --name try --executor local -- python train.py", "on this machine, with a name"),
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "toolkit exec [--name NAME] [--executor E] [--after RUN] [--wait]\n"
-        "                    [--follow] [key=value ...] -- CMD"
+        "toolkit exec [--name NAME] [--executor E] [--on-restart WORDS]\n"
+        "                    [--after RUN] [--wait] [--follow] [key=value ...] -- CMD"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
     parser.add_argument("--name", help="of the run; default: the script's")
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")
+    again = "words for the restarted script, such as '--resume {newest:ckpt/*.pt}': none until a file matches"
+    parser.add_argument("--on-restart", metavar="WORDS", help=again)
     arguments.add_after(parser)
     parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     parser.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
@@ -34,6 +41,14 @@ def run(args: Namespace) -> int | None:
 
     if not args.words:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
+    if args.on_restart:
+        from toolkit import config as configs
+
+        try:
+            words = shlex.split(args.on_restart)
+        except ValueError as error:  # an open quote
+            raise RequestError(f"--on-restart: {args.on_restart}: {error}") from None
+        args.overrides += [configs.argv_override(words, "on_restart")]
     # Inside a job the script runs right here, in the job's allocation.
     if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
         if args.after:

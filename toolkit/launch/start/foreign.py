@@ -8,10 +8,12 @@ imported torch; any other program replaces it.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
@@ -33,7 +35,7 @@ def gains_by_fork(run: RunDir) -> bool:
     """True if ranks of ``run`` that are forked become its command sooner."""
     try:
         return python_command.gains_by_fork(read_command(run))
-    except RequestError:  # its ranks will report it
+    except ToolkitError:  # its ranks will report it
         return False
 
 
@@ -45,6 +47,28 @@ def read_command(run: RunDir) -> list[str]:
     if not words:
         raise RequestError(f"{run.config}: argv: is missing: this run was not made by `toolkit exec`")
     return script_arguments.with_options(words, config.args)
+
+
+def restart_words(words: Sequence[str]) -> list[str]:
+    """Return the words that a restarted command gets. ``{newest:ckpt/*.pt}`` is the newest file that matches.
+
+    Return none where no file matches: there is nothing to go on from.
+    """
+    newest = {}
+    for pattern in script_arguments.NEWEST.findall(" ".join(words)):
+        paths = glob.glob(pattern, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
+        if not paths:
+            print(f"toolkit exec: no file matches {pattern}: restarted without --on-restart", file=sys.stderr)
+            return []
+        newest[pattern] = max(paths, key=_changed)
+    return [script_arguments.NEWEST.sub(lambda match: newest[match[1]], word) for word in words]
+
+
+def _changed(path: str) -> tuple[float, str]:
+    try:
+        return Path(path).stat().st_mtime, path
+    except OSError:  # removed since
+        return 0.0, path
 
 
 def main(run: RunDir) -> None:
@@ -66,6 +90,8 @@ def main(run: RunDir) -> None:
     environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
     fsio.restore_umask()
     command, environ = read_command(run), without_snapshot(environ, run.code)
+    if attempt > 1:
+        command += restart_words(configs.load_config(run.config, site=False).on_restart)
     # In a fork that has imported torch, run the program here; else replace this process.
     python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None
     if python is not None:

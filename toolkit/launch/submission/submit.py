@@ -5,15 +5,17 @@ Also starts a foreign, torchrun-style script as the ranks, and shows what would 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError
+from toolkit.errors import RequestError, SlurmError, nearest
 from toolkit.launch.record import awaited, ownership
 from toolkit.launch.record.after import names, sentence, write
 from toolkit.launch.submission import executors, inside_allocation
@@ -131,7 +133,25 @@ def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: 
         scripts = [word for word in command if word.endswith((".py", ".sh"))]
         config.name = Path([*scripts, command[0]][0]).stem
     configs.validate(config)
+    _refuse_missing_script(command, config)
     return config
+
+
+def _refuse_missing_script(command: Sequence[str], config: JobConfig) -> None:
+    """Raise RequestError where Python would not find its script.
+
+    The ranks may see other files in a container, behind ``cluster.setup``, and in a folder that is not here.
+    """
+    options = [*takewhile(lambda word: word.startswith("-"), command[1:])]
+    script = next(iter(command[1 + len(options) :]), "")
+    is_script = script.endswith(".py") and not any(option.startswith(("-c", "-m")) for option in options)
+    if not is_script or re.fullmatch(r"python[\d.]*", Path(command[0]).name) is None:
+        return
+    path = Path(script)
+    is_seen_elsewhere = config.cluster.container or config.cluster.setup
+    if not (path.is_file() or is_seen_elsewhere or (path.is_absolute() and not path.parent.is_dir())):
+        there = sorted(str(other) for other in path.parent.glob("*.py"))
+        raise RequestError(f"{script}: there is no such file in {Path.cwd()}; {nearest(script, there)}".rstrip("; "))
 
 
 def _send_new(
