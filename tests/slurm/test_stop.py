@@ -280,7 +280,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     result = wait_for(run.result, END_S, "a result")
     assert result.state == "stopped"
     assert "preempted" in result.why
-    assert "`toolkit resume` goes on with it" in result.why
+    assert "Slurm did not take it back" in result.why
     assert f"`toolkit resume {run.id}` goes on" in site.run("toolkit", "why", run.id)
     nothing_lost(run)
 
