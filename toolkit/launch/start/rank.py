@@ -145,7 +145,7 @@ def joined() -> JobConfig:
     stacks.answer(place.rank)
     is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
     if is_script and path is None:  # a later `toolkit resume` starts it with the same arguments
-        path, overrides = sys.argv[0], [configs.argv_override(sys.argv[1:])]
+        path, overrides = sys.argv[0], [*overrides, configs.argv_override(sys.argv[1:])]
     config = configs.load_config(path, overrides)
     if not supervised:
         _prepare_unsupervised(config, place)
