@@ -24,7 +24,7 @@ from toolkit.launch.submission import handle
 from toolkit.launch.submission.handle import attach
 from toolkit.launch.submission.resume import resume
 from toolkit.process_identity import ProcessIdentity
-from toolkit.run_files import OwnerRecord, RunStatus
+from toolkit.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.placement import Placement
@@ -176,6 +176,31 @@ def test_a_rank_alone_begins_no_run_that_another_process_has(tmp_path: Path, mon
             attach(run).cancel()
         process.kill()
     assert begin(run, monkeypatch) == before.number + 1
+
+
+def test_a_step_of_a_requeued_job_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submitit and others requeue a job themselves. Before, each start began a new run at step 0."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(rundir.OWNER_VARIABLE, "")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def begun(step: str, restarts: str, task: int = os.getpid(), **changes: Any) -> str:
+        monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, "")
+        monkeypatch.setenv("SLURM_TASK_PID", str(task))
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        rank._prepare_unsupervised(JobConfig(**changes), Placement(0, 1, 0, 1, 0, 1, "here", "srun"))
+        return os.environ[rundir.RUN_DIR_VARIABLE]
+
+    first, other = begun("0", "0"), begun("1", "0")
+    assert first != other
+    assert (begun("0", "1"), begun("1", "2")) == (first, other)
+    # Another command, which has the number of a step that was left out, and one of several in a shell.
+    for another in (begun("1", "3", argv=["--seed=2"]), begun("1", "3", task=os.getppid())):
+        assert another not in (first, other)
+    RunDir(Path(first)).write_result(RunResult(RunState.COMPLETED, 1, metrics={}))
+    assert begun("0", "4") not in (first, other)
 
 
 def test_a_rank_alone_takes_its_run_over_from_one_on_another_node(

@@ -12,6 +12,7 @@ import re
 import runpy
 import socket
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -167,10 +168,36 @@ def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
         log.info("continuing %s", given)
         run = rundir.RunDir(Path(given))
     else:
-        run = new_run(config, Path.cwd())
+        key = _step_key(config)
+        run = _begun_by_step(key) or new_run(config, Path.cwd())
+        if key is not None:
+            rundir.remember_job(run, key)
         os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
         log.info("run folder: %s", run.path)
     os.environ[rundir.OWNER_VARIABLE] = str(_take(run))
+
+
+def _begun_by_step(key: str | None) -> rundir.RunDir | None:
+    """Return the unfinished run that this step of Slurm had before its job was requeued, as submitit does it."""
+    if key is None or not whole_number(os.environ, "SLURM_RESTART_COUNT", 0):
+        return None
+    run = rundir.run_of_job(key)
+    result = None if run is None else run.result()
+    return None if result is not None and result.state is RunState.COMPLETED else run
+
+
+def _step_key(config: JobConfig) -> str | None:
+    """Return one word for this command of a step of a Slurm job, which is the same after a requeue.
+
+    None where srun did not start this very process. A shell may start several, which nothing tells apart.
+    """
+    job, step, task = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_TASK_PID"))
+    if not (job.isdecimal() and step.isdecimal()) or task != str(os.getpid()):
+        return None
+    # A script may leave out steps that it has done: then another command has this one's number.
+    command = json.dumps([config.name, config.job, config.argv, str(Path.cwd())])
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "slurm")
+    return f"{cluster}-{job}-step-{step}-{zlib.crc32(os.fsencode(command)):08x}"
 
 
 def _take(run: rundir.RunDir) -> int:
