@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE
 
 #: Starts a child in one way, sends it the signals as Slurm does, and tells which have ended it. Then ends it.
 RANK = """
@@ -100,13 +104,16 @@ WAYS = (
 @pytest.mark.parametrize("how", [*WAYS, "popen", "shell", "script", "session"])
 def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: str, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    done = subprocess.run(
-        [sys.executable, "rank.py", how],
-        cwd=tmp_path,
-        env={**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout == "survived\n", done.stderr
-    assert done.returncode == 0
+    env = {**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    # Into files: what a shell has started outlives it, and would hold a pipe open.
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        rank = subprocess.Popen(
+            [sys.executable, "rank.py", how], cwd=tmp_path, env=env, stdout=out, stderr=err, start_new_session=True
+        )
+    try:
+        code = rank.wait(PATIENCE * 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    assert (tmp_path / "out").read_text() == "survived\n", (tmp_path / "err").read_text()
+    assert code == 0
