@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -65,6 +66,8 @@ class SrunAgents:
     def __init__(self, run: RunDir, allocation: Allocation) -> None:
         self._run, self._allocation = run, allocation
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
+        # A step that was refused is tried again by a thread, while others are started: each needs a file of its own.
+        self._numbers = itertools.count()
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         groups = self._allocation.by_gpus(hosts)
@@ -93,7 +96,9 @@ class SrunAgents:
             overlap=True,
         )
         # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.
-        srun = Srun(plan, {**environ, "SLURM_OOM_KILL_STEP": "0"}, self._run.logs / f"agents-{len(self._sruns)}.hosts")
+        srun = Srun(
+            plan, {**environ, "SLURM_OOM_KILL_STEP": "0"}, self._run.logs / f"agents-{next(self._numbers)}.hosts"
+        )
         self._sruns.append((srun, {*hosts}))
 
         refusals: list[LaunchFailed] = []
