@@ -33,6 +33,7 @@ own |= {"TOOLKIT_EXEC_RANK", "TOOLKIT_LAUNCH_KEY", "TORCHELASTIC_ERROR_FILE"}
 faulty = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
 names = {name: type(value).__name__ for name, value in sorted(globals().items()) if name.startswith("__")}
 environ = {name: value for name, value in sorted(os.environ.items()) if name not in own}
+folder = tempfile.tempdir  # some of these imports ask for it
 for name in zygote.MODULES["ranks"]:
     importlib.import_module(name)
 status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
@@ -79,7 +80,7 @@ same = {
     ],
     "warnings": [str(entry) for entry in warnings.filters],
     "interpreter": [sys.getrecursionlimit(), sys.getswitchinterval(), sys.dont_write_bytecode, sys.warnoptions],
-    "defaults": [socket.getdefaulttimeout(), str(multiprocessing.get_start_method(allow_none=True)), tempfile.tempdir],
+    "defaults": [socket.getdefaulttimeout(), str(multiprocessing.get_start_method(allow_none=True)), folder],
     "decimal": str(decimal.getcontext()),
     "torch": [
         torch.get_num_threads(),

@@ -207,6 +207,8 @@ def _become(order: ForkOrder) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+    if "tempfile" in sys.modules:  # an import has asked for the folder, before the rank's TMPDIR was there
+        sys.modules["tempfile"].tempdir = None
     sys.argv = [module, *arguments]
     sys.orig_argv = list(order["command"])
     for number in SIGNALS:  # last: the module installs its own first of all

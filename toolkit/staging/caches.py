@@ -6,7 +6,6 @@ On NFS ranks of many nodes rename and delete each other's files, and one dies of
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +22,11 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     outlives the job, so that its next start finds what was compiled.
     """
     triton_home = environ.get("TRITON_HOME") or environ.get("HOME") or "~"
+    # Not gettempdir(): it would remember its answer, and a script that sets TMPDIR later would not be heard.
+    scratch = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
     places = {
         "TRITON_CACHE_DIR": Path(triton_home).expanduser(),
-        "TORCHINDUCTOR_CACHE_DIR": Path(environ.get("TMPDIR") or tempfile.gettempdir()),
+        "TORCHINDUCTOR_CACHE_DIR": Path(scratch),
     }
     moved = [name for name, place in places.items() if name not in environ and is_shared(place)]
     folder = _folder(environ) if moved else None
