@@ -20,11 +20,23 @@ def kill_the_supervisor(it: Watched) -> None:
     it.kill("submitit", it.run.id) if not it.pids("toolkit supervise", it.run.id) else it.kill("supervise", it.run.id)
 
 
+#: To a job's steps, its batch script, and all its processes.
+TARGETS = {"steps": (), "batch": ("--batch",), "all": ("--full",)}
+#: SIGINT to the batch script is a person's stop, as with Ctrl-C.
+SIGNALS = [
+    (number, target)
+    for number in ("TERM", "USR1", "USR2", "INT", "HUP", "CONT")
+    for target in TARGETS
+    if number != "INT" or target == "steps"
+]
+
+
 def signal_the_job(it: Watched) -> None:
     for job, state in it.jobs:
         if state == "RUNNING":
-            it.note(f"USR2 to the batch host of {job}")
-            it.cluster.site.box.run(["scancel", "--batch", "--signal=USR2", job], check=False)
+            number, target = it.dice.choice(SIGNALS)
+            it.note(f"{number} to {target} of {job}")
+            it.cluster.site.box.run(["scancel", *TARGETS[target], f"--signal={number}", job], check=False)
 
 
 RUN_ACTIONS: Mapping[str, Callable[[Watched], Any]] = {
@@ -82,9 +94,9 @@ def kill_the_batch_host(it: Watched) -> None:
 
 def some_node(it: Watched) -> str:
     """The batch host, or one of the run's other nodes."""
-    status = it.run.status()
-    nodes = [*status.nodes, status.host]
-    return str(it.dice.choice([node for node in nodes if node in it.cluster.site.box.spec.node_names] or ["node1"]))
+    return str(
+        it.dice.choice([node for node in it.nodes() if node in it.cluster.site.box.spec.node_names] or ["node1"])
+    )
 
 
 CLUSTER_ACTIONS: Mapping[str, Callable[[Watched], None]] = {
@@ -95,7 +107,9 @@ CLUSTER_ACTIONS: Mapping[str, Callable[[Watched], None]] = {
     "node dead": kill_the_batch_host,
 }
 #: Faults come first: a run that is ended by each second action never gets to a fault.
-WEIGHTS = {**dict.fromkeys(RUN_ACTIONS, 2), **dict.fromkeys(CLUSTER_ACTIONS, 3), "preempt": 6, "resume": 3}
+WEIGHTS = {**dict.fromkeys(RUN_ACTIONS, 2), **dict.fromkeys(CLUSTER_ACTIONS, 3), "preempt": 6, "resume": 3, "signal": 4}
+#: What a person, or Slurm, does to a job before any of our code may have started.
+EARLY = ("stop", "stop twice", "cancel", "scancel", "requeue", "signal", "signal", "resume", "preempt")
 
 
 def act(it: Watched, action: str) -> None:

@@ -22,8 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from tests.slurm.disturbances import WEIGHTS, act
+from tests.slurm.disturbances import EARLY, WEIGHTS, act
 from tests.slurm.site import Site
+from tests.slurm.sweep_schedules import STEPS as SWEPT_STEPS
+from tests.slurm.sweep_schedules import SWEPT, WatchedSweep, play_sweep
 from tests.slurm.watched import REST_S, Cluster, Violation, Watched, say
 from tests.waiting import PATIENCE
 from toolkit import rundir
@@ -84,6 +86,8 @@ data: {{name: digits, global_batch_size: 64}}
 train: {{epochs: 1000, max_steps: {STEPS}, eval_every: 50, log_every: 10}}
 checkpoint: {{every_steps: 100}}
 """
+#: The share of schedules that are of sweeps.
+SWEEPS = 0.1
 #: A person follows the advice that many times at the most, and tries to submit for so long.
 ADVICE, PERSISTS_S = 6, 120 * PATIENCE
 
@@ -144,14 +148,28 @@ def submit(it: Watched, project: Path) -> None:
 
 def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
     """Play one schedule to its end. The result lists the violations; an exception counts as one."""
-    it = Watched(cluster, f"s{seed}", random.Random(seed), traces)
+    dice = random.Random(seed)
+    it: Watched
+    if dice.random() < SWEEPS:
+        it = WatchedSweep(cluster, f"w{seed}", dice, traces)
+        try:
+            play_sweep(it, project)
+        except BaseException as error:
+            it.violations.append(f"{type(error).__name__}: {error}")
+        return it
+    it = Watched(cluster, f"s{seed}", dice, traces)
     observer = threading.Thread(target=it.observe, daemon=True)
     try:
         submit(it, project)
         observer.start()
-        for _ in range(it.dice.randint(1, 4)):
-            wait_for_the_moment(it)
-            action = it.dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+        is_early = it.dice.random() < 0.3
+        for number in range(it.dice.randint(1, 4)):
+            if is_early and number == 0:
+                time.sleep(it.dice.uniform(0, 4))
+                action = it.dice.choice(EARLY)
+            else:
+                wait_for_the_moment(it)
+                action = it.dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
             # A run that has completed by itself is over: nothing more is done to it.
             if it.run.result() is None or it.ended:
                 it.actions.append(action)
@@ -219,6 +237,7 @@ def make_project(site: Site, traces: Path) -> Path:
     folder = site.project(**jobs, trainer=TRAINER, trace=TRACE.format(traces=traces))
     (folder / "counter.py").write_text(COUNTER.format(states=traces, steps=STEPS))
     (folder / "trainer.yaml").write_text(CONFIG)
+    (folder / "swept.py").write_text(SWEPT.replace("PROJECT", str(folder)).replace("STEPS", str(SWEPT_STEPS)))
     return folder
 
 
@@ -234,6 +253,8 @@ def play_all(cluster: Cluster, seeds: list[int], project: Path, traces: Path, ab
             say(f"  [{seed}] {line}")
         if it.violations:
             tell(it)
+        elif isinstance(it, WatchedSweep):
+            shutil.rmtree(cluster.site.runs / it.name, ignore_errors=True)
         else:  # hundreds of them would fill the small disk
             shutil.rmtree(it.run.path, ignore_errors=True)
         return it

@@ -106,6 +106,10 @@ class Watched:
     def jobs(self) -> list[tuple[str, str]]:
         return self.cluster.jobs.get(self.name, [])
 
+    def nodes(self) -> list[str | None]:
+        status = self.run.status()
+        return [*status.nodes, status.host]
+
     def trace(self) -> list[list[str]]:
         path = self.traces / self.name
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
