@@ -27,6 +27,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -207,8 +208,7 @@ def _become(order: ForkOrder) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    if "tempfile" in sys.modules:  # an import has asked for the folder, before the rank's TMPDIR was there
-        sys.modules["tempfile"].tempdir = None
+    tempfile.tempdir = None  # an import has asked for it, before the rank's TMPDIR was there
     sys.argv = [module, *arguments]
     sys.orig_argv = list(order["command"])
     for number in SIGNALS:  # last: the module installs its own first of all
