@@ -37,6 +37,7 @@ from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.agent.reports import Inbox, Outbox, addresses
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
 from toolkit.ranks.report import HEARTBEAT_S, AgentReporter, Reporter
@@ -48,7 +49,7 @@ from toolkit.train.evaluations import Evaluations
 from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.own_loop import TrainingRun
 from toolkit.train.state import identity
 

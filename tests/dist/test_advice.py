@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import pytest
 
 from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
+from toolkit.checkpoint.folder import newest_step
 from toolkit.errors import JobFailedError
 from toolkit.launch.submission.handle import attach
 from toolkit.rundir import RunDir
@@ -43,6 +45,30 @@ with toolkit.start() as run:
             raise ValueError("a bad row")
         if (HERE / "wait").exists():
             time.sleep(0.1)
+"""
+
+
+DOUBLING = """
+import torch
+import toolkit
+
+class Doubling(toolkit.Job):
+    def train_set(self):
+        return [(torch.tensor([x / 10]), torch.tensor([x / 5])) for x in range(100)]
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        return toolkit.Loss.mean((model(batch.inputs) - batch.targets).square().mean())
+"""
+#: The rate falls to nearly 0 in six steps.
+FALLING = """
+job: doubling.py
+data: {global_batch_size: 10}
+optim: {lr: 0.001, schedule: cosine}
+train: {max_steps: 6, log_every: 1}
+checkpoint: {every_steps: 3}
 """
 
 
@@ -193,3 +219,26 @@ def test_a_run_without_enough_memory_of_a_gpu_trains_in_parts(site: Site) -> Non
     assert [attempt.cause for attempt in site.run.attempts()] == ["out_of_memory"]
     site.follow_advice(r"`toolkit resume \S+ train.accumulate=2` begins anew: there is no checkpoint", "--wait")
     assert site.state() == "completed"
+
+
+def test_a_longer_run_is_told_of_its_jumping_rate_and_keeps_it_by_the_command(site: Site) -> None:
+    (site.folder / "doubling.py").write_text(DOUBLING)
+    (site.folder / "doubling.yaml").write_text(FALLING)
+    site.type("submit", "doubling.yaml", *LOCAL)
+    step = site.run.result().step
+    told = site.type("resume", site.run.id, "train.max_steps=null", "train.epochs=100000").stderr
+    (warning,) = re.findall(r"(?m)^warning: (the learning rate was .*)$", told)
+    # The rank says the same, in the log that is followed.
+    rank = site.run.rank_log(2, 0)
+    wait_for(lambda: rank.exists() and "WARNING the learning rate was" in rank.read_text(), END_S, "the rank's line")
+    assert warning in rank.read_text()
+    cancel, keep = re.findall(r"`toolkit ([^`]*)`", warning)
+    site.type(*shlex.split(cancel))
+    wait_for(lambda: site.run.result() is not None, END_S, "the end of the run")
+    newest = newest_step(site.run.checkpoints)
+    done = site.type(*shlex.split(keep), f"train.max_steps={newest + 4}", "--wait")
+    assert site.state() == "completed", done.stderr
+    lines = [json.loads(line) for line in (site.run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    kept = [line["train/lr"] for line in lines if "train/lr" in line and line["step"] > newest]
+    assert len(kept) == 4
+    assert f"was {kept[-1]:.4g} at step {step}" in warning

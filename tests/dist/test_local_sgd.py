@@ -33,6 +33,7 @@ from tests.dist.strategy_cases import (
 )
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
+from toolkit.config.learning_rate import build_schedule, total_steps
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.errors import ConfigError, StoppedError
@@ -41,9 +42,8 @@ from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.loop import total_steps
 from toolkit.train.objectives import classification, cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare, reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]

@@ -25,6 +25,7 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan
@@ -35,7 +36,7 @@ from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

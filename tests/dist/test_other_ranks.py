@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tests.dist.ranks import in_run, run_ranks, stop_all
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.errors import StoppedError
 from toolkit.ranks.batch import Batch
@@ -29,7 +30,7 @@ from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

@@ -25,6 +25,7 @@ from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks.batch import Batch
@@ -35,7 +36,7 @@ from toolkit.strategies.parameter_server.mail import Kind, Mail
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

@@ -26,6 +26,7 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import PATIENCE
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
@@ -42,7 +43,7 @@ from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import classification, cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

@@ -18,6 +18,7 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.unit.data.streams import YieldedLines
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
@@ -25,7 +26,7 @@ from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

@@ -23,6 +23,7 @@ from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
 from toolkit.errors import ConfigError, StoppedError
@@ -34,7 +35,7 @@ from toolkit.train.evaluate import evaluate
 from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import classification, cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 

@@ -22,6 +22,7 @@ from torchvision.models import resnet50
 
 from jobs.language_model import peak_flops
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import Indices
 from toolkit.ranks.session import Session
@@ -33,7 +34,7 @@ from toolkit.train.evaluations import Evaluations
 from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Trainer
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 from toolkit.train.state import identity
 
 #: Different batches in memory, which come again and again.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.config import JobConfig
+from toolkit.config.learning_rate import Schedule, build_schedule
 from toolkit.data.datasets import Dataset
 from toolkit.data.pictures import Pictures
 from toolkit.data.stream import Streams
@@ -33,7 +34,7 @@ from toolkit.ranks.batch import Batch
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows
 from toolkit.train.hooks import Hooks
-from toolkit.train.optim import Schedule, build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 
 
 class Job(Hooks):

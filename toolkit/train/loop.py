@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
 from toolkit import logs
 from toolkit.config import TrainConfig
+from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
 from toolkit.data.bad_samples import BadSamples
 from toolkit.data.loader import Batches
 from toolkit.hang import activity
@@ -29,7 +31,6 @@ from toolkit.train.hooks import Hooks
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_window import LossWindow
 from toolkit.train.not_finite import NotFinite
-from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import conditions
@@ -55,12 +56,6 @@ class Result:
     metrics: Mapping[str, float]
 
 
-def total_steps(config: TrainConfig, dataset_size: int, global_batch_size: int) -> int:
-    """Return the steps of ``config.epochs`` epochs, rounded up, or ``max_steps`` if that is less."""
-    steps = -(-config.epochs * dataset_size // global_batch_size)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
-
-
 class Trainer:
     """Trains from the run's newest checkpoint to the last step. Every rank runs one, in lock step."""
 
@@ -74,10 +69,12 @@ class Trainer:
         schedule: Callable[[int], Schedule],
         checkpoints: Checkpoints,
         set_values: Callable[[Mapping[str, Any]], None] = lambda values: None,
+        rate_keys: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step.
 
         ``set_values`` gives the job's config other values by key. After that ``schedule`` is called again.
+        ``rate_keys`` gives the values of the config that the rate follows from.
         """
         if loader.is_split:
             strategy.split_data()
@@ -94,7 +91,7 @@ class Trainer:
         checkpoints.include(loader)  # also refuses ranks with different data sets, before the first step
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._schedule, self._set_values = partial(schedule, self._total), set_values
-        self._lr = self._schedule()
+        self._lr, self._rate_keys = self._schedule(), rate_keys
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
@@ -134,7 +131,7 @@ class Trainer:
                 if self._evaluate():
                     self._life.keep_best()
                 self._end_epoch()
-            self._train()
+            self._train(None if loaded is None else loaded.meta)
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size
         result = Result(self._step, self._epochs(self._step), samples, dict(self._life.metrics))
@@ -155,10 +152,13 @@ class Trainer:
         self._not_finite.restore(meta)
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
-    def _train(self) -> None:
+    def _train(self, resumed: Mapping[str, Any] | None = None) -> None:
         share = self._strategy.share.index  # read once: after a rank's death the strategy has another for evaluations
         self._life.throughput.reset()
         self._life.boundary()
+        # Only now: what a user has set at the checkpoint's step is set again in the boundary.
+        if resumed is not None:
+            self._log_rate_change(resumed.get("learning_rate"))
         begun: int | None = None  # the epoch last announced to the job
         while self._step < self._total:
             if begun != (epoch := self._epochs(self._step)):
@@ -247,6 +247,13 @@ class Trainer:
         metrics |= self._skipped.figures()
         self._life.write(values)
 
+    def _log_rate_change(self, saved: Any) -> None:
+        """Say how the rate goes on, where it is not as the run would have gone on with its earlier config."""
+        rate, run_id = self._lr(self._step), self._session.run_dir.name
+        change = rate_change(saved, self._step, rate, self._total, self._rate_keys(), run_id)
+        if change is not None and self._session.is_main:
+            log.log(INFO if change.is_asked else WARNING, "%s", change.text)
+
     def _roll_back(self) -> None:
         """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate go on."""
         self._activity.phase = activity.LOADING
@@ -293,6 +300,7 @@ class Trainer:
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
             **self._not_finite.state(),
+            "learning_rate": rates_at(self._lr, self._step, self._rate_keys(), self._loader.dataset_size),
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept

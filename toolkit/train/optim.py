@@ -1,13 +1,12 @@
-"""The optimizer, and its learning rate as a pure function of the step. There is no scheduler whose state to save."""
+"""The optimizer. Its learning rate is a function of the step: there is no scheduler whose state to save."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,6 @@ from toolkit.errors import ConfigError, listing, nearest
 from toolkit.train.muon import MuonAndAdamW
 from toolkit.train.parameter_groups import parameter_groups
 
-Schedule: TypeAlias = Callable[[int], float]
 #: Devices for which torch has fused optimizers.
 _FUSED = ("cpu", "cuda")
 
@@ -95,35 +93,3 @@ def _imported(path: str) -> type[Optimizer]:
             f"there are: {listing(there) or 'none'}"
         )
     return kind
-
-
-def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """Return ``lr(step)``: a linear warm-up, then the schedule's shape. Steps are 0 to ``total_steps`` - 1.
-
-    Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate
-    ``config.lr``. After the warm-up ``linear`` and ``cosine`` fall from lr toward ``min_lr``, which they would reach
-    at step ``total_steps``. ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) falls in the last
-    ``decay_steps`` only.
-    """
-    shape = choose("optim.schedule", config.schedule, _SHAPES)
-    falls_from = config.warmup_steps
-    if config.schedule == "wsd":
-        decay_steps = total_steps // 5 if config.decay_steps is None else config.decay_steps
-        falls_from = max(falls_from, total_steps - decay_steps)
-
-    def lr(step: int) -> float:
-        if step < config.warmup_steps:
-            return config.lr * (step + 1) / config.warmup_steps
-        fallen = min(1.0, max(0, step - falls_from) / max(1, total_steps - falls_from))
-        return config.min_lr + (config.lr - config.min_lr) * shape(fallen)
-
-    return lr
-
-
-#: The share of ``lr`` - ``min_lr`` that is left, as a function of the part of the fall that is done, 0 to 1.
-_SHAPES: Mapping[str, Callable[[float], float]] = {
-    "constant": lambda fallen: 1.0,
-    "linear": lambda fallen: 1.0 - fallen,
-    "cosine": lambda fallen: 0.5 * (1.0 + math.cos(math.pi * fallen)),
-    "wsd": lambda fallen: 1.0 - fallen,
-}

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from toolkit import logs
-from toolkit.config import JobConfig, live
+from toolkit.config import JobConfig, learning_rate, live
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
@@ -89,6 +89,7 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
             schedule=job.schedule,
             checkpoints=checkpoints,
             set_values=partial(live.set_values, config),
+            rate_keys=partial(learning_rate.keys_of, config),
         )
         return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)
 

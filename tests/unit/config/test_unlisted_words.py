@@ -25,6 +25,7 @@ from toolkit.config import (
     StrategyConfig,
     TrainConfig,
 )
+from toolkit.config.learning_rate import build_schedule
 from toolkit.config.schema import (
     BAD_SAMPLES,
     COMPRESSIONS,
@@ -57,7 +58,7 @@ from toolkit.strategies.pipeline.grid import Grid
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.objectives import cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 
 CPU = torch.device("cpu")
 NOBODY: Any = None  #: what no dispatch asks

@@ -20,9 +20,10 @@ import toolkit
 from jobs.classify import Classify, Params
 from jobs.models import build_model
 from toolkit.config import DataConfig, JobConfig, ModelConfig, load_config, validate
+from toolkit.config.learning_rate import build_schedule
 from toolkit.errors import ConfigError
 from toolkit.strategies.objective import Objective
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[3]
 

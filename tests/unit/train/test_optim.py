@@ -11,8 +11,9 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from toolkit.config import OptimConfig
+from toolkit.config.learning_rate import build_schedule
 from toolkit.errors import ConfigError
-from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.optim import build_optimizer
 
 
 def torch_rates(scheduler_class: type, steps: int, **options: float) -> list[float]:

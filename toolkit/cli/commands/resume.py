@@ -29,11 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit.cli import follow
-    from toolkit.launch.submission import snapshot
+    from toolkit.launch.submission import rates, snapshot
     from toolkit.launch.submission.resume import resume
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)
+    step, saved = rates.saved_rates(chosen)
     sent = resume(chosen, args.overrides, code=args.code)
     if changed:
         print(
@@ -42,4 +43,6 @@ def run(args: Namespace) -> int:
             f"`toolkit resume {chosen.id} --code`",
             file=sys.stderr,
         )
+    if args.overrides and (change := rates.changed_rate(chosen, step, saved)) is not None:
+        print(f"{'note' if change.is_asked else 'warning'}: {change.text}", file=sys.stderr)
     return follow.see_through(sent, args)
