@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
@@ -569,6 +569,75 @@ def test_replicas_that_drift_apart_are_not_saved_and_end_the_attempt(tmp_path: P
     assert one.startswith("the checkpoint of step 8 was not written: model/0.weight declared as replicated")
     assert newest == 4
     assert other == (one, newest)
+
+
+def with_lbfgs(session: Session, folder: Path, is_mean: bool) -> str:
+    run = begun(session, folder)
+    model = DistributedDataParallel(nn.Linear(8, 2))
+    optimizer = LBFGS(model.parameters(), 1.0, max_iter=4, line_search_fn="strong_wolfe")
+    run.resumable(model=model, optimizer=optimizer)
+    try:
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=2):
+
+            def closure(batch: Any = batch) -> Any:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(batch.inputs), batch.targets)
+                loss.backward()
+                return sum(run.gather(loss)) / run.world_size if is_mean else loss
+
+            optimizer.step(closure)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+    return "trained"
+
+
+def both_lbfgs(session: Session, folder: Path) -> list[str]:
+    return [with_lbfgs(session, folder / f"{is_mean}", is_mean) for is_mean in (False, True)]
+
+
+def test_lbfgs_with_each_ranks_own_loss_is_told_to_return_the_mean(tmp_path: Path) -> None:
+    says = (
+        r"run\.resumable: .* optimizer is LBFGS.* the mean of all ranks, sum\(run\.gather\(loss\)\) / run\.world_size"
+    )
+    for said, of_mean in run_ranks(2, both_lbfgs, tmp_path):
+        assert re.match(says, said), said
+        assert of_mean == "trained"
+
+
+def with_fabric(session: Session, folder: Path, stops: Iterable[int | None]) -> tuple[list[str], dict[str, Tensor]]:
+    """Train a model with BatchNorm that Fabric has wrapped as it does, with DDP inside."""
+    # Here, not at the top: it takes seconds, and every rank of every test would wait for it.
+    from lightning.fabric.strategies import SingleDeviceStrategy
+    from lightning.fabric.wrappers import _FabricModule
+
+    tensors: dict[str, Tensor] = {}
+    for stop in stops:
+        run = begun(session, folder, stop)
+        plain = net()
+        model = _FabricModule(DistributedDataParallel(plain), SingleDeviceStrategy(), original_module=plain)
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        run.resumable(model=model, optimizer=optimizer)
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=9):
+            optimizer.zero_grad()
+            cross_entropy(model(batch.inputs), batch.targets).backward()
+            optimizer.step()
+        run.close()
+        tensors = {name: value.clone() for name, value in plain.state_dict().items()}
+    return sorted(manifest.read(committed(folder / "checkpoints")[-1]).tensors), tensors
+
+
+def fabric_in_parts(session: Session, folder: Path) -> list[tuple[list[str], dict[str, Tensor]]]:
+    return [with_fabric(session, folder / f"{len(stops)}", stops) for stops in ([None], [4, None])]
+
+
+def test_a_module_of_fabric_goes_on_with_the_names_of_the_models(tmp_path: Path) -> None:
+    for (names, tensors), (theirs, others) in run_ranks(2, fabric_in_parts, tmp_path):
+        assert names == theirs
+        assert "model/1.running_mean" in names
+        assert "optim/0.weight/momentum_buffer" in names
+        assert all(torch.equal(value, others[name]) for name, value in tensors.items())
 
 
 def unsavable(session: Session, folder: Path, kind: str) -> tuple[str, int]:

@@ -15,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from toolkit.checkpoint.manifest import Manifest
@@ -23,7 +24,7 @@ from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
 from toolkit.checkpoint.tensors import check_plain, to_bytes
 from toolkit.data import generators
 from toolkit.data.generators import is_generator
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.copies import refuse_copies
@@ -60,6 +61,8 @@ class Resumables:
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
+        for name, module in modules.items():
+            _refuse_lazy(name, module)
         _refuse_average_of_another(modules)
         self._modules = _prefixed(modules)
         for name, module in modules.items():
@@ -150,9 +153,18 @@ class Resumables:
         sums = ReplicaSums(state)
         digests = gather_rows(torch.tensor([sums.digest()], dtype=torch.int64, device=self._device)).flatten().tolist()
         if len(set(digests)) > 1:
+            self._refuse_closures_apart()
             by_rank = gather_json(dict(sums.sums()), self._device)
             for rank, theirs in enumerate(by_rank):
                 refuse_differing(by_rank[0], theirs, rank)
+
+    def _refuse_closures_apart(self) -> None:
+        for name, slots in self._optimizers.items():
+            if isinstance(slots.optimizer, LBFGS):
+                raise ConfigError(
+                    f"run.resumable: the ranks have drifted apart, and {name} is LBFGS, which decides by the loss that "
+                    "its closure returns: return the mean of all ranks, sum(run.gather(loss)) / run.world_size"
+                )
 
     def _gradients(self) -> dict[str, Entry]:
         """Return the gradients of optimizers that made no step in the loop's last one while another did.
@@ -317,6 +329,16 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         else:
             by_prefix[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
     return by_prefix
+
+
+def _refuse_lazy(name: str, module: nn.Module) -> None:
+    """Raise ConfigError for parameters and buffers that have no shape yet."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if lazy := [key for key, value in named if is_lazy(value)]:
+        raise ConfigError(
+            f"run.resumable: {name}: {listing(lazy, 3)} have no shape before the first batch: run one through the "
+            "model before run.resumable, and before the optimizer is made"
+        )
 
 
 def _refuse_average_of_another(modules: Mapping[str, nn.Module]) -> None:

@@ -11,12 +11,14 @@ from toolkit.strategies.update.optimizer_state import refuse_lost_state
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """Return the module within DDP, DataParallel and torch.compile, whose names are the model's own."""
+    """Return the module within DDP, DataParallel, torch.compile and Fabric, whose names are the model's own."""
     while True:
         if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
             module = module.module
         elif is_compiled(module):
             module = module._orig_mod  # type: ignore[assignment]
+        elif type(module).__name__ == "_FabricModule":
+            module = module._forward_module  # type: ignore[assignment]
         else:
             return module
 

@@ -94,6 +94,14 @@ def test_a_module_whose_state_has_copies_of_weights_is_refused() -> None:
     handed_over(model=model)
 
 
+def test_layers_without_a_shape_yet_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ConfigError, match=r"model: 0\.weight, 0\.bias, 1\.weight .* have no shape before the first"):
+        handed_over(model=model)
+    model(torch.ones(3, 4))
+    handed_over(model=model)
+
+
 def test_an_average_of_another_network_is_not_taken_for_the_models() -> None:
     """An export with --weights average gave the critic's average as the model's."""
     model, critic = nn.Linear(2, 2), nn.Linear(2, 2)
