@@ -36,6 +36,8 @@ COMMANDS = (
 EPILOG = """A RUN is a run id, a unique prefix of one or its last eight digits, a config's
 name (its newest run), or a path. Exit codes: 0 done, 1 the job failed, 2 the
 request was wrong, 75 stopped cleanly, to be continued."""
+#: Options whose value may begin with a minus: --metric -eval/loss.
+MAY_BEGIN_WITH_MINUS = ("--on-restart", "--metric")
 #: The commands that take the arguments of a user's script after `--`.
 TAKE_ARGUMENTS = ("submit", "sweep", "run", "supervise", "resume", "resume-check")
 #: The exit code that a shell gives for SIGINT.
@@ -139,7 +141,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     words = list(argv)
     takes_words = words[:1] and words[0] in ("exec", *TAKE_ARGUMENTS)
     cut = words.index("--") if takes_words and "--" in words else len(words)
-    args, rest = parser.parse_known_args(words[:cut])
+    args, rest = parser.parse_known_args(_joined(words[:cut]))
     args.words = words[cut + 1 :]
     # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
@@ -153,6 +155,17 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         # They come first: `args.epochs=3` changes one of them.
         args.overrides = [script_arguments.argv_override(args.words), *args.overrides]
     return args
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Join options with a value that may begin with a minus. argparse would take the value for another option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in MAY_BEGIN_WITH_MINUS:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _after_dashes(args: argparse.Namespace, words: Sequence[str], rest: Sequence[str]) -> str:

@@ -54,6 +54,16 @@ def test_what_follows_the_two_dashes_is_the_commands_word_for_word(
     assert calls == [("submit", command, overrides, {"name": name, "executor": "auto", "after": []})]
 
 
+def test_a_metric_may_begin_with_a_minus() -> None:
+    args = cli.parse(cli.build_parser(["sweep"]), ["sweep", "a.yaml", "--metric", "-eval/loss", "optim.lr=1,2"])
+    assert (args.metric, args.overrides) == ("-eval/loss", ["optim.lr=1,2"])
+
+
+def test_words_for_a_restart_may_begin_with_a_minus(calls: list[Call]) -> None:
+    assert cli.main(["exec", "--on-restart", "--resume", "--name", "n", "--", "x"]) == EXIT_DONE
+    assert calls == [("submit", ["x"], ['on_restart=["--resume"]'], {"name": "n", "executor": "auto", "after": []})]
+
+
 @pytest.mark.parametrize(("option", "code"), [("--wait", 5), ("--follow", 7)])
 def test_who_waits_gets_the_commands_exit_code(calls: list[Call], option: str, code: int) -> None:
     assert cli.main(["exec", option, "--", "x"]) == code
