@@ -6,6 +6,7 @@ points again: it takes the run over as `toolkit resume` does.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -63,10 +64,11 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
     # `toolkit sweep stop` writes a result, and its request, also for a run that no job has had.
     if owner.token == token if owner is not None else run.result() is None:
         return run
-    return run if token is not None and _take_over(run, token) else None
+    submitted = None if record is None else record.submitted
+    return run if token is not None and _take_over(run, token, submitted) else None
 
 
-def _take_over(run: RunDir, token: str) -> bool:
+def _take_over(run: RunDir, token: str, submitted: float | None) -> bool:
     """Take over a run that has ended, for this job's submission. False if it is to be left alone."""
     before, result = ownership.number_of(run), run.result()
     if result is not None and result.state is RunState.COMPLETED:
@@ -76,7 +78,8 @@ def _take_over(run: RunDir, token: str) -> bool:
         log.info("run %s belongs to another job, which has not ended: nothing is left to do here", run.id)
         return False
     ownership.submit_as(run, "slurm", ownership.take(run, before), token)
-    stop_request.clear(run)
+    # `toolkit sweep stop` may have come while this job waited, or started.
+    stop_request.clear(run, math.inf if submitted is None else submitted)
     nodes.forget(run)
     run.clear_result()
     return True

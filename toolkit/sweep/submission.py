@@ -288,7 +288,7 @@ def submit_array(
     job_id = slurm.job_of_script(str(array.script)) if array.script.exists() else None
     if job_id is None:
         is_array = record is None or record.is_array
-        record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None)
+        record = ArrayRecord(secrets.token_hex(8), "slurm", is_array=is_array, job_id=None, submitted=time.time())
         array.write_record(record)
         _place(array, placements or {})
         script, options = _script(array, sweep_record, record, slurm)

@@ -469,3 +469,21 @@ def test_a_point_says_in_words_what_it_waits_for() -> None:
     }
     found = standings(sent.sweep, lambda _: waiting, show.status_rows, [])
     assert {each.why for each in found} == {"as many elements of its array run as it allows (JobArrayTaskLimit)"}
+
+
+def test_a_stop_of_a_retried_point_is_heard_by_the_job_that_starts_at_that_moment() -> None:
+    """The request is written before the job takes the run over, and the request of before the retry is forgotten."""
+    slurm = FakeSlurm()
+    sent = submit(slurm, "train.seed=0..0")
+    start(sent.sweep, slurm, 0)
+    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
+    write_ended(run, RunState.FAILED, "a bad sample")
+    slurm.finish(f"{sent.jobs[0]}_0", exit_code=1)
+    (job,) = retry_all(sent.sweep, slurm)
+    slurm.start(f"{job}_0")
+    again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm)
+    retried = sent.sweep.arrays()[-1]
+    record = retried.record()
+    assert record is not None
+    assert element.claim(retried, 0, record.token) == run
+    assert stop_request.asked(run) is stop_request.Intent.STOP

@@ -57,6 +57,7 @@ class ArrayRecord(FileRecord):
     is_array: bool = True  #: False where a site has no job arrays: then it is a job for one point
     job_id: Word | None = None  #: None until sbatch has answered
     cluster: str = ""  #: whose number that is
+    submitted: Moment | None = None  #: just before sbatch was asked
 
 
 @dataclass(frozen=True)
