@@ -223,7 +223,7 @@ def check_completed(it: Watched) -> None:
 def check_that_it_stays_ended(it: Watched) -> None:
     """Check that an ended run says so and writes no more. Twice the time of a requeue is waited for."""
     it.toolkit("status", "--json")
-    if not any(word in it.output for word in ("stopped", "cancelled", "failed", "CANCELLED")):
+    if not any(word in it.output for word in ("stopped", "cancelled", "failed", "CANCELLED", "lost")):
         raise Violation(f"somebody has ended it, and its status is {it.output}")
     lines = len(it.trace())
     time.sleep(REST_S)
