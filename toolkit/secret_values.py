@@ -7,12 +7,13 @@ job's environment already, because Slurm hands on the variables of the process t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from toolkit import fsio, trust
@@ -79,7 +80,22 @@ def masked(text: str) -> str:
     Those in the environment count, too: a process that a rank has started was given none itself.
     """
     names = filter(None, os.environ.get(NAMES_VARIABLE, "").split(","))
-    pairs = {*_GIVEN.items(), *((name, os.environ.get(name, "")) for name in names)}
+    return _mask(text, {*_GIVEN.items(), *((name, os.environ.get(name, "")) for name in names)})
+
+
+def masked_of(secrets: Mapping[str, str], text: str) -> str:
+    """Return ``text``, which ranks have written, without the values of their secrets.
+
+    The values are read for this moment only. One that cannot be read here is not masked.
+    """
+    pairs = set()
+    for name, source in secrets.items():
+        with contextlib.suppress(ConfigError):
+            pairs.add((name, _read(name, source)))
+    return _mask(text, pairs)
+
+
+def _mask(text: str, pairs: Collection[tuple[str, str]]) -> str:
     # The longest first: one secret may be a part of another.
     for name, value in sorted(pairs, key=lambda pair: (-len(pair[1]), pair)):
         if len(value) >= MASKED_LENGTH:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FRAME = re.compile(
-    r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+), in (?P<function>[^\n]+)'
+    r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+)(?:, in (?P<function>[^\n]+)|$)'
 )
 #: Frames of libraries and of Python itself say less than the caller's own. So do those of the toolkit.
 _LIBRARY = re.compile(r".*(?:site|dist)-packages/([\w.-]+)|.*/lib/python3[\w.]*/()|<()")
@@ -25,14 +25,14 @@ class Frame:
 
     file: str  #: below the project's folder where the run has a copy of it
     line: int
-    function: str
+    function: str | None  #: None for the place of a syntax error
     library: str | None  #: the package that it is in, ``python`` for Python's own; None for the user's code
 
     @property
     def place(self) -> str:
         """Return ``train.py:42 in forward``."""
         file = Path(self.file).name if self.file.startswith("/") else self.file
-        return f"{file}:{self.line} in {self.function}"
+        return f"{file}:{self.line}" + (f" in {self.function}" if self.function else "")
 
 
 def _frame(match: re.Match[str]) -> Frame:
@@ -43,7 +43,7 @@ def _frame(match: re.Match[str]) -> Frame:
         library = "toolkit"
     elif found is not None:
         library = (found[1] or "python").removesuffix(".py")
-    return Frame(_COPY.sub("", file), int(match["line"]), match["function"].strip(), library)
+    return Frame(_COPY.sub("", file), int(match["line"]), match["function"] and match["function"].strip(), library)
 
 
 def place(text: str, start: int = 0) -> str | None:
@@ -55,6 +55,53 @@ def place(text: str, start: int = 0) -> str | None:
     own = [frame for frame in frames if frame.library is None]
     last = next(reversed(own or frames), None)
     return None if last is None else last.place
+
+
+#: What a traceback begins with. That of a syntax error in the program itself has no first line.
+_HEAD = re.compile(
+    r"(?m)^(?P<indent>[ \t]*)(?:(?:Original )?Traceback \(most recent call last\):$"
+    r'|  File "[^"\n]{1,300}", line \d+$)'
+)
+#: What ends it: the exception, and its text. Further lines of the text count where they are indented.
+_EXCEPTION = re.compile(r"(?m)^[ \t]*(?P<how>[\w.<>]+(?:: [^\n]*)?$(?:\n[ \t]+[^\n]+)*)")
+#: The same, where lines of other processes may come between: names of classes only.
+_CLASS = re.compile(r"(?m)^(?P<how>(?:\w+\.)*[A-Z]\w*(?:: [^\n]*)?)$")
+_CHAIN = re.compile(r"\s*(?:During handling of the above exception|The above exception was the direct cause)")
+#: Before the traceback of an exception that Python ignores.
+_IGNORED = re.compile(r"Exception ignored [^\n]*\n\Z")
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that a log shows with its traceback."""
+
+    how: str  #: ``ValueError: no such key``
+    where: str | None
+    traceback: str  #: of a chain the whole
+    end: int  #: its end in the text
+
+
+def raised(text: str) -> Iterator[Raised]:
+    """Yield the exceptions of a log by their tracebacks. Of a chain it is the last one, which left the program."""
+    at, begin = 0, None
+    while (head := _HEAD.search(text, at)) is not None:
+        # The stack: lines that are indented more than the first one.
+        inner = head["indent"] + " "
+        end = head.end() + 1
+        while text.startswith(inner, end) and (newline := text.find("\n", end)) >= 0:
+            end = newline + 1
+        following = _HEAD.search(text, end)
+        limit = len(text) if following is None else following.start()
+        found = _EXCEPTION.match(text, end, limit) or _CLASS.search(text, end, limit)
+        at = end
+        if found is None or _IGNORED.search(text, max(0, head.start() - 300), head.start()):
+            begin = None
+            continue
+        at = found.end()
+        begin = head.start() if begin is None else begin
+        if not _CHAIN.match(text, at):
+            yield Raised(found["how"].rstrip(), place(text[head.start() : end]), text[begin:at], at)
+            begin = None
 
 
 def folded(text: str) -> list[str]:
@@ -73,7 +120,8 @@ def folded(text: str) -> list[str]:
         group = []
         if frame is not None:
             indent = part[0][: len(part[0]) - len(part[0].lstrip())]
-            lines.append(f'{indent}File "{frame.file}", line {frame.line}, in {frame.function}')
+            function = f", in {frame.function}" if frame.function else ""
+            lines.append(f'{indent}File "{frame.file}", line {frame.line}{function}')
             part = part[1:]
         lines += [line for line in part if not _MARKS.fullmatch(line)]
     return lines + _in_one_line(group)

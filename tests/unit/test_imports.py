@@ -21,8 +21,8 @@ PACKAGE = ROOT / "toolkit"
 #: docs/contributing.md has the same order.
 FLOORS = [
     [
-        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "logs", "node_memory"),
-        *("open_files", "origin", "proc_stat", "process_identity", "records"),
+        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "log_text", "logs"),
+        *("node_memory", "open_files", "origin", "proc_stat", "process_identity", "records"),
         *("run_files", "rundir", "secret_values", "signals", "terminal", "tracebacks", "trust", "user_cache"),
     ],
     ["slurm", "staging"],

@@ -5,19 +5,15 @@ A diagnosis is made only where a rule fits. A log that no rule fits has none: a 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from toolkit import tracebacks
+from toolkit.log_text import clean, tail_of_file
 from toolkit.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
 
-#: The bytes that are read of a log, from its end.
-TAIL_BYTES = 256 << 10
-#: Longer lines are cut: those that list a model's keys have megabytes.
-LONGEST_LINE = 2000
 #: The most characters that are shown of the line that names the cause.
 SHOWN = 300
 #: A log that reports at least this many steps after an error was not ended by it.
@@ -25,7 +21,6 @@ STEPS_AFTER = 5
 #: The lines before an error in which the last frame is looked for, as many as a traceback may have.
 FRAME_LINES = 60
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: What launchers put before a line: torch's ``[rank3]:``, torchrun's ``[default3]:``, mpirun's ``[1,3]<stderr>:``,
 #: srun's and mpirun's ``3:``, DeepSpeed's ``node7:``, Ray's ``(Worker pid=7, ip=10.0.0.7)``.
 _LABELS = re.compile(
@@ -74,7 +69,7 @@ def cause_of_text(text: str) -> Diagnosis | None:
     Among the rules that fit, those of the lowest tier count, and of these the one that fits the earliest line: what
     follows an error is mostly its consequence.
     """
-    lines = _clean(text)
+    lines = clean(text)
     plain = _LABELS.sub("", lines)
     # An error before this position cannot have ended the job: it went on for several steps.
     steps = [match.start() for match in _PROGRESS.finditer(plain)]
@@ -102,30 +97,19 @@ def cause_of_text(text: str) -> Diagnosis | None:
     return diagnosis_by(found, line, int(rank) if rank else None, of_host, _frame(plain, at))
 
 
-_TRACEBACK = re.compile(r"(?m)^[ \t]*Traceback \(most recent call last\):")
-#: What ends a traceback: the exception, and its text.
-_EXCEPTION = re.compile(r"(?m)^(?:\w+\.)*[A-Z]\w*(?:: [^\n]*)?$")
-_CHAIN = re.compile(r"\s*(?:During handling of the above exception|The above exception was the direct cause)")
-
-
 def cause_or_exception(text: str) -> Diagnosis | None:
     """Return what ended the job whose log ends with ``text``: by a rule, or else the exception's own text.
 
-    That is the first exception of the program's own: no rule calls it a consequence, and few steps follow it.
+    That is the last exception of the program's own: no rule calls it a consequence, and few steps follow it.
     """
     found = cause_of_text(text)
     if found is not None and not found.is_consequence:
         return found
-    plain = _LABELS.sub("", _clean(text))
-    for head in _TRACEBACK.finditer(plain):
-        match = _EXCEPTION.search(plain, head.end())
-        if match is None:
-            break
-        is_over = len(_PROGRESS.findall(plain, match.end())) < STEPS_AFTER
-        # Of a chain the last one counts: it left the program.
-        if is_over and not _CHAIN.match(plain, match.end()) and cause_of_text(match[0]) is None:
-            where = tracebacks.place(plain[head.start() : match.start()])
-            own = diagnosis_by(EXCEPTION, match[0][:SHOWN], where=where)
+    plain = _LABELS.sub("", clean(text))
+    for raised in reversed([*tracebacks.raised(plain)]):
+        is_over = len(_PROGRESS.findall(plain, raised.end)) < STEPS_AFTER
+        if is_over and cause_of_text(raised.how) is None:
+            own = diagnosis_by(EXCEPTION, raised.how[:SHOWN], where=raised.where)
             return replace(own, cause=own.line)
     return found
 
@@ -141,35 +125,6 @@ def cause_of_file(path: Path) -> Diagnosis | None:
     """Return what ended the job that wrote this log, as :func:`cause_or_exception` does. Raises OSError."""
     found = cause_or_exception(tail_of_file(path))
     return found and replace(found, log=str(path))
-
-
-def tail_of_file(path: Path) -> str:
-    """Return the end of a log as text, whatever bytes it holds. Raises OSError."""
-    with path.open("rb") as file:
-        return tail_of_stream(file)
-
-
-def tail_of_stream(file: BinaryIO) -> str:
-    """Return the last ``TAIL_BYTES`` of a file or a pipe. Of a file nothing else is read."""
-    if file.seekable():
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        tail = file.read(TAIL_BYTES)
-    else:
-        tail = b""
-        while chunk := file.read(TAIL_BYTES):
-            tail = (tail + chunk)[-TAIL_BYTES:]
-    return tail.decode(errors="replace")
-
-
-def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
-    return [line.rstrip() for line in _clean(text).split("\n") if line.strip()][-count:]
-
-
-def _clean(text: str) -> str:
-    """Return the text in lines as a terminal would show them, the long ones cut."""
-    text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
-    return "\n".join(line[:LONGEST_LINE] for line in text.split("\n"))
 
 
 def _frame(text: str, at: int) -> str | None:

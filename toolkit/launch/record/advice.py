@@ -15,6 +15,7 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError
 from toolkit.launch.supervise.budgets import may_be_chance
+from toolkit.launch.supervise.facts import THEN_PRINTED
 from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 
@@ -85,6 +86,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     config = _config(run)
     last = attempts[-1] if attempts else None
     failure = last.first_failure if last is not None and known == RunState.FAILED else None
+    is_clear = failure is not None and not may_be_chance(failure.how) and THEN_PRINTED not in failure.how
     return Situation(
         run.id,
         known,
@@ -94,7 +96,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
         has_curves=run.tensorboard.is_dir() and any(run.tensorboard.iterdir()),
         mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
         refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
-        where=failure.where if failure is not None and not may_be_chance(failure.how) else None,
+        where=failure.where if failure is not None and is_clear else None,
     )
 
 

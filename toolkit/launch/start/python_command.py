@@ -24,7 +24,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit import logs, staging
+from toolkit import error_file, logs, staging
 from toolkit.agent.zygote import new_main
 
 #: Variables that torch and the libraries below it read when they are loaded. A script that names one usually sets it
@@ -258,15 +258,24 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
             path = python.target if python.target.startswith("/") else f"{Path.cwd()}/{python.target}"
             main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
             exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit:
+    except SystemExit as ended:
+        if isinstance(ended.code, str):  # the reason, in words
+            _report(ended, environ)
         raise
     except BaseException as error:
-        # Drop the frames of this module from the traceback, and print it here rather than at the end.
-        while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
-            error.__traceback__ = error.__traceback__.tb_next
+        # Print the traceback here rather than at the end.
+        _report(error, environ)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None
         raise  # the interpreter ends as for any exception: KeyboardInterrupt is an end by SIGINT
+
+
+def _report(error: BaseException, environ: Mapping[str, str]) -> None:
+    """Drop the frames of this module from the traceback, and tell the supervisor unless torch's ``record`` has."""
+    while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+    if not Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file():
+        error_file.write(error, int(environ.get("RANK", "0")))
 
 
 def _unset_safe_path() -> None:

@@ -66,7 +66,7 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
     context.claim.renew()
     context.journal.set_status(RunState.STARTING, attempt)
     hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
-    log.info("attempt %d: %d ranks on %s", number, plan.world_size, hosts)
+    log.info("attempt %d: %d rank%s on %s", number, plan.world_size, "" if plan.world_size == 1 else "s", hosts)
     environ, events = context.rank_environ(number), context.events
     # The ranks meet at this address, so all their nodes must reach it.
     host = job_address(context.allocation.hosts[0], plan.hosts, environ)
@@ -162,6 +162,8 @@ class AttemptLoop:
             self._context.job.has_answered_late = False
             self._context.prepare_requeue()
         self._context.note_usage(self._attempt)
+        if self._context.is_foreign and not self._attempt.has_begun:
+            self._attempt.has_begun = self._context.run.rank_log(self._attempt.number, 0).exists()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
         self._halving.look(self._attempt, self.stops)
@@ -251,6 +253,7 @@ class AttemptLoop:
             time=ended.time,
             by_signal=ended.signal is not None and not attempt.killed,
             out_of_memory=ended.out_of_memory,
+            exit_code=ended.exit_code,
             blames_node=ended.exit_code is not None and not attempt.killed and have_not_reported,
         )
         attempt.failures += map(failure_of, ended.ranks)

@@ -17,7 +17,7 @@ from toolkit.launch.record import advice, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.stop_request import Intent
-from toolkit.launch.supervise import ending
+from toolkit.launch.supervise import ending, script_errors
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import note_cut_link
 from toolkit.launch.supervise.context import Context
@@ -80,6 +80,8 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
 
 def add_error_files(context: Context, attempt: Attempt) -> None:
     """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
+    if context.is_foreign:
+        attempt.failures = script_errors.explained(context.run, attempt, context.config.secrets)
     reported: dict[int, RankFailure] = {}
     hosts = attempt.rank_hosts
     for failure in read_error_files(context.run.attempt_logs(attempt.number)):

@@ -154,7 +154,8 @@ def _judge_fault(facts: Facts) -> Verdict:
         is_gpus = first is not None and re.search("OutOfMemory|CUDA|HIP|cuda|hip", first.how)
         advice = "give it more (cluster.mem_gb) or less to hold"
         if is_gpus:
-            advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs (strategy.name: fsdp)"
+            advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
+            advice += "" if facts.is_foreign else " (strategy.name: fsdp)"
         line = f"{what}: out of memory; would fail again unchanged: {advice}"
         return Verdict(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.comes_again:

@@ -49,6 +49,11 @@ _DEVICE_ERROR = re.compile(
     # gloo: the node's own kernel refuses a connection. It names no address.
     r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
 )
+#: Error texts about another process that ended first: a peer that closed a connection, or a launcher's child.
+_CONSEQUENCE = re.compile(
+    r"(?i)connection (?:was )?(?:closed|reset)|broken pipe|reset by peer|ncclRemoteError"
+    r"|ChildFailedError|ProcessExitedException|CalledProcessError"
+)
 #: Texts of a connection that could not be made, with the other end's address: NCCL's ``1.2.3.4<5678>``, the store's
 #: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. A broken connection is not among them: the other end may have ended
 #: for its own reasons.
@@ -57,6 +62,11 @@ _UNREACHED = re.compile(
     r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
     r"|timed out connecting: .*?remote=\[?(?P<gloo>[\da-fA-F.:]+?)\]?:\d+"
 )
+
+
+def is_consequence(how: str) -> bool:
+    """True for an error that says that another process ended first."""
+    return _CONSEQUENCE.search(how) is not None
 
 
 def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
@@ -96,6 +106,7 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         traceback=fields.get("traceback", ""),
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
+        is_consequence=is_consequence(how),
         unreached=unreached,
         comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),
         where=tracebacks.place(fields.get("traceback", "")),

@@ -43,6 +43,10 @@ def is_halved(why: str | None) -> bool:
     return (why or "").startswith(HALVED)
 
 
+#: Behind an exception that a script may have caught: what it printed after that.
+THEN_PRINTED = "; then it printed: "
+
+
 class Stop(StrEnum):
     """Why the supervisor ended the ranks, or asked them to stop."""
 
@@ -73,6 +77,8 @@ class RankFailure:
     where: str | None = None  #: ``train.py:42 in forward``: the frame from which its exception comes
     at_launch: bool = False  #: Slurm could not start it
     blames_node: bool = False  #: a device, driver or network error of the node, or an end before the first report
+    exit_code: int | None = None  #: of an end that the rank itself has not explained
+    is_consequence: bool = False  #: its own words say that another process ended first
     unreached: str | None = None  #: the address to which it could not connect, where its error names one
 
 
@@ -160,14 +166,15 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
 
     A rank that dies takes its peers with it: their collectives raise within milliseconds, often before the death is
     reported. So a rank that could not be started comes first, then one that a signal killed, a device error, the
-    earliest exception, the earliest bare exit code.
+    earliest exception, the earliest bare exit code, the earliest exception about another process that has ended.
     """
 
-    def order(failure: RankFailure) -> tuple[bool, bool, bool, bool, float]:
+    def order(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, float]:
         return (
             not failure.at_launch,
             not failure.by_signal,
             not failure.blames_node,
+            failure.is_consequence,
             not failure.traceback,
             failure.time,
         )

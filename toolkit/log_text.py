@@ -1,0 +1,44 @@
+"""Reads the end of a log as text, whatever its size and whatever bytes it holds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import BinaryIO
+
+#: The bytes that are read of a log, from its end.
+TAIL_BYTES = 256 << 10
+#: Longer lines are cut: those that list a model's keys have megabytes.
+LONGEST_LINE = 2000
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def tail_of_file(path: Path) -> str:
+    """Return the end of a log as text, whatever bytes it holds. Raises OSError."""
+    with path.open("rb") as file:
+        return tail_of_stream(file)
+
+
+def tail_of_stream(file: BinaryIO) -> str:
+    """Return the last ``TAIL_BYTES`` of a file or a pipe. Of a file nothing else is read."""
+    if file.seekable():
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        tail = file.read(TAIL_BYTES)
+    else:
+        tail = b""
+        while chunk := file.read(TAIL_BYTES):
+            tail = (tail + chunk)[-TAIL_BYTES:]
+    return tail.decode(errors="replace")
+
+
+def last_lines(text: str, count: int) -> list[str]:
+    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
+    return [line.rstrip() for line in clean(text).split("\n") if line.strip()][-count:]
+
+
+def clean(text: str) -> str:
+    """Return the text in lines as a terminal would show them, the long ones cut."""
+    text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
+    return "\n".join(line[:LONGEST_LINE] for line in text.split("\n"))
