@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.folder import newest_step
-from toolkit.errors import JobFailedError
+from toolkit.errors import EXIT_FAILED, JobFailedError
 from toolkit.launch.submission.handle import attach
 from toolkit.rundir import RunDir
 
@@ -185,11 +185,27 @@ def test_a_run_that_was_ended_comes_back_by_what_its_advice_says(site: Site) -> 
 
 
 def test_a_script_that_failed_is_started_again_once_it_is_mended(site: Site) -> None:
+    """It fails twice, as a program of its own and in a fork. Each time all that looks at it shows its own words."""
     script = site.folder / "train.py"
-    script.write_text("import pathlib\nif pathlib.Path('no').exists() or True:\n    raise ValueError('no such mode')\n")
-    site.type("exec", "--wait", "--executor", "local", "--", sys.executable, str(script))
+    script.write_text("print('loading')\nif True:\n    raise ValueError('no such mode')\n")
+    done = site.type("exec", "--follow", "--executor", "local", "--", sys.executable, str(script))
+    assert done.returncode == EXIT_FAILED
+    assert done.stdout.count("\nloading\nTraceback (most recent call last):\n") == 2, done.stdout
+    words = "ValueError: no such mode; given up: the attempt before ended with the same error at the same line"
+    for told in (done.stdout, site.type("status", site.run.id).stdout, str(site.run.result())):
+        assert words in told
+    assert "train.py:3 in <module>" in site.type("why", site.run.id).stdout
+    assert site.type("logs", site.run.id).stdout.startswith("loading\nTraceback")
+    assert "attempt 2: crashed (give_up)" in site.type("logs", site.run.id, "--supervisor").stdout
+    # The reason may be the text of an exit.
+    script.write_text("import sys\nimport torch\nif True:\n    sys.exit('no file data.bin')\n")
+    site.follow_advice(r"mend train.py:3 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
+    assert [attempt.first_failure.how for attempt in site.run.attempts() if attempt.first_failure] == [
+        *["ValueError: no such mode"] * 2,
+        *["SystemExit: no file data.bin"] * 2,
+    ]
     script.write_text("print('trained')\n")
-    site.follow_advice(r"mend the cause, then `toolkit resume \S+` starts the script again, .*", "--wait")
+    site.follow_advice(r"mend train.py:4 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
     assert site.state() == "completed"
 
 

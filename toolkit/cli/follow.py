@@ -6,6 +6,8 @@ import shlex
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +15,22 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit import terminal
+from toolkit.cli.growing_log import GrowingLog, is_script
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.record import advice
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import efficiency, goodput
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
+from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
 STOP_WAIT_S = 180.0
+#: A script may print faster than a terminal shows it: the status is looked at after so many pieces of its log.
+MOST_READS = 8
 
 
 def announce(run: Run) -> None:
@@ -83,6 +89,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if not bar:
         run.wait()
         return
+    output = _ScriptOutput(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal:
         last = ""
@@ -91,12 +98,39 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
             if line != last:
                 print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
                 last = line
+            output.show(print)
+        output.show(print, is_last=True)
         return
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
-        begun = time.monotonic()
+        show, begun = partial(progress.console.out, highlight=False), time.monotonic()
         for status in run.statuses():
             _update(progress, task, status, time.monotonic() - begun)
+            output.show(show)
+        output.show(show, is_last=True)
+
+
+class _ScriptOutput:
+    """What the first rank of a script prints from now on, in whole lines. Of other runs nothing."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._log = GrowingLog(run, 0) if is_script(run) else None
+        self._rest = ""
+        if self._log is not None:
+            self._log.skip()
+
+    def show(self, write: Callable[[str], object], *, is_last: bool = False) -> None:
+        """Write the lines that are new. At the end of the run, all that are left."""
+        if self._log is None:
+            return
+        reads = 0
+        while (is_last or reads < MOST_READS) and (text := self._log.read()):
+            lines, newline, self._rest = (self._rest + text).rpartition("\n")
+            reads += 1
+            if newline:
+                write(lines)
+        if is_last and (rest := self._rest + self._log.end()):
+            write(rest)
 
 
 def _bar(console: Console) -> Progress:
@@ -121,7 +155,11 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
 def describe(status: RunStatus) -> str:
     """Describe the run's state in a few words. While it trains, that is the epoch and its phase."""
     at, state = status.progress, status.state or RunState.QUEUED
-    words: list[str] = [_STARTING.format(status.world_size or "the") if state is RunState.STARTING else state]
+    words: list[str] = [state]
+    if state is RunState.STARTING:
+        size = status.world_size
+        ranks = "the ranks" if size is None else f"{size} rank{'' if size == 1 else 's'}"
+        words = [f"starting {ranks} (importing torch takes some seconds)"]
     if state is RunState.RUNNING and at.epoch is not None:
         words = [f"epoch {at.epoch}/{'?' if at.epochs is None else at.epochs}"]
         words += [_PHASES[at.phase]] if at.phase in _PHASES else []
@@ -130,7 +168,6 @@ def describe(status: RunStatus) -> str:
     return ", ".join(words)
 
 
-_STARTING = "starting {} ranks (importing torch takes some seconds)"
 _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
 from toolkit import fsio, open_files, rundir
 from toolkit.agent.die_with_parent import SIGNALS
@@ -47,7 +48,7 @@ from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.launch.watch import silence
 from toolkit.launch.watch.silence import SilenceWatch
-from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunStatus, Straggler
+from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
 from toolkit.rundir import RunDir
 
 
@@ -754,6 +755,24 @@ def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == []
     assert (outside.started, outside.closed) == (1, 1)
+
+
+def test_a_foreign_script_runs_once_its_first_rank_has_a_log(run: RunDir) -> None:
+    def shows_up(ranks: Ranks) -> None:
+        assert run.status().state is RunState.STARTING
+        fsio.make_dir(run.attempt_logs(1))
+        run.rank_log(1, 0).write_text("hello\n")
+        threading.Thread(target=end, args=(ranks,), daemon=True).start()
+
+    def end(ranks: Ranks) -> None:
+        try:
+            wait_for(lambda: run.status().state is RunState.RUNNING, PATIENCE * 10, "a status that says so")
+        except BaseException:
+            ranks.events.put(ended(0, code=1))
+            raise
+        ranks.events.put(AllRanksEnded(0))
+
+    assert supervise_quickly(run, Ranks(shows_up), job=configs.FOREIGN_JOB) == 0
 
 
 @pytest.mark.usefixtures("impatient")

@@ -1,13 +1,12 @@
 """the log of a rank, of the supervisor, or of all by time
 
-Without options it is the supervisor's log: starts, failures, verdicts. The
-newest attempt counts if no other is named.
+Without options it is the supervisor's log: starts, failures, verdicts; of a
+script under `toolkit exec` it is what its first rank prints. The newest
+attempt counts if no other is named.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -26,15 +25,16 @@ EXAMPLES = (
 )
 
 
-#: A log is read in such pieces, so that one of many GiB needs no memory, and at its end looked at so often.
-READ_BYTES, EVERY_S = 1 << 20, 0.3
+#: The end of a log is looked at so often.
+EVERY_S = 0.3
 #: Whether the run is lost is looked up each time after so many looks without a new byte.
 LOOK_EVERY = 100
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--rank", type=int, help="default: the supervisor's log")
+    parser.add_argument("--rank", type=int, help="default: the supervisor's log; of a script: 0")
+    parser.add_argument("--supervisor", action="store_true", help="the supervisor's log, also of a script")
     parser.add_argument("--attempt", type=int, help="default: the newest")
     parser.add_argument("--merged", action="store_true", help="all ranks and the supervisor, by time")
     parser.add_argument("--errors", action="store_true", help="what the failed ranks said, the first failure first")
@@ -44,8 +44,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
     from toolkit import rundir
+    from toolkit.cli.growing_log import GrowingLog, is_script
 
     of_all = args.merged or args.errors
+    if args.supervisor and (of_all or args.rank is not None or args.attempt is not None):
+        raise RequestError("logs: --supervisor is one log for all attempts, and goes only with --follow")
     if of_all and (args.rank is not None or args.follow or (args.merged and args.errors)):
         raise RequestError("logs: --merged and --errors are about all ranks, and go only with --attempt")
     if args.attempt is not None and args.rank is None and not of_all:
@@ -55,32 +58,33 @@ def run(args: Namespace) -> None:
     if args.attempt is not None and args.attempt < 1:
         raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     of = rundir.find(args.run)
-    attempt = args.attempt or max(of.attempts_with_logs(), default=1)
     if of_all:
         from toolkit.cli import merged_logs
 
+        attempt = args.attempt or max(of.attempts_with_logs(), default=1)
         sys.stdout.writelines((merged_logs.merged if args.merged else merged_logs.errors)(of, attempt))
         return
-    path = of.logs / "supervisor.log" if args.rank is None else of.rank_log(attempt, args.rank)
-    if not path.exists():
+    # Of a script the reader wants what it prints, once there is something.
+    rank = 0 if args.rank is None and not args.supervisor and is_script(of) else args.rank
+    log = GrowingLog(of, rank, args.attempt)
+    if args.rank is None and not log.path.exists():
+        log = GrowingLog(of, None)
+    if not log.path.exists():
         there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
-        raise RequestError(f"{path}: no such log; there are: {', '.join(there) or 'none yet'}")
-    # While a log grows, the last character may be half written: the decoder keeps its bytes for the next read.
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        raise RequestError(f"{log.path}: no such log; there are: {', '.join(there) or 'none yet'}")
     idle_reads = 0
-    with path.open("rb") as file:
-        while True:
-            # Look for the end before the read: nothing written since is missed.
-            ended = not args.follow or of.result() is not None or _is_lost(of, idle_reads)
-            data = file.read(READ_BYTES)
-            idle_reads = 0 if data else idle_reads + 1
-            is_last = ended and not data
-            sys.stdout.write(decoder.decode(data, final=is_last))
-            sys.stdout.flush()
-            if is_last:
-                return
-            if not data:
-                time.sleep(EVERY_S)
+    while True:
+        # Look for the end before the read: nothing written since is missed.
+        ended = not args.follow or of.result() is not None or _is_lost(of, idle_reads)
+        text = log.read()
+        idle_reads = 0 if text else idle_reads + 1
+        is_last = ended and not text
+        sys.stdout.write(text if not is_last else log.end())
+        sys.stdout.flush()
+        if is_last:
+            return
+        if not text:
+            time.sleep(EVERY_S)
 
 
 def _is_lost(run: RunDir, idle_reads: int) -> bool:

@@ -36,6 +36,7 @@ class Attempt:
     silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
     progress: RunProgress = field(default_factory=RunProgress)  #: rank 0's latest report of the run
     heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
+    has_begun: bool = False  #: a script's first rank has its log; it may never report
     result: RunResult | None = None  #: as rank 0 has delivered it
     stop: Stop | None = None
     stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
@@ -143,4 +144,4 @@ class Attempt:
         """Return the run's state while the attempt runs."""
         if self.stop is not None:
             return RunState.STOPPING
-        return RunState.RUNNING if 0 in self.heard else RunState.STARTING
+        return RunState.RUNNING if 0 in self.heard or self.has_begun else RunState.STARTING
