@@ -245,6 +245,11 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
     )
     assert done.returncode == 0, done.stderr
     assert [line.cause for line in the_run(env).attempts()] == ["crashed", "completed"]
+    # Whether the restart has gained anything cannot be seen, and a reader is told so.
+    remark = "a script that is started again goes on only if it looks for its own checkpoint"
+    for told in (done.stdout, toolkit(env, "why", the_run(env).id)[1].replace("\n", " ")):
+        assert told.count(remark) == 1
+    assert (the_run(env).logs / "supervisor.log").read_text().count(remark) == 1
     notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
     expected = f"torch=True toolkit=False {[f'{tmp_path}/own', f'{tmp_path}/lib']} {tmp_path}/lib\n"
     assert notes == dict.fromkeys(["1-0.txt", "1-1.txt", "2-0.txt", "2-1.txt"], expected)

@@ -94,11 +94,11 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if not console.is_terminal:
         last = ""
         for status in run.statuses():
+            output.show(print)  # first what was printed before the state changed
             line = describe(status)
             if line != last:
                 print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
                 last = line
-            output.show(print)
         output.show(print, is_last=True)
         return
     with _bar(console) as progress:
@@ -195,6 +195,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             lines[0] += f": {result.step} steps"
         if result.attempts > 1:
             lines[0] += f", {result.attempts} attempts"
+        lines += [f"  {escape(told)}" for told in [advice.of_restarts(run.dir, result.attempts)] if told]
         for name, value in sorted(result.metrics.items()):
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")

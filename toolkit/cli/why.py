@@ -65,6 +65,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
+        "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
         "next": advice.next_step(situation),
     }
 
@@ -119,7 +120,7 @@ def page(told: dict[str, Any]) -> str:
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
     # Sentences, which are wrapped together below.
-    prose = [text for text in (told["given"], told["loss"]) if text]
+    prose = [text for text in (told["given"], told["restarts"], told["loss"]) if text]
     prose += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     if saved is not None or not told["is_script"]:  # a script has checkpoints of its own

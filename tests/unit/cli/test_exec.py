@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit import config as configs
+from toolkit import fsio, rundir
 from toolkit.cli import follow
 from toolkit.cli import main as cli
+from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.launch.record import advice
 from toolkit.launch.submission import submit
+from toolkit.run_files import AttemptRecord
 
 Call = tuple[str, list[str], list[str], dict[str, Any]]
 
@@ -120,3 +126,23 @@ def test_two_dashes_after_another_command_are_not_taken_for_exec(calls: list[Cal
     assert (args.config, args.overrides, args.words) == ("exec", ['argv=["a=1"]'], ["a=1"])
     args = cli.parse(cli.build_parser(), ["rm", "--", "exec"])
     assert (args.run, args.words) == (["exec"], [])
+
+
+@pytest.mark.parametrize(
+    ("config", "attempt", "steps", "is_said"),
+    [
+        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 2, None, True),
+        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 1, None, False),
+        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 2, 7, False),  # it has our checkpoints
+        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"], on_restart=["--resume"]), 2, None, False),
+        (JobConfig(job=configs.FOREIGN_JOB, argv=["sh", "-c", "x $TOOLKIT_ATTEMPT"]), 3, None, False),
+        (JobConfig(job="jobs.classify"), 2, None, False),
+    ],
+)
+def test_only_of_a_script_that_nobody_tells_it_is_said_that_it_may_begin_anew(
+    config: JobConfig, attempt: int, steps: int | None, is_said: bool, tmp_path: Path
+) -> None:
+    run = rundir.create("script", tmp_path)
+    fsio.write_atomic(run.config, configs.dump_config(config))
+    run.add_attempt(AttemptRecord(1, ("n",), 1.0, 2.0, "crashed", "restart", step_end=steps))
+    assert bool(advice.of_restarts(run, attempt)) == is_said

@@ -100,6 +100,24 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     )
 
 
+def of_restarts(run: RunDir, attempt: int) -> str:
+    """Return what a reader should know of a script in its second or a later attempt; empty for other runs.
+
+    Whether it goes on from a checkpoint of its own cannot be seen. One that does not ends as completed, too.
+    """
+    config = _config(run) if attempt > 1 else None
+    if config is None or config.job != configs.FOREIGN_JOB:
+        return ""
+    # It is told, or it has the toolkit's checkpoints.
+    is_told = config.on_restart or any("TOOLKIT_ATTEMPT" in word for word in config.argv)
+    if is_told or any(line.step_end is not None for line in run.attempts([])):
+        return ""
+    return (
+        "a script that is started again goes on only if it looks for its own checkpoint; else it begins anew, and ends "
+        "as completed, too. One that has to be told: `toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- CMD`"
+    )
+
+
 def after_request(run: RunDir, how: str) -> str:
     """Return what brings a run back that was just asked to ``stop`` or to ``cancel``."""
     if run.result() is not None or how == "cancel":

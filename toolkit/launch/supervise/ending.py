@@ -237,9 +237,9 @@ def _at(facts: Facts) -> str:
 
 
 def _kept(facts: Facts) -> str:
-    if not facts.stopped_cleanly:
-        return "goes on from the last checkpoint"
-    return "by its exit code it has saved" if facts.is_foreign else "committed, nothing is lost"
+    if facts.is_foreign:  # its checkpoints are not known
+        return "by its exit code it has saved" if facts.stopped_cleanly else "the script is started again"
+    return "committed, nothing is lost" if facts.stopped_cleanly else "goes on from the last checkpoint"
 
 
 def _describe(failure: RankFailure) -> str:

@@ -15,6 +15,7 @@ from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.record import advice
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.start.agents import Agents
@@ -184,8 +185,11 @@ class Supervisor:
         return verdict
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
+        number = self._journal.next_number()
+        if number == 2 and (note := advice.of_restarts(self._context.run, number)):
+            log.warning("%s", note)
         start = None if self._context.is_foreign else self._journal.begin(self._context.job.row)
-        return Attempt(self._journal.next_number(), time.time(), plan, start)
+        return Attempt(number, time.time(), plan, start)
 
     def _conclude(self, attempt: Attempt) -> Verdict:
         verdict = conclude(self._context, attempt, self._care)
