@@ -100,7 +100,7 @@ def strict_site(make_box: BoxFactory, request: pytest.FixtureRequest) -> Iterato
 
 def test_a_rank_that_is_killed_for_lack_of_memory_is_not_started_again(strict_site: Site) -> None:
     site = strict_site
-    (site.folder / "greedy.py").write_text("held = b'x' * (3 << 30)\n")
+    (site.folder / "greedy.py").write_text("held = b'x' * (1300 << 20)\n")
     size = ["cluster.nodes=1", "cluster.mem_gb=1", "cluster.time_min=5"]
     site.run("toolkit", "exec", *size, "--", sys.executable, "greedy.py", cwd=site.folder)
     run = site.only_run()
@@ -109,3 +109,30 @@ def test_a_rank_that_is_killed_for_lack_of_memory_is_not_started_again(strict_si
     assert "out of memory; would fail again unchanged: give it more (cluster.mem_gb)" in site.run(
         "toolkit", "why", run.id
     )
+    assert follow_advice(site, run, "cluster.mem_gb=2") == "completed"
+
+
+def follow_advice(site: Site, run: RunDir, override: str) -> str:
+    """Type what `toolkit why` says to do next. Return how the run ends then."""
+    advice = site.run("toolkit", "why", run.id).splitlines()[-1]
+    (command,) = re.findall(r"`toolkit ([^`]*)`", advice)
+    assert command == f"resume {run.id} {override}", advice
+    before = len(run.attempts())
+    site.run("toolkit", *shlex.split(command))
+    return wait_for(lambda: run.result() if len(run.attempts()) > before else None, END_S, "the end of the run").state
+
+
+@pytest.mark.soak
+def test_a_script_that_needs_more_time_gets_it_by_what_its_advice_says(strict_site: Site) -> None:
+    site = strict_site
+    (site.folder / "slow.py").write_text("import time\ntime.sleep(50)\n")
+    size = ["cluster.nodes=1", "cluster.time_min=1", "retry.max_requeues=0"]
+    site.run("toolkit", "exec", *size, "--", sys.executable, "slow.py", cwd=site.folder)
+    run = site.only_run()
+    wait_for(run.result, END_S, "the end of the run")
+    assert [attempt.cause for attempt in attempts_of(run, 1)] == ["timeout"]
+    # Slurm may send its warning up to a minute too early: twice as much may not be enough.
+    ends = [follow_advice(site, run, "cluster.time_min=2")]
+    if ends == ["failed"]:
+        ends.append(follow_advice(site, run, "cluster.time_min=4"))
+    assert ends[-1] == "completed"

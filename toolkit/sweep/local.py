@@ -18,7 +18,7 @@ from toolkit.launch import outages
 from toolkit.launch.record import ownership, sweep_folder
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.sweep_folder import Point, SweepDir
-from toolkit.launch.submission import executors
+from toolkit.launch.submission import executors, snapshot
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.run_files import RunState
@@ -38,6 +38,7 @@ def start(sweep: SweepDir) -> None:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            cwd=snapshot.home_of(sweep.path),
         )
 
 

@@ -294,7 +294,8 @@ def submit_array(
         script, options = _script(array, sweep_record, record, slurm)
         fsio.write_atomic(array.script, script)
         try:
-            job_id = slurm.sbatch([*options, str(array.script)])
+            with snapshot.at_home(array.sweep.path):
+                job_id = slurm.sbatch([*options, str(array.script)])
         except SlurmRefusedError as error:
             raise RequestError(
                 f"sweep {array.sweep.name}: {len(array.points())} points are not submitted: {error}\n"

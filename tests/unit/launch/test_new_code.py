@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit import rundir
-from toolkit.cli import compare
+from toolkit.cli import compare, show
 from toolkit.cli import main as cli
+from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
 from toolkit.launch.submission import executors, submit
 from toolkit.launch.submission.handle import Run
@@ -18,8 +20,10 @@ from toolkit.launch.submission.resume import resume
 from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.sweep import element, request, submission
+from toolkit.slurm.shared_queue import SharedQueue
+from toolkit.sweep import again, element, request, submission
 from toolkit.sweep.request import Options
+from toolkit.sweep.states import standings
 
 LOOP = "import toolkit\nfrom helper import f\nwith toolkit.start() as run:\n    f()\n"
 TEST = "def test_nothing():\n    pass\n"
@@ -155,3 +159,45 @@ def test_without_the_project_or_a_copy_there_is_no_new_code(project: Path, capsy
     with pytest.raises(RequestError, match=r"--code: the folder from which .* is not there any more"):
         resume(moved, code=True)
     assert cli.main(["resume", str(moved.path), "--code"]) == EXIT_REQUEST
+
+
+def test_a_run_is_resumed_in_the_folder_in_which_it_was_submitted(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths of a script, and of a command, mean the same then."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    started_in: list[Path] = []
+
+    def send(run: RunDir, config: JobConfig, executor: str, owner: Any, **_: Any) -> Run:
+        started_in.append(Path.cwd())
+        return Run(run, executor, "1")
+
+    monkeypatch.setattr(executors, "send", send)
+    Path("plain.py").write_text("print(open('words.txt').read())\n")
+    job = failed(submit.submit("loop.py", executor="local").dir)
+    script = failed(submit.submit_command(["python", "plain.py"], executor="local").dir)
+    monkeypatch.chdir(tmp_path)
+    for run in (job, script):
+        resume(run, executor="local")
+        failed(run)
+    assert started_in == [project] * 4
+    assert Path.cwd() == tmp_path
+    project.rename(tmp_path / "moved")
+    resume(script, executor="local")
+    assert started_in[4:] == [tmp_path]
+
+
+def test_a_sweep_is_retried_in_the_folder_in_which_it_was_submitted(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    started_in: list[Path] = []
+    sbatch = slurm.sbatch
+    monkeypatch.setattr(slurm, "sbatch", lambda words: started_in.append(Path.cwd()) or sbatch(words))
+    asked = request.read("loop.py", ["train.seed=1,2"], Options())
+    sent = submission.submit(asked, project, "slurm", slurm)
+    monkeypatch.chdir(tmp_path)
+    slurm.cancel(f"{sent.jobs[0]}_0")
+    found = standings(sent.sweep, SharedQueue(slurm, None).show_jobs, show.status_rows, [])
+    assert len(again.retry(sent.sweep, [each for each in found if each.is_to_retry], slurm)) == 1
+    assert started_in == [project, project]

@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     sent = resume(chosen, args.overrides, code=args.code)
     if changed:
         print(
-            f"note: {listing(changed, 3)} in {snapshot.project_of(chosen)} differs from the run's copy, which is "
+            f"note: {listing(changed, 3)} in {snapshot.project_of(chosen.code)} differs from the run's copy, which is "
             f"used; to use the project's code of now: `toolkit cancel {chosen.id}`, then "
             f"`toolkit resume {chosen.id} --code`",
             file=sys.stderr,

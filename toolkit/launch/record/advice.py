@@ -152,7 +152,7 @@ def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
         return f"train.accumulate={pieces}" if share >= pieces and not _has_loop(config, run) else ""
     asked = usage[-1].memory_bytes if usage else None
     given = config.cluster.mem_gb or (None if asked is None else math.ceil(asked / (1 << 30)))
-    return f"cluster.mem_gb={2 * given}" if given and is_slurm else ""
+    return f"cluster.mem_gb={2 * given:g}" if given and is_slurm else ""
 
 
 def _has_loop(config: JobConfig, run: RunDir) -> bool:

@@ -75,6 +75,8 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     try:
         if project is not None and config.job != configs.FOREIGN_JOB:
             snapshot.take_first(project, run.path)
+        else:
+            snapshot.note_folder(run)
         fsio.write_atomic(run.config, configs.dump_config(config))
     except BaseException:  # an incomplete run would be listed for ever
         fsio.remove_tree(run.path)

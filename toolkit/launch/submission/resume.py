@@ -69,7 +69,8 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
-            sent = executors.send(run, config, chosen, taken)
+            with snapshot.at_home(run.path):
+                sent = executors.send(run, config, chosen, taken)
     except BaseException:
         if taken is not None:
             ownership.new_config(run, taken.token).unlink(missing_ok=True)
@@ -85,7 +86,7 @@ def _project(run: RunDir) -> Path:
     """Return the folder that has the sources of now. Raises RequestError where there is none."""
     if configs.load_config(run.config, site=False).job == configs.FOREIGN_JOB:
         raise RequestError(f"--code: run {run.id} has no copy of its script: it runs where it lies, as it is now")
-    project = snapshot.project_of(run)
+    project = snapshot.project_of(run.code)
     if project is None:
         raise RequestError(
             f"--code: the folder from which the sources of run {run.id} were copied is not there any more (its name is "

@@ -93,7 +93,7 @@ def new_copy(run: RunDir, project: Path) -> Iterator[None]:
 
 def changed_since(run: RunDir) -> list[str]:
     """Return the files of the project that differ from the run's copy of them. Empty where the project is not there."""
-    project = project_of(run)
+    project = project_of(run.code)
     if project is None:
         return []
     changed = []
@@ -107,11 +107,31 @@ def changed_since(run: RunDir) -> list[str]:
     return changed
 
 
-def project_of(run: RunDir) -> Path | None:
-    """Return the folder from which the sources of ``run`` were copied; None where it is not known, or gone."""
-    note = records.read_or(run.code / "SNAPSHOT.json", Record({"project": TEXT}), {})
-    project = Path(note["project"]) if "project" in note else None
-    return project if project is not None and project.is_dir() else None
+def project_of(code: Path) -> Path | None:
+    """Return the folder of which ``code`` is the copy; None where it is not known, or gone."""
+    return _noted(code / "SNAPSHOT.json", "project")
+
+
+def note_folder(run: RunDir) -> None:
+    """Write down the current folder as that of a run without a copy of its sources."""
+    fsio.write_json(run.path / "folder.json", {"folder": str(Path.cwd())})
+
+
+def home_of(folder: Path) -> Path | None:
+    """Return where the run or sweep of this ``folder`` was first submitted; None where that is not known, or gone."""
+    return _noted(folder / "folder.json", "folder") or project_of(rundir.code_in(folder))
+
+
+def at_home(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Go for a moment to :func:`home_of`. The ranks start there, so that a script's relative paths mean the same."""
+    home = home_of(folder)
+    return contextlib.nullcontext() if home is None else contextlib.chdir(home)
+
+
+def _noted(path: Path, key: str) -> Path | None:
+    note = records.read_or(path, Record({key: TEXT}), {})
+    folder = Path(note[key]) if key in note else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def take(project: Path, code: Path) -> None:
