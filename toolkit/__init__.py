@@ -29,6 +29,7 @@ __all__ = [
     "TokenWindows",
     "TrainingRun",
     "build_datasets",
+    "current",
     "find",
     "load_config",
     "load_tokens",
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
     from toolkit.train.job import Job
-    from toolkit.train.own_loop import TrainingRun, start
+    from toolkit.train.own_loop import TrainingRun
+    from toolkit.train.start import current, start
 
 _HOMES = {
     "Batch": "toolkit.ranks.batch",
@@ -75,12 +77,13 @@ _HOMES = {
     "TokenWindows": "toolkit.data.tokens.windows",
     "TrainingRun": "toolkit.train.own_loop",
     "build_datasets": "toolkit.data.datasets",
+    "current": "toolkit.train.start",
     "find": "toolkit.launch.submission.handle",
     "load_config": "toolkit.config",
     "load_tokens": "toolkit.data.tokens.windows",
     "runs": "toolkit.launch.submission.handle",
     "staged": "toolkit.staging",
-    "start": "toolkit.train.own_loop",
+    "start": "toolkit.train.start",
     "submit": "toolkit.launch.submission.submit",
 }
 

@@ -18,33 +18,30 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from toolkit import logs, signals
+from toolkit import logs
 from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
-from toolkit.errors import ConfigError, StoppedError
+from toolkit.errors import ConfigError
 from toolkit.hang import activity
 from toolkit.launch.start.rank import joined
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows
-from toolkit.ranks.session import Session, open_session
+from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
-from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.log_window import gather_json, means_by_tag
 from toolkit.train.own_state import OwnState
 from toolkit.train.own_steps import OwnSteps
 from toolkit.train.resume import OWN_LOOP
-from toolkit.train.seeds import prepare
 from toolkit.train.unwrapped import is_compiled
 
 #: Environment variable with the id of the process that has called :func:`start`.
@@ -55,50 +52,15 @@ log = logs.get(__name__)
 Kind = TypeVar("Kind")
 
 
-@contextmanager
-def start() -> Iterator[TrainingRun]:
-    """Open the process group, the device and the run's folder for the loop within.
+def join_once(caller: str, name: str | None = None) -> JobConfig:
+    """Return this process's config. Raises ConfigError, naming the ``caller``, for a second run in the process.
 
-    It works under ``toolkit submit``, ``toolkit exec``, ``toolkit run``, srun, torchrun, mpirun and alone. A second
-    call in a process raises ConfigError. When all ranks have agreed to stop, the process ends with exit code 75::
-
-        >>> with toolkit.start() as run:
-        ...     model = torch.nn.Linear(1, 1).to(run.device)
-        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     run.resumable(model=model, optimizer=optimizer)
-        ...     for x in run.steps(torch.ones(20, 1), total=20):
-        ...         loss = (model(x) - 2 * x).square().mean()
-        ...         optimizer.zero_grad()
-        ...         loss.backward()
-        ...         optimizer.step()
-        ...         run.log(loss=loss)
-        >>> loss.item() < 0.1
-        True
+    ``name`` is the run's where no config names it.
     """
-    # The session opens the process group itself, on the backend and with the timeout of the config.
-    if dist.is_initialized():
-        raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
-    config = join_once("toolkit.start")
-    try:
-        with open_session(config.dist, config.cluster.gpus_per_node) as session:
-            prepare(config.train.seed, deterministic=config.train.deterministic)
-            apply_gpu_settings(config.train)
-            run = TrainingRun(config, session)
-            with closing(run):
-                yield run
-                run.finish()
-    except StoppedError as stopped:
-        log.info("%s", stopped)
-        signals.end_stopped()
-        raise SystemExit(stopped.exit_code) from None
-
-
-def join_once(caller: str) -> JobConfig:
-    """Return this process's config. Raises ConfigError, naming the ``caller``, for a second run in the process."""
     if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
         raise ConfigError(f"{caller}: called twice in one process: a run has one loop")
     os.environ[STARTED_VARIABLE] = str(os.getpid())
-    return joined()
+    return joined(name)
 
 
 #: A loop has one loader, or a few in turn.

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from toolkit import chaos, error_file, fsio, logs, rundir, secret_values, signals
@@ -24,6 +24,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
 from toolkit.hang import stacks
 from toolkit.launch.record import ownership
+from toolkit.launch.start import script_end
 from toolkit.launch.start.user_job import job_class, load, params_of
 from toolkit.launch.submission.handle import attach
 from toolkit.launch.submission.prepare import new_run
@@ -95,10 +96,11 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
             if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
                 os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
-            if is_script:
-                runpy.run_path(str(path), run_name="__main__")
-            else:
-                runpy.run_module(config.job, run_name="__main__", alter_sys=True)
+            with script_end.ended_here():
+                if is_script:
+                    runpy.run_path(str(path), run_name="__main__")
+                else:
+                    runpy.run_module(config.job, run_name="__main__", alter_sys=True)
         else:
             _train(load(config.job, _project()), config)
 
@@ -128,10 +130,11 @@ def _project() -> Path:
         raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
 
 
-def joined() -> JobConfig:
+def joined(name: str | None = None) -> JobConfig:
     """Return the config of this process, which is a rank under any launcher; for ``toolkit.start()``.
 
     Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
+    That one's name is ``name``, or that of the script; under submitit that of submitit's job.
     """
     words: list[Any] = json.loads(os.environ.get(CONFIG_VARIABLE, "[null]"))
     path, overrides = words[0], words[1:]
@@ -147,12 +150,29 @@ def joined() -> JobConfig:
     is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
     if is_script and path is None:  # a later `toolkit resume` starts it with the same arguments
         path, overrides = sys.argv[0], [*overrides, configs.argv_override(sys.argv[1:])]
+    if not supervised and (name := name or _name_by_submitit()):
+        overrides = [f"name={json.dumps(name)}", *overrides]
     config = configs.load_config(path, overrides)
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
     return config
+
+
+def _name_by_submitit() -> str | None:
+    """Return a name for a run within a job of submitit's, whose script says nothing. None: in no such job."""
+    executor = os.environ.get("SUBMITIT_EXECUTOR")
+    if executor is None or Path(sys.argv[0]).name != "_submit.py":
+        return None
+    name = os.environ.get("SLURM_JOB_NAME", "") if executor == "slurm" else ""
+    if name in ("", "submitit"):  # its default
+        # Take the file that starts the run.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "toolkit":
+            frame = frame.f_back
+        name = "" if frame is None else Path(frame.f_code.co_filename).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or None
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:

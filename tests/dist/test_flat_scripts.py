@@ -1,0 +1,87 @@
+"""Scripts that call ``toolkit.start()`` without a ``with`` block, as a user starts them: by python and by submitit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import PATIENCE
+from toolkit import rundir
+from toolkit.errors import ConfigError
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+import sys
+import torch
+import toolkit
+
+def train(steps, bad=None):
+    run = toolkit.start()
+    model = torch.nn.Linear(1, 1)
+    run.resumable(model=model)
+    for step in toolkit.current().steps(range(100), total=steps):
+        print(step, flush=True)
+        if step == bad:
+            raise ValueError("a bad row")
+        if step == 4:
+            run.save()
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(train(8, *map(int, sys.argv[1:])))
+"""
+SUBMIT = """
+import sys
+import submitit
+import flat_script
+
+executor = submitit.LocalExecutor("submitit")
+executor.update_parameters(timeout_min=2)
+print(executor.submit(flat_script.train, 8).result())
+"""
+
+
+def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1", **variables}
+    argv = [sys.executable, *words]
+    return subprocess.run(
+        argv, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE * 60
+    )
+
+
+def test_a_flat_script_that_fails_is_not_completed_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "flat_script.py").write_text(SCRIPT)
+    failed = python(tmp_path, "flat_script.py", "6")
+    assert failed.returncode == 1
+    assert "ValueError: a bad row" in failed.stderr
+    (run,) = rundir.all_runs(tmp_path / "runs")
+    assert run.result() is None
+    assert "a bad row" in run.error_file(1, 0).read_text()
+    ended = python(tmp_path, "flat_script.py", TOOLKIT_RUN_DIR=str(run.path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["5", "6", "7"]
+    assert (run.result().state, run.result().step) == ("completed", 8)
+
+
+def test_a_run_within_a_job_of_submitit_has_the_scripts_name(tmp_path: Path) -> None:
+    (tmp_path / "flat_script.py").write_text(SCRIPT)
+    (tmp_path / "submit.py").write_text(SUBMIT)
+    done = python(tmp_path, "submit.py")
+    assert done.stdout == "0\n", done.stderr
+    (run,) = rundir.all_runs(tmp_path / "runs")
+    assert run.name == "flat_script"
+    assert run.result().state == "completed"
+
+
+def test_without_a_run_there_is_no_current_one() -> None:
+    import toolkit
+
+    with pytest.raises(
+        ConfigError, match=r"toolkit\.current: this process has no run that is open: call toolkit\.start"
+    ):
+        toolkit.current()
