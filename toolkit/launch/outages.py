@@ -40,8 +40,8 @@ def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T 
         time.sleep(RETRY_EVERY_S)
 
 
-def persist(write: Callable[[], None], path: Path, doing: str = "written") -> None:
-    """Call ``write()`` until the disk under ``path`` takes it. Raises its OSError when patience has run out.
+def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
+    """Return ``write()``, called until the disk under ``path`` takes it. Raises its OSError when patience has run out.
 
     ``doing`` is what cannot be done, for the log.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from toolkit.launch.record import after, awaited, ownership, stop_request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.stop_request import Intent
 from toolkit.launch.submission import resume, submit
-from toolkit.launch.supervise import other_runs
+from toolkit.launch.supervise import building, other_runs
 from toolkit.launch.supervise.facts import HALVED
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.run_files import AfterRecord, RunState, RunStatus, Submission
@@ -422,3 +423,18 @@ def test_status_says_what_a_run_waits_for(capsys: pytest.CaptureFixture[str], mo
     slurm.finish(ownership.jobs_of(first)[0])
     assert cli.main(["rm", first.id]) == 2
     assert f"run {run.id}, which has not ended, needs run {first.id}" in capsys.readouterr().err
+
+
+def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server is away when its job starts: the config, the owner and all else seem to be missing."""
+    run = new_run("seen")
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 30)
+    hidden = run.path.with_name("hidden")
+    run.path.rename(hidden)
+    monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(run.path))
+    assert building.build(run, "local", None).run is not None
+    run.path.rename(hidden)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0)
+    with pytest.raises(FileNotFoundError):
+        building.build(run, "local", None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import logs
 from toolkit.config import JobConfig
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import may_lose_nodes
@@ -48,8 +48,7 @@ def open_endpoint(run: RunDir) -> Endpoint | None:
 def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     """Return the supervisor of ``run``, with the launcher that its ranks need. ``where`` is ``slurm`` or ``local``."""
     token = os.environ.get(ownership.TOKEN_VARIABLE)
-    outages.persist(lambda: ownership.adopt_config(run, token), run.path)
-    config = configs.load_config(run.config, site=False)
+    config = outages.persist(lambda: _config(run, token), run.path, "read")
     if where == "local":
         allocation = Allocation.local(config.cluster)
         container = _container(run, config, allocation)
@@ -67,6 +66,17 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     else:
         launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
     return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
+
+
+def _config(run: RunDir, token: str | None) -> JobConfig:
+    """Return the run's config. Raises OSError where a file server that is away hides the folder: that passes."""
+    run.config.stat()
+    try:
+        ownership.adopt_config(run, token)
+        return configs.load_config(run.config, site=False)
+    except ConfigError:
+        run.config.stat()  # it was hidden just now
+        raise
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
