@@ -155,7 +155,7 @@ class LibraryRun(TrainingRun):
         return True
 
     def saved_with(self) -> dict[str, Json]:
-        return {"epoch": self._epoch, "batch": self._batch}
+        return self._position()
 
 
 def _is_number(value: Any) -> bool:

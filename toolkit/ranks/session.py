@@ -111,13 +111,15 @@ class Session:
         return said
 
     @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_first(self, wait: Callable[[str], None] = lambda key: None) -> Iterator[None]:
         """Run the block on rank 0, then on all others. Every rank calls it.
 
-        It suits a download into a shared folder. Where the block raises on rank 0, the others raise ToolkitError.
+        It suits a download into a shared folder. Where the block raises on rank 0, the others raise ToolkitError. The
+        others may ``wait(key)`` in a way of their own until the store has ``key``.
         """
         topic = f"main_first/{next(self.blocks)}"
         if not self.is_main:
+            wait(f"toolkit/{topic}/{self.attempt}")
             self.from_main(topic, dict)
             yield
             return

@@ -16,6 +16,7 @@ from toolkit import logs
 from toolkit.data.generators import RandomGenerator, generators_in, origin_of, seed_generator
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
+from toolkit.errors import JobCodeError
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
@@ -84,11 +85,11 @@ class ForeignFeed:
 
         ``origins`` are those that generators had before a resume filled them, or an earlier loader used them.
         """
-        self._loader, self._seed = loader, seed
+        self._loader, self._inner, self._seed = loader, inner_of(loader), seed
         # The seed of each epoch is derived from what the script has given the generator.
         origins = {} if origins is None else origins
-        self._origins = {each: origins.setdefault(each, origin_of(each)) for each in generators_in(loader)}
-        size = getattr(loader, "batch_size", None)
+        self._origins = {each: origins.setdefault(each, origin_of(each)) for each in generators_in(self._inner)}
+        size = getattr(self._inner, "batch_size", None)
         self.samples = size * world_size if isinstance(size, int) else 0
         self._is_there = is_there
 
@@ -99,7 +100,15 @@ class ForeignFeed:
         began = time.monotonic()
         for at in range(step - skip, step):
             self._seed(at)
-            next(batches, None)
+            try:
+                next(batches, None)
+            except Exception as error:
+                if advice := advice_about(self._loader):
+                    raise JobCodeError(
+                        "run.steps: the batches before this step are read again after a resume within an epoch, and "
+                        f"the loader raises {type(error).__name__}: {error}{advice}"
+                    ) from error
+                raise
         if skip:
             log.info(
                 "the loader was put forward by reading %d batches again, in %.1f s; run.loader, or a loader with a "
@@ -138,13 +147,13 @@ class ForeignFeed:
 
         Loaders shuffle by the epoch's number, by generators of their own, or by torch's: all three are set.
         """
-        for owner in (self._loader, *(getattr(self._loader, name, None) for name in _WITH_EPOCHS)):
+        for owner in (self._inner, *(getattr(self._inner, name, None) for name in _WITH_EPOCHS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number)
         for generator, origin in self._origins.items():
             seed_generator(generator, hash64(origin, number))
         self._seed(-1 - number)
-        end_workers(self._loader)
+        end_workers(self._inner)
         return iter(self._loader)
 
 
@@ -169,6 +178,21 @@ def end_workers(loader: Any) -> None:
     if has_workers and loader._iterator is not None:
         loader._iterator._shutdown_workers()
         loader._iterator = None
+
+
+def inner_of(loader: Any) -> Any:
+    """Return the loader that a progress bar such as tqdm goes through, or ``loader`` itself."""
+    return getattr(loader, "iterable", loader)
+
+
+def advice_about(loader: Any) -> str:
+    """Return the end of a sentence for what can be gone through once, such as a generator; "" for any other loader."""
+    if not isinstance(loader, Iterator):
+        return ""
+    return (
+        f": a {type(loader).__name__} cannot be begun anew. Wrap the steps instead: "
+        "`for batch in metric_logger.log_every(run.steps(loader), ...)`"
+    )
 
 
 #: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.

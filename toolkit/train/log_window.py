@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.errors import ConfigError
+from toolkit.errors import JobCodeError
 from toolkit.ranks.collectives import gather_rows, sum_across_ranks
 from toolkit.ranks.state import Entry, PerRank
 
 #: Name of a window's sums in a checkpoint, before the rank.
 WINDOW = "log"
+#: So many characters of a value are shown that is no number.
+_MOST_SHOWN = 60
 
 
 class LogWindow:
@@ -33,14 +35,19 @@ class LogWindow:
         return torch.as_tensor(self._last.get(tag, 0.0))
 
     def add(self, tag: str, value: Tensor | float) -> None:
-        """Add a value of one step. A tensor of one element is not read; any other shape raises ConfigError."""
+        """Add a value of one step. A tensor of one element is not read. Raises JobCodeError for what is no number."""
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ConfigError(f"run.log: {tag} has the shape {tuple(value.shape)}; log single numbers")
+                raise _not_a_number(tag, value)
             wide = value.detach().double()
             number: Tensor | float = wide.reshape(()) if wide.ndim else wide
+        elif isinstance(value, (str, bytes)):  # float() would take "3.5"
+            raise _not_a_number(tag, value)
         else:
-            number = float(value)
+            try:
+                number = float(value)
+            except (TypeError, ValueError, OverflowError):
+                raise _not_a_number(tag, value) from None
         self._last[tag] = number
         self._sums[tag] = self._sums.get(tag, 0.0) + number
         self._counts[tag] = self._counts.get(tag, 0) + 1
@@ -57,9 +64,16 @@ class LogWindow:
         # Ranks may log different tags, so each mean is over the values that there were.
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 
-    def agreed_tags(self) -> list[str]:
-        """Return the tags of all ranks, which :meth:`places` needs. A collective; call it before :meth:`state`."""
-        if sum_across_ranks(self._new()).item():
+    def new(self) -> int:
+        """Return the number of tags that other ranks may not know."""
+        return len(self._sums.keys() - set(self._tags))
+
+    def agreed_tags(self, new: int) -> list[str]:
+        """Return the tags of all ranks, which :meth:`places` needs. Call it before :meth:`state`.
+
+        ``new`` is the sum of :meth:`new` over the ranks. A collective where that is not 0.
+        """
+        if new:
             self._agree()
         return list(self._tags)
 
@@ -93,16 +107,22 @@ class LogWindow:
 
     def _total(self) -> Tensor:
         """Return the sum of all ranks' tables, flat. Its last number counts tags that are new on some rank."""
-        return sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
-
-    def _new(self) -> Tensor:
-        """Return the number of tags that other ranks may not know, (1,)."""
-        count = len(self._sums.keys() - set(self._tags))
-        return torch.tensor([count], dtype=torch.float64, device=self._device)
+        new = torch.tensor([self.new()], dtype=torch.float64, device=self._device)
+        return sum_across_ranks(torch.cat([self._table().flatten(), new]))
 
     def _agree(self) -> None:
         by_rank = gather_json(sorted(self._sums.keys() - set(self._tags)), self._device)
         self._tags += sorted({tag for tags in by_rank for tag in tags} - set(self._tags))
+
+
+def _not_a_number(tag: str, value: object) -> JobCodeError:
+    if isinstance(value, Tensor):
+        what = f"has the shape {tuple(value.shape)}"
+    else:
+        shown = repr(value)
+        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+        what = f"is {shown}, of type {type(value).__name__}"
+    return JobCodeError(f"run.log: {tag} {what}; log single numbers")
 
 
 def gather_json(value: Any, device: torch.device) -> list[Any]:

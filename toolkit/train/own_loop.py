@@ -37,11 +37,12 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
+from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, advice_about, inner_of, seeder
 from toolkit.train.log_window import gather_json, means_by_tag
 from toolkit.train.own_state import OwnState
 from toolkit.train.own_steps import OwnSteps
 from toolkit.train.resume import OWN_LOOP
+from toolkit.train.steps import Steps
 from toolkit.train.unwrapped import is_compiled
 
 #: Environment variable with the id of the process that has called :func:`start`.
@@ -63,6 +64,10 @@ def join_once(caller: str, name: str | None = None) -> JobConfig:
     return joined(name)
 
 
+_SAME_LENGTH = (
+    "each rank needs as many batches as the others: use run.loader, or a DistributedSampler with one batch size for "
+    "all ranks, or give run.steps a total="
+)
 #: A loop has one loader, or a few in turn.
 MOST_FEEDS = 15
 
@@ -81,6 +86,7 @@ class TrainingRun(OwnSteps):
         self._seed = seeder(config.train.seed, session.rank)
         self._loader: Loader | None = None
         self._feeds: dict[int, ForeignFeed] = {}
+        self._has_warned = False  #: of a loader that can be gone through once
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -110,12 +116,17 @@ class TrainingRun(OwnSteps):
         return self._session.run_dir
 
     @property
+    def batch(self) -> int:
+        """Return the number of the step in progress within its epoch, from 0. After a resume it goes on."""
+        return self._batch
+
+    @property
     def stopping(self) -> bool:
         """True once this rank knows of a request to stop. A long evaluation may then end early."""
         return self._session.gate.pending == STOP
 
     def every(self, steps: int) -> bool:
-        """True in every ``steps``-th step. The step in progress counts as done."""
+        """True in every ``steps``-th step of the run. The step in progress counts as done."""
         return (self.step + self._in_step) % steps == 0
 
     def params(self, kind: type[Kind]) -> Kind:
@@ -156,6 +167,7 @@ class TrainingRun(OwnSteps):
             raise ConfigError("run.resumable: called twice; hand over everything in one call")
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
+        self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
         self._state = OwnState(objects, self._session, self._window)
         self._accumulation = self._state.accumulation
         # A resume is refused where any of this has changed.
@@ -174,40 +186,73 @@ class TrainingRun(OwnSteps):
                 module.register_forward_pre_hook(lambda *_: move())
 
     def save(self) -> None:
-        """Request a save after this step. Every rank calls it in the same step."""
+        """Request a save after this step. Every rank calls it in the same step, or the run ends with an error."""
         self._save_asked = True
 
     def log(self, **values: Tensor | float) -> None:
         """Log numbers by name, as their mean over ranks and steps since the last write.
 
         ``loss`` becomes ``train/loss``; other tags are given as ``run.log(**{"eval/accuracy": x})``. Values are written
-        every ``train.log_every`` steps, outside of a step at once. A tensor of one element is read off the device then.
+        every ``train.log_every`` steps. A tensor of one element is read off the device then. Ranks may log different
+        names, or nothing. What is logged outside of a step is written before the next epoch, or at the end.
         """
         for tag, value in means_by_tag(values).items():
             self._window.add(tag, value)
         self._activity.note_progress()
         if not self._in_step:
-            self._write()
+            # One rank may log alone here. The write is a collective, so it waits for a place that all come to.
+            self._opened("run.log")
+            self._has_logged = True
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs still to be made, below ``count``; see :meth:`steps`."""
-        life = self._opened("run.epochs")
-        self._epochs = count
-        while self._epoch < count and not self._is_done(life.step, self.config.train.max_steps):
-            yield self._epoch
-            self._finish_step()
-            self._epoch, self._batch = self._epoch + 1, 0
-        self._epochs = None
+        """Yield 0, 1, ... below ``count``: the epochs of this call that are still to be made; see :meth:`steps`.
 
-    def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Iterator[Any]:
-        """Yield a batch for each step still to be made. Ends after ``total`` steps of the run or at the epoch's end.
+        A script may call it several times, one phase after the other. After a resume the phases that were over yield
+        nothing. What stands between two phases is executed again.
+        """
+        life = self._opened("run.epochs")
+        phase, self._phases = self._phases, self._phases + 1
+        if phase < self._phase:
+            return
+        self._finish_step()  # of an earlier loop that was left by a ``break``
+        self._meet(f"called run.epochs({count})", "all ranks make as many epochs")
+        if phase > self._phase:
+            # A checkpoint of this phase has its first epoch, so that a resume counts from there, too.
+            self._epoch, self._batch = self._epoch + bool(self._batch), 0
+            self._phase, self._first_epoch = phase, self._epoch
+        self._epochs = self._first_epoch + count
+        try:
+            while self._epoch < self._epochs and not self._is_done(life.step, self.config.train.max_steps):
+                yield self._epoch - self._first_epoch
+                self._finish_step()
+                self._meet(f"ended epoch {self._epoch}", "all ranks leave an epoch by `break` at the same step")
+                self._epoch, self._batch = self._epoch + 1, 0
+        finally:
+            self._epochs = None
+
+    def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Steps:
+        """Return the batches of the steps still to be made.
+
+        They end after ``total`` steps of the run or at the epoch's end.
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
         two steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it
         too.
         """
+        self._opened("run.steps")
+        end = _least(total, self.config.train.max_steps)
+
+        def length() -> int | None:
+            return end if total is not None else self._feed(loader).batches_in(self._epoch)
+
+        def number() -> int:
+            return self.step if total is not None else self.batch
+
+        return Steps(self._steps(loader, total, end), length, number)
+
+    def _steps(self, loader: Any, total: int | None, end: int | None) -> Iterator[Any]:
         life = self._opened("run.steps")
         if total is None and self._epochs is None:
             raise ConfigError(
@@ -215,7 +260,6 @@ class TrainingRun(OwnSteps):
             )
         self._finish_step()  # of an earlier loop that was left by a ``break``
         feed = self._feed(loader)
-        end = _least(total, self.config.train.max_steps)
         self._total = end
         if total is None and self._epochs is not None:
             # The last epoch's end is known in advance only where all lengths are.
@@ -223,6 +267,10 @@ class TrainingRun(OwnSteps):
             known = [length for length in lengths if length is not None]
             if len(known) == len(lengths):
                 self._total = _least(end, life.step - self._batch + sum(known))
+            of = "" if lengths[0] is None else f" of {lengths[0]} batches"
+            self._meet(f"begun epoch {self._epoch}{of}", _SAME_LENGTH)
+        else:
+            self._meet("called run.steps()")
         # The boundary before the first step; a run that resumes at its end has none.
         if not self._is_done(life.step, end):
             self._boundary()
@@ -230,11 +278,13 @@ class TrainingRun(OwnSteps):
             before = life.step
             yield from self._epoch_steps(feed, end)
             if total is None:
+                # The ranks meet before the loop's own code, whose collectives would pair up with those of a step.
+                self._meet(f"come to the end of epoch {self._epoch}, of {self._batch} batches", _SAME_LENGTH)
                 break
             # The loader is at its end: begin the next epoch, unless it gave no batch at all.
             if not self._is_done(life.step, end):
                 if life.step == before and not self._batch:
-                    raise ConfigError("run.steps: the loader has no batch")
+                    raise ConfigError(f"run.steps: the loader has no batch{advice_about(loader)}")
                 self._epoch, self._batch = self._epoch + 1, 0
         is_last_epoch = self._epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
         if total is not None or is_last_epoch:
@@ -269,6 +319,7 @@ class TrainingRun(OwnSteps):
             raise self._stopped
         life = self._opened("toolkit.start")
         self._finish_step()
+        self._meet("come to the end of the run")
         if not life.step:
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
         self._save_the_end()
@@ -283,11 +334,12 @@ class TrainingRun(OwnSteps):
 
         This is for a download into a shared folder, say. Where it raises on rank 0, the others raise ToolkitError.
         """
-        return self._session.main_first()
+        return self._calls.main_first()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank. Values are tensors of one shape and type, or what JSON can hold."""
         self._activity.note_progress()
+        self._calls.meet("called run.gather()")
         if isinstance(value, Tensor):
             return list(gather_rows(value.detach().to(self.device).contiguous()))
         return gather_json(value, self.device)
@@ -299,7 +351,12 @@ class TrainingRun(OwnSteps):
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
             origins = None if self._state is None else self._state.origins
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader), origins=origins)
+            if (advice := advice_about(loader)) and self._session.is_main and not self._has_warned:
+                self._has_warned = True
+                log.warning("run.steps: a resume reads earlier batches again%s", advice)
+            feed = ForeignFeed(
+                loader, self._seed, self.world_size, is_there=self._is_there(inner_of(loader)), origins=origins
+            )
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
         return feed

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from toolkit import logs
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, live
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
+from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.accumulation import Accumulation
@@ -24,6 +27,7 @@ from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.log_window import LogWindow
 from toolkit.train.not_finite import weights_are_finite
 from toolkit.train.own_state import OwnState
+from toolkit.train.same_calls import SameCalls
 from toolkit.train.state import conditions
 from toolkit.train.trace import trace_if_asked
 
@@ -43,16 +47,21 @@ class OwnSteps:
         self._state: OwnState | None = None
         self._life: Lifecycle | None = None
         self._stack = ExitStack()
+        self._calls = SameCalls(session, lambda: 2 * self.step + self._in_step)
+        self._stack.callback(self._calls.close)
         self._not_finite = 0  #: mean losses in a row that were not finite
         self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
-        self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
+        self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
+        self._phases = 0  #: calls of :meth:`epochs` in this attempt
+        self._phase, self._first_epoch = -1, 0  #: the last one that has begun in this run, and its first epoch
         self._total: int | None = None
         self._in_step = False
         self._accumulation = Accumulation(())
         self._is_checked = False  #: that all can be saved; see :meth:`_check_once`
         self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
-        self._save_asked = False
+        self._save_due = self._save_asked = False  #: by the config, by the loop
+        self._has_logged = False  #: outside of a step, since the last write
         self._stopped: StoppedError | None = None
         self._trace = trace_if_asked(session, conditions)
 
@@ -69,7 +78,7 @@ class OwnSteps:
         # The metrics' files are opened after the resume: they drop what was logged after its step.
         if loaded is not None:
             self._figured = loaded.step
-            self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
+            self._take_position(loaded.meta)
             self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]
         self._stack.enter_context(self._life.open())
         if self.config.checkpoint.keep_best is not None:
@@ -91,11 +100,14 @@ class OwnSteps:
             self._finish_step()
             if life.step % self.config.train.log_every == 0 or life.step == self._total:
                 self._write()
-            self._save_asked |= self._checkpoints.saver.is_due(life.step)
+            self._save_due |= self._checkpoints.saver.is_due(life.step)
         if self._accumulation.is_open or not may_save:
             return
         self._check_once()
-        is_due, self._save_asked = self._save_asked, False
+        if self._save_asked and not self._save_due:
+            self._calls.meet("called run.save()")
+        is_due = self._save_due or self._save_asked
+        self._save_due = self._save_asked = False
         life.save_or_copy(is_due)
         self._boundary()
 
@@ -114,6 +126,12 @@ class OwnSteps:
         if not self._is_checked and self._state is not None:
             self._is_checked = True
             self._state.check()
+
+    def _meet(self, what: str, advice: str = "") -> None:
+        """Wait for all ranks to have done ``what``. Write what any of them has logged outside of a step."""
+        if self._calls.meet(what, has=self._has_logged, advice=advice):
+            self._has_logged = False
+            self._write()
 
     def _boundary(self) -> None:
         assert self._life is not None
@@ -170,8 +188,32 @@ class OwnSteps:
 
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        position: dict[str, Json] = {"epoch": self._epoch, "batch": self._batch}
-        return {**position, "logged": self._window.agreed_tags(), "not_finite": self._not_finite}
+        here = torch.tensor([self._epoch, self._batch, self._window.new()], device=self._session.device)
+        rows = gather_rows(here).tolist()
+        # The epochs of `run.steps(loader, total=n)` may end at other steps on other ranks.
+        positions: list[Json] = [row[:2] for row in rows]
+        by_rank: dict[str, Json] = {"positions": positions} if positions.count(positions[0]) < len(positions) else {}
+        tags = self._window.agreed_tags(sum(row[2] for row in rows))
+        return {**self._position(), **by_rank, "logged": tags, "not_finite": self._not_finite}
+
+    def _position(self) -> dict[str, Json]:
+        phase: dict[str, Json] = {"phase": self._phase, "first_epoch": self._first_epoch}
+        return {"epoch": self._epoch, "batch": self._batch, **phase}
+
+    def _take_position(self, meta: Mapping[str, Any]) -> None:
+        """Go on at the position of a checkpoint's ``meta``. One of an older version knows of one phase."""
+        self._epoch, self._batch = meta["epoch"], meta["batch"]
+        self._phase, self._first_epoch = meta.get("phase", 0), meta.get("first_epoch", 0)
+        if (positions := meta.get("positions")) is None:
+            return
+        if len(positions) == self._session.world_size:
+            self._epoch, self._batch = positions[self._session.rank]
+        elif self._session.is_main:
+            log.warning(
+                "the ranks of this checkpoint were at different places of their loaders, %s by epoch and batch; on "
+                "another number of ranks all go on from the first one's",
+                positions,
+            )
 
     def adopt(self, values: Mapping[str, Any]) -> None:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

@@ -23,8 +23,8 @@ from toolkit.slurm.network import listen
 from toolkit.slurm.srun_commands import srun_here_argv
 
 #: A rank's connections to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests;
-#: saves.
-CONNECTIONS_A_RANK = 5
+#: saves; and in a user's loop the thread that tells other ranks where this one is.
+CONNECTIONS_A_RANK = 6
 #: The files that the store host has open beside its connections.
 OTHER_FILES = 64
 
