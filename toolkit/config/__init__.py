@@ -4,6 +4,7 @@ See schema, layers and validation. No module here imports torch or the job: a co
 well under a second.
 """
 
+from toolkit.config.counted_steps import warn_of_counting
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
 from toolkit.config.layer_files import Overrides, override_texts, parts_of, sweep_of
 from toolkit.config.layers import dump_config, load_config, merged_layers
@@ -97,4 +98,5 @@ __all__ = [
     "torchvision_models",
     "validate",
     "value_of",
+    "warn_of_counting",
 ]

@@ -1,0 +1,72 @@
+"""A loop that numbers its steps by Python's enumerate is warned of at submission, with the line to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import JobConfig
+from toolkit.config.counted_steps import counted_anew
+from toolkit.config.source import PythonSource
+from toolkit.launch.submission.prepare import check_submittable
+
+SCRIPT = """import toolkit
+with toolkit.start() as run:
+    for epoch in run.epochs(3):
+        {line}
+            {body}
+"""
+
+
+def warnings(line: str, body: str) -> list[str]:
+    return [*counted_anew(PythonSource(Path("loop.py"), SCRIPT.format(line=line, body=body).encode()))]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("for i, x in enumerate(run.steps(data)):", "for i, x in run.steps(data).enumerate():"),
+        ("for i, (x, y) in enumerate(run.steps(data), 1):", "for i, (x, y) in run.steps(data).enumerate(1):"),
+        (
+            "for i, x in enumerate(run.steps(data, total=9), start=n):",
+            "for i, x in run.steps(data, total=9).enumerate(n):",
+        ),
+        ("for i, x in enumerate(tqdm(run.steps(data))):", "i = run.batch"),
+        ("for i, x in enumerate(bar(run.steps(data, total=9), 5), 1):", "i = run.step + 1"),
+    ],
+)
+def test_a_loop_that_counts_by_enumerate_is_told_what_to_write(line: str, instead: str) -> None:
+    (warning,) = warnings(line, "rate = 0.1 * i")
+    assert warning.startswith("loop.py, line 4: after a resume ")
+    assert f"; write `{instead}`" in warning
+    flat = f"import toolkit\nrun = toolkit.start()\n{line}\n    print(i)"
+    assert len([*counted_anew(PythonSource(Path("flat.py"), flat.encode()))]) == 1
+    if instead.startswith("for"):
+        assert warnings(instead, "rate = 0.1 * i") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        ("for i, x in enumerate(run.steps(data)):", "train(x)"),
+        ("for _, x in enumerate(run.steps(data)):", "i = 3"),
+        ("for i, x in enumerate(data):", "train(i)"),
+        ("for i, x in enumerate(pipeline.steps(data)):", "train(i)"),
+        ("for i, x in enumerate(x for x in run.steps(data)):", "train(i)"),
+        ("for x in run.steps(enumerate(data)):", "train(x)"),
+        ("for x in enumerate(run.steps(data)):", "train(x)"),
+        ("for i, x in mine.enumerate(run.steps(data)):", "train(i)"),
+        ("for i, x in enumerate():", "train(i)"),
+    ],
+)
+def test_other_loops_are_not_warned_of(line: str, body: str) -> None:
+    assert warnings(line, body) == []
+
+
+def test_a_submission_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT.format(line="for i, x in enumerate(run.steps(data)):", body="print(i)"))
+    for _ in range(2):
+        check_submittable(JobConfig(job="loop.py"), "local", tmp_path)
+    (warning,) = caplog.messages
+    assert "write `for i, x in run.steps(data).enumerate():`" in warning
