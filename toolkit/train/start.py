@@ -54,7 +54,14 @@ def start(name: str | None = None) -> StartedRun:
 
 
 def current() -> StartedRun:
-    """Return the run that this process has started. Raises ConfigError where none is open."""
+    """Return the run that this process has started. Raises ConfigError where none is open::
+
+    >>> def note(loss: torch.Tensor) -> None:  # called from within the loop, and not given the run
+    ...     toolkit.current().log(loss=loss)
+    >>> toolkit.current()
+    Traceback (most recent call last):
+    toolkit.errors.ConfigError: toolkit.current: this process has no run that is open: call toolkit.start() before
+    """
     if _open is None or _open.pid != os.getpid():
         raise ConfigError("toolkit.current: this process has no run that is open: call toolkit.start() before")
     return _open
