@@ -22,6 +22,8 @@ T = TypeVar("T")
 MODEL = "model/"
 #: Prefix of the moving averages, for tensors that have one.
 EMA = "ema/"
+#: Prefix of what a loss has learnt. It is trained with the model, which has no tensors of these names.
+CRITERION = "criterion/"
 
 
 #: Which weights of a model: their moving average, or those that the optimizer updates.

@@ -14,7 +14,7 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
 from toolkit.cli.show import table
 from toolkit.config import load_config
-from toolkit.errors import CheckpointError, RequestError
+from toolkit.errors import CheckpointError, RequestError, listing
 from toolkit.fsio import size_text
 from toolkit.rundir import RunDir
 
@@ -167,7 +167,8 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     """Write the checkpoint of step ``text`` as the file or folder ``to``. Default: the newest good one.
 
     Returns a line about what was written, and which weights: ``average`` or ``raw``. By default these are the weights
-    that the run's figures are of. Raises RequestError before anything is read.
+    that the run's figures are of. Another line names the criterion's weights, which are not among them. Raises
+    RequestError before anything is read.
     """
     # Refuse a wrong request before torch is imported and files are read.
     if everything and weights is not None:
@@ -182,13 +183,18 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     options: dict[str, Any] = {"run": run.id, "everything": everything, "weights": weights}
     # A damaged checkpoint is skipped for the one before it.
     try:
-        path, (count, chosen) = whole.from_newest(
-            pick(run, text), lambda path, manifest: export.export(path, manifest, target, form, **options)
+        path, ((count, chosen), names) = whole.from_newest(
+            pick(run, text),
+            lambda path, manifest: (export.export(path, manifest, target, form, **options), [*manifest.tensors]),
         )
     except RequestError as error:
         raise RequestError(f"--weights {weights}: {error}") from None
     size = _size(target) if target.is_dir() else target.stat().st_size
-    return f"{target}: {count} tensors of {path.name}, weights: {chosen}, {size_text(size)}"
+    line = f"{target}: {count} tensors of {path.name}, weights: {chosen}, {size_text(size)}"
+    left_out = [] if everything else [name for name in names if name.startswith(whole.CRITERION)]
+    if left_out:
+        line += f"\nnot in it: {listing(left_out)}, which the criterion has learnt; --all writes all tensors"
+    return line
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:

@@ -16,6 +16,7 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.ranks.state import Replicated
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 
@@ -104,6 +105,22 @@ def test_the_newest_good_checkpoint_is_exported_for_other_programs(
     assert "1 tensors of step-00000020" in told.out  # 30 has a flipped bit
     assert told.err.count("is damaged, the next older one is tried") == 2
     assert torch.equal(torch.load(tmp_path / "older", weights_only=True)["weight"], torch.full((3, 4), 20.0))
+
+
+def test_an_export_names_what_a_criterion_has_learnt_and_all_writes_it(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {**weights(1.0), "criterion/temperature": Replicated(torch.ones(1))}
+    save(CheckpointFolder(run.checkpoints, Keep(9)), 60, state, {}, rank=0, world_size=1, kv=None)
+    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "x.pt")]) == EXIT_DONE
+    _, left_out = capsys.readouterr().out.splitlines()
+    assert left_out == "not in it: criterion/temperature, which the criterion has learnt; --all writes all tensors"
+    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "all.pt"), "--all"]) == EXIT_DONE
+    assert "not in it" not in capsys.readouterr().out
+    assert "criterion/temperature" in torch.load(tmp_path / "all.pt", weights_only=True)
+    # Without such weights nothing is said.
+    assert cli.main(["checkpoint", "export", run.id, "40", "--to", str(tmp_path / "y.pt")]) == EXIT_DONE
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run: RunDir, tmp_path: Path) -> None:

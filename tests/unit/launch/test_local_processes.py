@@ -203,6 +203,24 @@ def test_a_step_of_a_requeued_job_goes_on_with_its_run(tmp_path: Path, monkeypat
     assert begun("0", "4") not in (first, other)
 
 
+@pytest.mark.parametrize(
+    ("executor", "job", "name"),
+    [
+        ("slurm", "dino vit/small", "dino-vit-small"),
+        ("slurm", "submitit", "test_local_processes"),  # submitit's default
+        ("local", "the shell's", "test_local_processes"),
+    ],
+)
+def test_a_run_within_a_job_of_submitits_has_its_name(
+    executor: str, job: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/lib/submitit/core/_submit.py", "folder"])
+    monkeypatch.setenv("SLURM_JOB_NAME", job)
+    assert rank._name_by_submitit() is None
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+    assert rank._name_by_submitit() == name
+
+
 def test_a_rank_alone_takes_its_run_over_from_one_on_another_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
