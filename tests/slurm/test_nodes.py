@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.slurm.test_faults import tensors
@@ -166,6 +167,27 @@ def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[s
     first, last = run.attempts()
     assert (first.cause, first.lost_nodes) == ("node_failure", ("node2",))
     assert "rank 1 on node2: could not be started" in first.line
+    assert "node2" not in last.nodes
+
+
+@contextmanager
+def without_torch(site: Site, node: str) -> Iterator[None]:
+    """On ``node`` a library of torch is empty, as on a damaged disk."""
+    library = Path(torch.__file__).resolve().parent / "lib" / "libtorch_global_deps.so"
+    site.box.run(["mount", "--bind", "/dev/null", str(library)], node=node)
+    try:
+        yield
+    finally:
+        site.box.run(["umount", "-l", str(library)], node=node)
+
+
+def test_a_node_that_cannot_import_torch_is_used_no_more_also_without_a_spare(site: Site) -> None:
+    with without_torch(site, "node2"):
+        run = submit(site, slow_project(site, 0.0), "train.max_steps=20", *NEITHER)
+        assert completed(site, run).step == 20
+    first, last = run.attempts()
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "requeue", ("node2",)), first.line
+    assert first.line.startswith("rank 1 on node2: ConfigError: job: "), first.line
     assert "node2" not in last.nodes
 
 

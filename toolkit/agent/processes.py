@@ -167,7 +167,8 @@ class Processes:
                 self._wanted_zygote()
                 return
         elif not was_ready:
-            self._send({"is": "imported", **zygote.took, "is_of_a_copy": zygote.is_of_a_copy})
+            is_of_a_copy, has_torch = zygote.is_of_a_copy, zygote.has_torch
+            self._send({"is": "imported", **zygote.took, "is_of_a_copy": is_of_a_copy, "has_torch": has_torch})
         # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
             log.warning("importing what the ranks import has failed: another zygote does without")

@@ -146,7 +146,8 @@ def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float =
     if others:
         unclean = f"an import has started threads: {', '.join(others)}"
     took = {"import_s": time.monotonic() - began, "waited_s": max(0.0, waited_s)}
-    _send(lines, {"ready": {**took, "learnt": len(modules), "unclean": unclean}})
+    answer = {**took, "learnt": len(modules), "unclean": unclean, "has_torch": "torch" in sys.modules}
+    _send(lines, {"ready": answer})
 
 
 def _send(lines: Any, message: dict[str, Any]) -> None:

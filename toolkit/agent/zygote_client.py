@@ -29,8 +29,8 @@ log = logs.get(__name__)
 class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
-    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use. ``took``: how
-    long its import has taken, and has waited for files.
+    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
+    ``has_torch``: torch could be imported. ``took``: how long its import has taken, and has waited for files.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class ZygoteClient:
         self._lines = self.socket.makefile("rw")
         self.socket.settimeout(FORK_S)
         self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
+        self.has_torch = False
         self.has_learnt = imports is not None  #: it may have imported what the ranks did
         self._awaited_since = time.monotonic()  #: the last import
         self._stopped_since: float | None = None
@@ -78,6 +79,7 @@ class ZygoteClient:
             return False
         ready = json.loads(line)["ready"]
         is_first, self.was_ready = not self.was_ready, True
+        self.has_torch = ready["has_torch"]
         if is_first:
             self.took = {name: ready[name] for name in self.took}
         self.can_fork = ready["unclean"] is None

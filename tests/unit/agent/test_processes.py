@@ -49,7 +49,7 @@ ZYGOTE = """#!{python}
 import socket, sys, time
 agent = socket.socket(fileno=int(sys.argv[4]))
 if {is_ready}:
-    agent.sendall(b'{{"ready": {{"import_s": 0, "waited_s": 0, "learnt": 0, "unclean": null}}}}\\n')
+    agent.sendall(b'{{"ready": {{"import_s": 0, "waited_s": 0, "learnt": 0, "unclean": null, "has_torch": true}}}}\\n')
 time.sleep(600)
 """
 

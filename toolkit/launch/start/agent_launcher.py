@@ -281,6 +281,7 @@ class AgentLauncher(AgentUser):
     def take_message(self, host: str, message: Message) -> None:
         if message["is"] == "imported":
             self._agents.ready[host, "imported"] = time.time()
+            self._agents.has_torch[host] = message["has_torch"]
         if message["is"] in ("imported", "staged"):
             if self.copying is not None:
                 hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged

@@ -185,6 +185,7 @@ class Agents:
         self.usages: dict[tuple[str, float], NodeUsage] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
         self.relays: dict[str, Message | None] = {}  #: where other nodes take packages, by host
+        self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:

@@ -28,6 +28,9 @@ from toolkit.launch.watch.hang_investigation import remove_unused
 from toolkit.launch.watch.node_care import NodeCare
 from toolkit.run_files import STOPPED_PHASE, RunState
 
+#: Torch may be imported from a slow file server.
+IMPORTS_S, LOOK_EVERY_S = 60.0, 0.1
+
 log = logs.get(__name__)
 
 
@@ -52,6 +55,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     """
     outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
     excuse_nodes(attempt)
+    note_lack_of_torch(context, attempt)
     job, nodes = context.job, context.nodes
     # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
     if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
@@ -103,6 +107,31 @@ def excuse_nodes(attempt: Attempt) -> None:
     unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
     if len(unreported) > len({*attempt.rank_hosts}) / 2:
         attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+
+
+def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
+    """Note that ranks could not be started where torch cannot be imported, if it can on another node of the attempt.
+
+    The first node to fail may be known before another one has imported torch, which is waited for.
+    """
+    known = {} if context.agents is None else context.agents.has_torch
+    hosts = {*attempt.plan.hosts}
+    lacking = {failure.host for failure in attempt.failures if known.get(failure.host) is False} & hosts
+    others = hosts - lacking
+    deadline = time.monotonic() + IMPORTS_S
+    # A signal or a user's request is more urgent.
+    while lacking and not any(map(known.get, others)) and context.events.empty() and context.asked() is None:
+        if others <= known.keys() or time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK_EVERY_S)
+    if any(map(known.get, others)):
+        batch_host = attempt.rank_hosts.index  # the store is started there, with the node's first rank
+        attempt.failures = [
+            replace(failure, at_launch=True, rank=batch_host(failure.host) if failure.rank is None else failure.rank)
+            if failure.host in lacking and failure.rank not in attempt.heard
+            else failure
+            for failure in attempt.failures
+        ]
 
 
 def _facts(context: Context, attempt: Attempt) -> Facts:

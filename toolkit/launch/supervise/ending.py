@@ -32,7 +32,7 @@ MOST_LINKS = 4
 
 
 def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
-    """Return the nodes that are at fault where Slurm could not start ranks. ``hosts`` are by rank.
+    """Return the nodes that are at fault where ranks could not be started. ``hosts`` are by rank.
 
     The nodes are not at fault where more than half of them failed: then a folder is missing, or a path is wrong. Nor
     are they after requeues for bad nodes that were all in vain, nor in a job that is being ended.

@@ -75,7 +75,7 @@ class RankFailure:
     out_of_memory: bool = False
     comes_again: bool = False  #: a wrong config, missing data, or the job's own code: no restart helps
     where: str | None = None  #: ``train.py:42 in forward``: the frame from which its exception comes
-    at_launch: bool = False  #: Slurm could not start it
+    at_launch: bool = False  #: Slurm could not start it, or its node cannot import torch
     blames_node: bool = False  #: a device, driver or network error of the node, or an end before the first report
     exit_code: int | None = None  #: of an end that the rank itself has not explained
     is_consequence: bool = False  #: its own words say that another process ended first
