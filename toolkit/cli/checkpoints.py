@@ -14,7 +14,7 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
 from toolkit.cli.show import table
 from toolkit.config import load_config
-from toolkit.errors import CheckpointError, RequestError, listing
+from toolkit.errors import CheckpointError, ConfigError, RequestError, listing
 from toolkit.fsio import size_text
 from toolkit.rundir import RunDir
 
@@ -208,7 +208,11 @@ def prune(run: RunDir, keep: int) -> list[Path]:
         raise RequestError(f"run {run.id} is {state}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint
     # --keep replaces only the number of newest ones; the config's other rules hold.
-    checkpoints = CheckpointFolder(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
+    try:
+        rule = Keep(keep, config.keep_every, config.keep_best)
+    except ConfigError as error:  # it names the key of a config
+        raise RequestError(str(error).replace("checkpoint.keep: ", "--keep ", 1)) from None
+    checkpoints = CheckpointFolder(run.checkpoints, rule)
     odd = _odd(checkpoints)
     for path in odd:
         fsio.remove_tree(path)

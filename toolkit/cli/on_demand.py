@@ -16,6 +16,7 @@ from toolkit.errors import RequestError
 from toolkit.launch.record import user_request
 from toolkit.launch.record.user_request import Answer, StackGroup, UserRequest
 from toolkit.launch.submission.handle import attach
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
 DEFAULT_WAIT_S = 600.0
@@ -93,7 +94,9 @@ def stacks_page(run: RunDir, answer: Answer) -> str:
         own = takewhile(lambda line: "/toolkit/launch/start/rank.py" not in line, group.stack)
         pieces.append("\n".join([_head(group), *(f"  {_short(run, line)}" for line in own)]))
     if not any(group.stack for group in answer.groups):
-        pieces.append("no Python stack could be read: a script without toolkit.start() needs py-spy on the nodes")
+        is_early = run.status().state is RunState.STARTING
+        why = "its ranks are starting; try again" if is_early else "a script without toolkit.start() needs py-spy there"
+        pieces.append(f"no Python stack could be read on the nodes: {why}")
     return "\n\n".join(pieces)
 
 

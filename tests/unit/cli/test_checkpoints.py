@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run:
         (["export", "digits", "--to", "README.md", "--as", "torch"], "is there already; choose another name"),
         (["verify", "digits", "7"], "no checkpoint of step 7; there are: 40, 30, 20"),
         (["diff", "digits", "40"], "name two steps of its 3 checkpoints"),
-        (["prune", "digits", "--keep", "1"], "set it to 2 or more"),
+        (["prune", "digits", "--keep", "1"], "--keep 1 is too few"),
     ],
 )
 def test_what_is_not_there_is_refused(

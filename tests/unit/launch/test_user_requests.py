@@ -109,6 +109,11 @@ def test_stacks_are_the_supervisors_answer_and_go_to_no_rank(run: RunDir) -> Non
     assert desk.proposed == []
     page = on_demand.stacks_page(run, answer)
     assert page.split("\n\n")[1] == "2 ranks: 0-1: in a step, for 2 s\n  torch/nn.py:3 forward"
+    # Ranks that have only begun have none, which is no lack of a program.
+    without = answer.replace(groups=())
+    assert "needs py-spy" in on_demand.stacks_page(run, without)
+    run.write_status(RunStatus(RunState.STARTING))
+    assert "its ranks are starting; try again" in on_demand.stacks_page(run, without)
 
 
 def test_stacks_that_cannot_be_read_are_an_answer_too(run: RunDir) -> None:
