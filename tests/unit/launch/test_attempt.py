@@ -87,7 +87,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
         RankFailure(2, "node0", "exit code 1", 0),
     ]
     attempt.failures = list(told)
-    add_error_files(SimpleNamespace(run=RunDir(tmp_path)), attempt)  # type: ignore[arg-type]
+    add_error_files(SimpleNamespace(run=RunDir(tmp_path), is_foreign=False), attempt)  # type: ignore[arg-type]
     assert len(attempt.failures) == ranks + 1
     assert attempt.failures[0] is told[0]  # srun reports the signal and the rank its error: both count
     assert reads <= 10 * ranks

@@ -137,6 +137,7 @@ class NodeAgents:
     sick_hosts: Mapping[str, str] = {}
     usages: Mapping[tuple[str, float], NodeUsage] = {}
     ready: Mapping[tuple[str, str], float] = {}
+    has_torch: Mapping[str, bool] = {}
 
     def __init__(self, *known: Standing) -> None:
         self._known = {standing.rank: standing for standing in known}
