@@ -226,3 +226,14 @@ def test_an_error_file_that_was_never_finished_is_a_failure_without_words(tmp_pa
     failure = read_error_file(path)
     assert (failure.rank, failure.how, failure.traceback) == (3, "no message", "")
     assert failure.time == path.stat().st_mtime  # without a time it would pass for the first of all
+
+
+def test_a_damaged_config_ends_a_rank_with_one_line_and_its_report(run: RunDir, tmp_path: Path) -> None:
+    fsio.write_atomic(run.config, f"job: {configs.FOREIGN_JOB}\n")
+    with rank(run, environment(run), tmp_path) as process:
+        _, err = process.communicate(timeout=PATIENCE * 60)
+    assert err.count("\n") == 1
+    assert err.startswith(f"toolkit exec: {run.config}: argv: is missing")
+    failure = read_error_file(run.error_file(2, 4))
+    assert failure.comes_again
+    run.error_file(2, 4).unlink()

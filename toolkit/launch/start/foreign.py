@@ -76,7 +76,8 @@ def main(run: RunDir) -> None:
     place = placement.derive(os.environ, socket.gethostname())
     cpus = whole_number(os.environ, "OMP_NUM_THREADS", 1)
     try:
-        secret_values.give_to_rank(configs.load_config(run.config, site=False).secrets)
+        config, command = configs.load_config(run.config, site=False), read_command(run)
+        secret_values.give_to_rank(config.secrets)
     except ToolkitError as error:
         error_file.write(error, place.rank)
         sys.exit(f"toolkit exec: {error}")
@@ -89,9 +90,9 @@ def main(run: RunDir) -> None:
     environ[node_watch.MARK_VARIABLE] = node_watch.mark(run, attempt, place.rank)
     environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
     fsio.restore_umask()
-    command, environ = read_command(run), without_snapshot(environ, run.code)
+    environ = without_snapshot(environ, run.code)
     if attempt > 1:
-        command += restart_words(configs.load_config(run.config, site=False).on_restart)
+        command += restart_words(config.on_restart)
     # In a fork that has imported torch, run the program here; else replace this process.
     python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None
     if python is not None:
