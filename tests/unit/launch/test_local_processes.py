@@ -108,6 +108,12 @@ def test_a_person_ends_a_run_whose_process_cannot_be_seen(
         assert main([*words, run.id]) == EXIT_REQUEST
         assert f"`{advice}`" in capsys.readouterr().err
     assert stop_request.asked(run) is None  # the refused requests have left nothing
+    # One that writes is waited for, and one that has been silent is not.
+    with pytest.raises(TimeoutError):
+        attach(run).wait(0.0)
+    run.write_status(run.status().replace(updated=time.time() - 600))
+    with pytest.raises(RequestError, match=f"`{advice}`.*is not waited for"):
+        attach(run).wait()
     assert main(advice.split()[1:]) == 0
     result = run.result()
     assert result is not None

@@ -36,6 +36,8 @@ READ_FILES_EVERY_S = 0.5
 #: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
 #: was absent. Only after that time is it certain that the job has written no result.
 FILES_LAG_S = 75.0
+#: A local run's supervisor that cannot be seen from here, and has written no status for so long, is not waited for.
+SILENT_S = 300.0
 #: A job that Slurm is ending has ended, or is back in the queue, after this time. It is asked about this often.
 ENDING_S, LOOK_AGAIN_S = 60.0, 1.0
 #: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
@@ -68,7 +70,7 @@ class Run:
         """Wait for the end and return ``result.json``.
 
         Raises TimeoutError, or JobFailedError for a job that ended before it could write a result, or whose run folder
-        is gone.
+        is gone. Raises RequestError for a local run that is silent, and whose process cannot be seen from here.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for _ in self.statuses():
@@ -113,7 +115,7 @@ class Run:
         queue = shared_queue.of_user(Slurm())
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
         over_since: float | None = None
-        status = RunStatus()
+        status, began = RunStatus(), time.time()
         while self.dir.result() is None:
             now, before, status = time.monotonic(), status, self.dir.status()
             # A new status proves that the supervisor lives, so the next question to Slurm can wait.
@@ -126,6 +128,9 @@ class Run:
                 over_since = (over_since or now) if is_over else None
             if over_since is not None:
                 self._raise_without_result(now - over_since)
+            is_silent = self.executor != "slurm" and time.time() - (status.updated or began) > SILENT_S
+            if is_silent and (why := self.unseen()) is not None:
+                raise RequestError(f"{why}; it has written nothing for {SILENT_S:.0f} s and is not waited for")
             yield status
 
     def result(self) -> dict[str, Any]:
