@@ -82,8 +82,8 @@ class SrunAgents:
         on_failure: OnFailure,
         gres: str | None,
         *gpus: str,
-    ) -> None:
-        """Start one step. ``gpus`` is another option of srun that asks for GPUs."""
+    ) -> threading.Thread:
+        """Start one step; return the thread that waits for its end. ``gpus`` is another option to ask for GPUs."""
         plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,
@@ -114,13 +114,18 @@ class SrunAgents:
             # Slurm 22.05 compares a step's --gres with the numbers of other nodes, and later versions let a step with
             # --gpus wait for ever. So that is the second try, on each node alone.
             if refusals and not srun.given_up.is_set():
-                for host in hosts:
-                    count = f"--gpus={self._allocation.gpus_of[host]}"
-                    self._start([host], at, environ, on_failure, ",".join(self._allocation.other_gres), count)
+                gres = ",".join(self._allocation.other_gres)
+                counts = {host: f"--gpus={self._allocation.gpus_of[host]}" for host in hosts}
+                alone = [self._start([host], at, environ, on_failure, gres, count) for host, count in counts.items()]
+                # The kernel ends a child with the thread that has started it, see die_with_parent.
+                for thread in alone:
+                    thread.join()
                 return
             on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
 
-        threading.Thread(target=wait, daemon=True).start()
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        return thread
 
     @staticmethod
     def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
