@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.dist.ranks import in_run, run_ranks
+from tests.waiting import wait_for
 from toolkit.config import JobConfig
-from toolkit.errors import JobCodeError, ToolkitError
+from toolkit.errors import JobCodeError, StoppedError, ToolkitError
 from toolkit.ranks.session import Session
+from toolkit.ranks.stop.rounds import STOP
 from toolkit.train import same_calls
 from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare
@@ -292,3 +294,30 @@ def test_what_cannot_be_begun_anew_or_has_no_length_is_said(tmp_path: Path) -> N
     assert once.startswith("run.steps: the loader has no batch: a range_iterator cannot be begun anew. Wrap the steps")
     assert length == "run.steps: this loader has no len()"
     assert "the loader raises AssertionError: nothing to divide by: a generator cannot be begun anew. Wrap" in metered
+
+
+def stopped_outside(session: Session, folder: Path) -> str:
+    """Break the loop of epochs in the evaluation after the second one, because of a stop that rank 0 asks for."""
+    run = begun(session, folder, 1)
+    run.resumable(state=[0])
+    said = "completed"
+    try:
+        for epoch in run.epochs(4):
+            for _ in run.steps(range(3)):
+                if epoch == 1 and run.rank == 0:
+                    assert not run.stopping
+            if epoch == 1:
+                if run.rank == 0:
+                    session.gate.request(STOP)
+                wait_for(lambda: run.stopping, 60, "the request")
+                break
+        run.finish()
+    except StoppedError as stopped:
+        said = str(stopped)
+    run.close()
+    return said
+
+
+def test_a_loop_of_epochs_that_is_left_because_of_a_stop_is_not_completed(tmp_path: Path) -> None:
+    assert run_ranks(2, stopped_outside, tmp_path) == ["stopped at step 6 of 12; committed"] * 2
+    assert (tmp_path / "checkpoints/step-00000006").is_dir()

@@ -119,7 +119,7 @@ class Lifecycle:
         # Several requests may meet at one step: ask until the gate has none.
         while (kind := self._session.gate.boundary(self.step)) is not None:
             if kind == STOP:
-                self._stop()
+                self.stop()
             if kind == SAVE and self.step == self._saved:
                 self._checkpoints.saver.set_timer()  # else this would be the last save by time
             elif kind == SAVE:
@@ -134,8 +134,11 @@ class Lifecycle:
             self._checkpoints.saver.configure()
             self._checkpoints.saver.set_timer()
 
-    def _stop(self) -> NoReturn:
-        """Commit, and raise StoppedError. Where this attempt has gained no step there is nothing to commit."""
+    def stop(self) -> NoReturn:
+        """Commit, and raise StoppedError. All ranks call it at one step.
+
+        Where this attempt has gained no step there is nothing to commit.
+        """
         # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self.sheet.on("checkpoint"):
             self._checkpoints.saver.await_save(self.step)

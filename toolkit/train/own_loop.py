@@ -122,8 +122,11 @@ class TrainingRun(OwnSteps):
 
     @property
     def stopping(self) -> bool:
-        """True once this rank knows of a request to stop. A long evaluation may then end early."""
-        return self._session.gate.pending == STOP
+        """True once this rank knows of a request to stop. A long evaluation may then end early.
+
+        In a step it is False: after the step all ranks stop together, which a ``break`` of some would prevent.
+        """
+        return not self._in_step and self._session.gate.pending == STOP
 
     def every(self, steps: int) -> bool:
         """True in every ``steps``-th step of the run. The step in progress counts as done."""
@@ -223,12 +226,14 @@ class TrainingRun(OwnSteps):
             self._epoch, self._batch = self._epoch + bool(self._batch), 0
             self._phase, self._first_epoch = phase, self._epoch
         self._epochs = self._first_epoch + count
+        self._has_left = True
         try:
             while self._epoch < self._epochs and not self._is_done(life.step, self.config.train.max_steps):
                 yield self._epoch - self._first_epoch
                 self._finish_step()
                 self._meet(f"ended epoch {self._epoch}", "all ranks leave an epoch by `break` at the same step")
                 self._epoch, self._batch = self._epoch + 1, 0
+            self._has_left = False
         finally:
             self._epochs = None
 
@@ -274,6 +279,7 @@ class TrainingRun(OwnSteps):
         # The boundary before the first step; a run that resumes at its end has none.
         if not self._is_done(life.step, end):
             self._boundary()
+        self._has_left = True
         while not self._is_done(life.step, end):
             before = life.step
             yield from self._epoch_steps(feed, end)
@@ -286,6 +292,7 @@ class TrainingRun(OwnSteps):
                 if life.step == before and not self._batch:
                     raise ConfigError(f"run.steps: the loader has no batch{advice_about(loader)}")
                 self._epoch, self._batch = self._epoch + 1, 0
+        self._has_left = total is None
         is_last_epoch = self._epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
         if total is not None or is_last_epoch:
             self._save_the_end()
@@ -320,6 +327,9 @@ class TrainingRun(OwnSteps):
         life = self._opened("toolkit.start")
         self._finish_step()
         self._meet("come to the end of the run")
+        # A loop that was left by a `break` because of a stop is not over.
+        if self._has_left and self._calls.meet("left its loop", has=self._session.gate.pending == STOP):
+            life.stop()
         if not life.step:
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
         self._save_the_end()

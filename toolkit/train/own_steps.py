@@ -63,6 +63,7 @@ class OwnSteps:
         self._save_due = self._save_asked = False  #: by the config, by the loop
         self._has_logged = False  #: outside of a step, since the last write
         self._stopped: StoppedError | None = None
+        self._has_left = False  #: the loop was begun and has not come to its end
         self._trace = trace_if_asked(session, conditions)
 
     @property
