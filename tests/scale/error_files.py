@@ -23,7 +23,7 @@ def read(ranks: int) -> Mapping[str, float]:
         for rank in range(ranks):
             (logs / f"error-{rank}.json").write_text('{"host": "node1", "time": 1.0, "type": "E", "message": "m"}')
         attempt = Attempt(1, time.time(), Allocation(("node1",), (ranks,), 1))
-        add_error_files(SimpleNamespace(run=run), attempt)  # type: ignore[arg-type]
+        add_error_files(SimpleNamespace(run=run, is_foreign=False), attempt)  # type: ignore[arg-type]
         return {"failures": len(attempt.failures)}
 
 
