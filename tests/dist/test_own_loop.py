@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -758,3 +759,36 @@ def test_rank_0_goes_first_and_gather_brings_what_every_rank_has(tmp_path: Path)
     (zero, found), (one, _) = run_ranks(2, first, tmp_path)
     assert (zero, one) == ([], ["0"])
     assert found == [[{"rank": 0}, {"rank": 1}], [0, 1]]
+
+
+class Counting(nn.Linear):
+    """Counts its batches in a tensor that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.seen = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+
+def counted(session: Session, folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("toolkit").addHandler(handler)
+    run = begun(session, folder)
+    model = Counting()
+    run.resumable(model=model)
+    for x in run.steps(torch.ones(3, 1), total=3):
+        model(x)
+    run.finish()
+    run.close()
+    return said
+
+
+def test_a_tensor_that_changes_and_is_not_saved_is_named_once(tmp_path: Path) -> None:
+    first, second = run_ranks(2, counted, tmp_path)
+    assert [text[:54] for text in first] == ["model/seen changed in the first step, and no state_dic"]
+    assert second == []

@@ -8,7 +8,7 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from toolkit import logs
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
 from toolkit.checkpoint.tensors import check_plain, to_bytes
@@ -35,7 +36,10 @@ from toolkit.train.accumulation import Accumulation
 from toolkit.train.frozen import Frozen
 from toolkit.train.log_window import gather_json
 from toolkit.train.optimizer_slots import OptimizerSlots
+from toolkit.train.unsaved import Unsaved
 from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
+
+log = logs.get(__name__)
 
 MODEL, AVERAGE, OTHERS, BUFFERS, GRADIENTS = "model", "ema", "state", "update/buffers", "gradients"
 
@@ -86,6 +90,7 @@ class Resumables:
                     )
         self._frozen = Frozen(names, [value for value in objects.values() if isinstance(value, nn.Module)])
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
+        self._unsaved = Unsaved(self._modules if rank == 0 else {}, _leaves(others))
         #: What the script gave its generators. A filled one is at the epoch that was saved.
         self.origins = {each: generators.origin_of(each) for each in others.values() if is_generator(each)}
         self._others = {name: _other(name, value) for name, value in others.items()}
@@ -157,6 +162,13 @@ class Resumables:
             by_rank = gather_json(dict(sums.sums()), self._device)
             for rank, theirs in enumerate(by_rank):
                 refuse_differing(by_rank[0], theirs, rank)
+
+        if changed := self._unsaved.changed():
+            log.warning(
+                "%s changed in the first step, and no state_dict() has it: after a resume it begins anew. If later "
+                "steps depend on it, make it a persistent buffer (register_buffer), or hand it over to run.resumable",
+                listing(changed, 5),
+            )
 
     def _refuse_closures_apart(self) -> None:
         for name, slots in self._optimizers.items():
@@ -329,6 +341,15 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         else:
             by_prefix[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
     return by_prefix
+
+
+def _leaves(value: Any) -> Iterator[object]:
+    """Yield what is in dictionaries and lists."""
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from toolkit.train.feed import ForeignFeed, seeder
 from toolkit.train.log_window import LogWindow
 from toolkit.train.resumable import Resumables
 from toolkit.train.resume import OWN_LOOP, log_what_differs
+from toolkit.train.unsaved import Unsaved
 
 
 def handed_over(**objects: Any) -> Resumables:
@@ -294,3 +295,36 @@ def test_a_resume_on_other_ranks_claims_the_same_results_of_run_loader_only(capl
         log_what_differs(saved, now)  # type: ignore[arg-type]
         (message,) = caplog.messages
         assert claim in message
+
+
+class Counted(nn.Module):
+    """Counts its calls in several ways, of which checkpoints have one."""
+
+    lost: Tensor
+    table: Tensor
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.handed = torch.zeros(()), torch.zeros(())
+        self.cache, self.out = torch.zeros(0), torch.zeros(2, 3)
+        self.sparse = torch.ones(2).to_sparse()
+        self.register_buffer("lost", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        for each in (self.lost, self.handed, self.kept):
+            each += 1
+        self.cache, self.sparse = x.new_zeros(len(x)), self.sparse * 2
+        self.out = x.requires_grad_() * self.table
+        return self.out
+
+
+def test_tensors_that_change_and_are_not_saved_are_named() -> None:
+    inside = Counted()
+    unsaved = Unsaved({"model/": nn.Sequential(inside, nn.BatchNorm1d(3)), "ema/": Counted()}, [inside.handed])
+    assert unsaved.changed() == []
+    inside(torch.ones(2, 3))
+    assert sorted(unsaved.changed()) == ["model/0.lost", "model/0.seen"]
