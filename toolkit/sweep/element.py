@@ -6,7 +6,6 @@ points again: it takes the run over as `toolkit resume` does.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -79,7 +78,7 @@ def _take_over(run: RunDir, token: str, submitted: float | None) -> bool:
         return False
     ownership.submit_as(run, "slurm", ownership.take(run, before), token)
     # `toolkit sweep stop` may have come while this job waited, or started.
-    stop_request.clear(run, math.inf if submitted is None else submitted)
+    stop_request.clear(run, submitted)
     nodes.forget(run)
     run.clear_result()
     return True

@@ -34,7 +34,8 @@ def run(args: Namespace) -> int:
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)
-    step, saved = rates.saved_rates(chosen)
+    # Read before the run may save anew. The rate stays where the config does.
+    step, saved = rates.saved_rates(chosen) if args.overrides else (0, None)
     sent = resume(chosen, args.overrides, code=args.code)
     if changed:
         print(

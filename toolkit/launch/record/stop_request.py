@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,10 +57,10 @@ def end_state(intent: Intent | None) -> RunState:
     return RunState.STOPPED if intent is Intent.STOP else RunState.CANCELLED
 
 
-def clear(run: RunDir, before: float = math.inf) -> None:
+def clear(run: RunDir, before: float | None = None) -> None:
     """Remove the request: a resumed run is wanted again. One that was made after ``before`` stays."""
     with suppress(DamagedFileError):
         request = Request.read(run.path / "intent.json")
-        if request is not None and request.time is not None and request.time > before:
+        if before is not None and request is not None and (request.time or 0.0) > before:
             return
     (run.path / "intent.json").unlink(missing_ok=True)
