@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from toolkit.data.stream import Streams
     from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.errors import ConfigError
-    from toolkit.launch.submission.handle import Run, find, runs
-    from toolkit.launch.submission.submit import submit
     from toolkit.ranks.batch import Batch, Share
+    from toolkit.run.submission.handle import Run, find, runs
+    from toolkit.run.submission.submit import submit
     from toolkit.staging import staged
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
@@ -70,7 +70,7 @@ _HOMES = {
     "PairMixing": "toolkit.data.mixing",
     "RawTokens": "toolkit.data.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
-    "Run": "toolkit.launch.submission.handle",
+    "Run": "toolkit.run.submission.handle",
     "ShardedData": "toolkit.data.shards.dataset",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
@@ -78,13 +78,13 @@ _HOMES = {
     "TrainingRun": "toolkit.train.own_loop",
     "build_datasets": "toolkit.data.datasets",
     "current": "toolkit.train.start",
-    "find": "toolkit.launch.submission.handle",
+    "find": "toolkit.run.submission.handle",
     "load_config": "toolkit.config",
     "load_tokens": "toolkit.data.tokens.windows",
-    "runs": "toolkit.launch.submission.handle",
+    "runs": "toolkit.run.submission.handle",
     "staged": "toolkit.staging",
     "start": "toolkit.train.start",
-    "submit": "toolkit.launch.submission.submit",
+    "submit": "toolkit.run.submission.submit",
 }
 
 

@@ -276,7 +276,7 @@ class AttemptRecord(FileRecord):
     nodes: Hosts
     started: Time
     ended: Time
-    cause: str  #: see `toolkit.launch.supervise.facts`, as for the decision; a newer version may have others
+    cause: str  #: see `toolkit.run.attempt.facts`, as for the decision; a newer version may have others
     decision: str
     job_id: str | None = field(default=None, metadata=NULL)
     restart_count: int | None = field(default=None, metadata=NULL)
@@ -325,6 +325,15 @@ class RunResult(FileRecord):
     why: str | None = None
 
 
+#: Begins the line about a run that its sweep has ended by halving.
+HALVED = "ended by halving"
+
+
+def is_halved(why: str | None) -> bool:
+    """True for the line about a run that its sweep has ended by halving."""
+    return (why or "").startswith(HALVED)
+
+
 # ----------------------------------------------------------------------------------------- owner.json, submission.json
 
 Executor: TypeAlias = Annotated[str, records.one_of("slurm", "local", "debug")]
@@ -347,7 +356,7 @@ class OwnerRecord(FileRecord):
     follow_ups: tuple[Word, ...] = ()
     birth: str = ""  #: of the process, see `toolkit.process_identity`
     serves: bool = False  #: whether the process is the supervisor or rank 0, and not the one that submits the run
-    cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.launch.record.run_jobs`
+    cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.run.records.run_jobs`
     path: str = ""  #: of the run folder, when the owner took the run
     command: str | None = None  #: the batch script of the present job, if it is not one of the toolkit's
 

@@ -33,6 +33,8 @@ from toolkit.run_files import (
 #: The folder of the copies of the sources. It is hidden: tools of the project must not take them for the project's own.
 COPIES = ".code"
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
+#: Holds attempt, rank and run folder of a rank that is a user's script; all that the script starts inherits it.
+RANK_VARIABLE = "TOOLKIT_EXEC_RANK"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.trace.
@@ -145,6 +147,10 @@ class RunDir:
         """Return the file of one rank's standard output and error. ``rank`` may be srun's pattern ``%t``."""
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 
+    def mark_of_rank(self, attempt: int, rank: int | str) -> str:
+        """Return the value of ``RANK_VARIABLE`` for a rank."""
+        return f"{attempt}/{rank}/{self.path}"
+
     def error_file(self, attempt: int, rank: int) -> Path:
         """Return the file of a failing rank's report, see `toolkit.error_file`."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
@@ -234,7 +240,7 @@ class RunDir:
         fsio.write_json(self.path / "usage.json", usage.to_file(), durable=False)
 
     def owner(self, damage: list[str] | None = None) -> OwnerRecord | None:
-        """Return ``owner.json``: who has the run now. None if there is no owner. See `launch.record.ownership`."""
+        """Return ``owner.json``: who has the run now. None if there is no owner. See `run.records.ownership`."""
         return OwnerRecord.read_or_none(self.path / "owner.json", damage)
 
     def write_owner(self, owner: OwnerRecord) -> None:
@@ -405,7 +411,7 @@ def find(text: str, root: Path | None = None) -> RunDir:
     raise RunNotFoundError(why)
 
 
-#: The folder of the sweeps among the runs. `launch.record.sweep_folder` says what is in one.
+#: The folder of the sweeps among the runs. `run.records.sweep_folder` says what is in one.
 SWEEPS = ".sweeps"
 
 

@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.bench import record
 from tests.dist.ranks import run_ranks
-from toolkit.agent.reports import Inbox, Outbox, addresses
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
+from toolkit.nodes.agent.reports import Inbox, Outbox, addresses
 from toolkit.ranks.report import HEARTBEAT_S, AgentReporter, Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.bench import record
 from tests.box import Box, BoxUnavailable
-from toolkit.agent.node import PR_SET_CHILD_SUBREAPER
+from toolkit.nodes.agent.node import PR_SET_CHILD_SUBREAPER
 
 SCRIPT = """
 import time; started = time.time()

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from toolkit.agent import zygote
+from toolkit.nodes.agent import zygote
 
 own = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_PORT", "_"}  # the last is set by shells
 own |= {"TOOLKIT_EXEC_RANK", "TOOLKIT_LAUNCH_KEY", "TORCHELASTIC_ERROR_FILE"}

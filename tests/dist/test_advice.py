@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.folder import newest_step
 from toolkit.errors import EXIT_FAILED, JobFailedError
-from toolkit.launch.submission.handle import attach
+from toolkit.run.submission.handle import attach
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist

@@ -16,14 +16,14 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
-from toolkit.agent import preimports
 from toolkit.config import FOREIGN_JOB, JobConfig, dump_config
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import foreign
-from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
-from toolkit.launch.start.agent_starters import LocalAgent
-from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.launcher import AllRanksEnded, RanksExited, RanksFinished
+from toolkit.nodes.agent import preimports
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import foreign
+from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
+from toolkit.nodes.start.agent_starters import LocalAgent
+from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.launcher import AllRanksEnded, RanksExited, RanksFinished
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(5)]
 TIMEOUT_S = 60 * PATIENCE
@@ -109,7 +109,7 @@ def test_a_script_finds_in_a_fork_what_it_finds_in_a_fresh_interpreter(
 LEARNER = """
 import json, sys, time
 from pathlib import Path
-from toolkit.agent import preimports
+from toolkit.nodes.agent import preimports
 print("wave" in sys.modules, flush=True)
 import wave
 path = Path(sys.argv[1])
@@ -307,7 +307,7 @@ def test_a_zygote_that_has_died_costs_time_only(site: Site) -> None:
     assert site.log(0) == "True\n"
     (agent,) = site.starter._processes
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    (zygote,) = (pid for pid in children if b"toolkit.agent.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (zygote,) = (pid for pid in children if b"toolkit.nodes.agent.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(zygote), signal.SIGKILL)
     happened = site.run_module([*MODULE, "body"])
     assert happened[-1] == AllRanksEnded(0), happened

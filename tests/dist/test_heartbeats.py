@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launch.test_agents import Site
-from tests.unit.launch.test_steps import await_true, gone
-from toolkit.agent.link import AuthenticatedLink
+from tests.unit.nodes.test_agents import Site
+from tests.unit.nodes.test_steps import await_true, gone
+from toolkit.nodes.agent.link import AuthenticatedLink
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +28,7 @@ class WatchingAgent:
         self.note = folder / "watching"
         secret = secrets.token_bytes(32)
         (folder / "key").write_bytes(secret)
-        command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), str(folder)]
+        command = [sys.executable, "-P", "-m", "toolkit.nodes.agent.node", str(folder / "key"), str(folder)]
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "1", "node2"])
             self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")

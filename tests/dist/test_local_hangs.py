@@ -20,11 +20,10 @@ import pytest
 from tests import hangs
 from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, nobody_left, wait_for
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.watch import node_watch
-from toolkit.launch.watch.silence import SilenceWatch, start_watch
+from toolkit.hang.silence import SilenceWatch, start_watch
+from toolkit.nodes.allocation import Allocation
 from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
+from toolkit.rundir import RANK_VARIABLE, RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
@@ -182,7 +181,7 @@ def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path)
             run = RunDir(tmp_path / str(number))
             run.path.mkdir()
             # The watch finds the processes of a run by this variable.
-            marked = {**os.environ, node_watch.MARK_VARIABLE: node_watch.mark(run, 1, 0)}
+            marked = {**os.environ, RANK_VARIABLE: run.mark_of_rank(1, 0)}
             argv = [
                 sys.executable,
                 "-S",

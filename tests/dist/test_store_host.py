@@ -18,9 +18,9 @@ from torch.distributed import TCPStore
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
-from toolkit.agent import reports
-from toolkit.launch.start import store
-from toolkit.launch.start.store import StoreHost
+from toolkit.nodes.agent import reports
+from toolkit.nodes.start import store
+from toolkit.nodes.start.store import StoreHost
 
 pytestmark = pytest.mark.dist
 TIMEOUT = timedelta(seconds=30 * PATIENCE)

@@ -14,9 +14,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tests.scale import Curve
-from toolkit.agent.link import AuthenticatedLink
-from toolkit.agent.progress import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.hang.watchdog import Watchdog
+from toolkit.nodes.agent.link import AuthenticatedLink
+from toolkit.nodes.agent.progress import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 from tests.scale import Curve
 from toolkit import fsio
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.conclusion import add_error_files
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.supervise.conclusion import add_error_files
 from toolkit.rundir import RunDir
 
 

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit import rundir
-from toolkit.agent.link import Message
-from toolkit.agent.progress import Standing
 from toolkit.hang import stack_digest, stacks
-from toolkit.launch.start.agents import Agents
-from toolkit.launch.watch import hang_investigation
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.progress import Standing
+from toolkit.nodes.start.agents import Agents
+from toolkit.run.supervise import hang_investigation
 
 DELAY_S = 0.0005
 A_NODE = 8

@@ -24,13 +24,13 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit import open_files, rundir
-from toolkit.agent import progress
-from toolkit.agent.link import HEARTBEAT_S, AuthenticatedLink
-from toolkit.agent.progress import Digest
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import agents as launched
-from toolkit.launch.start.agents import Agents, Endpoint
-from toolkit.launch.start.launcher import Progress
+from toolkit.nodes.agent import progress
+from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
+from toolkit.nodes.agent.progress import Digest
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import agents as launched
+from toolkit.nodes.start.agents import Agents, Endpoint
+from toolkit.nodes.start.launcher import Progress
 
 RANKS_A_NODE = 8
 WATCHED_S, LIMIT_S = 10.0, 300.0

@@ -13,15 +13,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.scale import Curve
-from tests.unit.launch.test_supervisor import Ranks
+from tests.unit.run.test_supervisor import Ranks
 from toolkit import config as configs
 from toolkit import fsio, rundir
-from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
-from toolkit.launch.job import slurm_job
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.launcher import NodeFailed, RanksExited
-from toolkit.launch.supervise import attempt_loop, beginning, supervisor
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.launcher import NodeFailed, RanksExited
+from toolkit.run.job import slurm_job
+from toolkit.run.supervise import attempt_loop, beginning, supervisor
 from toolkit.slurm.fake import FakeSlurm
 
 RANKS_A_NODE = 8

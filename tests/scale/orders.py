@@ -16,9 +16,9 @@ from typing import Any
 
 from tests.scale import Curve
 from toolkit import rundir
-from toolkit.agent.link import Message
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
 
 RANKS_A_NODE = 8
 

@@ -17,11 +17,11 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.agent.link import Message
 from toolkit.health import CheckAnswer, CheckRequest, ok
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import preflight
-from toolkit.launch.start.agent_requests import NodeAnswered
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import preflight
+from toolkit.nodes.start.agent_requests import NodeAnswered
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 

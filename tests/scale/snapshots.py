@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scale import Curve
-from toolkit.launch.submission import snapshot
+from toolkit.run.prepare import snapshot
 
 #: Calls that take a path or change a file. ``fstat`` of an open file is answered without the server.
 CALLS = [(os, name) for name in ("stat", "lstat", "open", "chmod", "fchmod", "access", "readlink", "mkdir", "rename")]

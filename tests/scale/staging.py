@@ -28,9 +28,9 @@ from threading import Thread
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.agent import relay
-from toolkit.agent.relay import PIECE_BYTES, NodeAddress, Relay, RelayPeer, RelayRequest, Spool
-from toolkit.launch.start.agent_launcher import FAN_OUT, CopyOrder
+from toolkit.nodes.agent import relay
+from toolkit.nodes.agent.relay import PIECE_BYTES, NodeAddress, Relay, RelayPeer, RelayRequest, Spool
+from toolkit.nodes.start.agent_launcher import FAN_OUT, CopyOrder
 from toolkit.staging import copying, package
 from toolkit.staging.copying import CopyRequest
 from toolkit.staging.package import Package, PackageSource, PackRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
-from toolkit.launch.record import ownership
+from toolkit.run.records import ownership
 from toolkit.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.rundir import RunDir
 

@@ -99,7 +99,7 @@ def main(config):
         print("the old code runs")
         session.finish({})
 """
-#: Below which runs are to be the same as anywhere else; see tests/unit/launch/test_script_paths.py.
+#: Below which runs are to be the same as anywhere else; see tests/unit/run/test_script_paths.py.
 ODD_FOLDER = """it's "my" $HOME `touch /tmp/hurt`; ${A=$(touch /tmp/hurt)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 
 

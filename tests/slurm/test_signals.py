@@ -84,7 +84,7 @@ PHASES = ("queue", "shell", "python", "no agents", *IN_SCRIPT)
 @contextlib.contextmanager
 def processes_held(site: Site, phase: str) -> Iterator[None]:
     """Stop again and again what comes after the phase, and let it go on in the end."""
-    words = {"python": "submitit.core._submit", "no agents": "toolkit.agent.node"}.get(phase)
+    words = {"python": "submitit.core._submit", "no agents": "toolkit.nodes.agent.node"}.get(phase)
     if words is None:
         yield
         return

@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.site import END_S, START_S, Site, reached
 from tests.waiting import wait_for
-from toolkit.launch.record.stop_request import Intent
+from toolkit.run.records.stop_request import Intent
 
 pytestmark = pytest.mark.slurm
 

@@ -29,8 +29,8 @@ from toolkit.config.catalog import CATALOG
 from toolkit.config.sbatch_flags import REFUSED
 from toolkit.data import datasets
 from toolkit.errors import ConfigError
-from toolkit.launch.submission.sbatch import sbatch_script, srun_options
 from toolkit.ranks.session import Session
+from toolkit.run.submission.sbatch import sbatch_script, srun_options
 from toolkit.rundir import RunDir
 from toolkit.strategies import build_strategy
 

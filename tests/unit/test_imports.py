@@ -17,33 +17,45 @@ from toolkit.cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
 
-#: A package may import itself and those on lower floors; the ground floor's modules may import each other.
-#: docs/contributing.md has the same order.
+#: A package may import those on lower floors; the ground floor's modules may import each other, as may those of a
+#: package without floors of its own. docs/contributing.md has the same order.
 FLOORS = [
     [
         *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "log_text", "logs"),
-        *("node_memory", "open_files", "origin", "proc_stat", "process_identity", "records"),
+        *("node_memory", "open_files", "origin", "outages", "proc_stat", "process_identity", "records"),
         *("run_files", "rundir", "secret_values", "signals", "terminal", "tracebacks", "trust", "user_cache"),
     ],
     ["slurm", "staging"],
     ["config", "health", "testing"],
-    ["agent"],
+    ["nodes"],
     ["hang"],
     ["ranks"],
     ["checkpoint", "data", "metrics"],
-    ["strategies", "launch"],
+    ["strategies", "run"],
     ["train"],
     ["diagnose", "integrations", "sweep", "why", "trackers"],
     ["cli"],
 ]
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+#: The floors inside a package.
+ROOMS = {
+    "nodes": [["agent"], ["allocation"], ["start"]],
+    "run": [["job"], ["records"], ["prepare", "attempt"], ["rank", "requeue"], ["supervise"], ["submission"]],
+    "cli": [["."], ["commands"]],
+    "data": [["."], ["shards", "tokens"]],
+}
 
 
 def test_the_map_of_the_files_has_the_order_of_the_imports() -> None:
-    rows = re.findall(r"(?m)^\| `toolkit/(\w+)/", (ROOT / "docs/contributing.md").read_text())
-    assert [FLOOR_OF[part] for part in rows] == sorted(FLOOR_OF[part] for part in rows)
+    rows = re.findall(r"(?m)^\| `toolkit/(\w+)/(\w*)", (ROOT / "docs/contributing.md").read_text())
+    floors = [FLOOR_OF[part] for part, _ in rows]
+    assert floors == sorted(floors)
+    for package, rooms in ROOMS.items():
+        named = [room for part, room in rows if part == package and room]
+        floors = [floor for room in named for floor, names in enumerate(rooms) if room in names]
+        assert floors == sorted(floors), package
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert set(rows) == packages
+    assert {part for part, _ in rows} == packages
 
 
 @cache
@@ -90,7 +102,7 @@ MODULES = [path for path in SOURCES if path.parent != PACKAGE or path.stem not i
 
 
 #: What the ranks of a job run: it meets the job's own class, and a script as a user would write it.
-USING_PUBLIC_NAMES = {"launch/start/user_job.py", "diagnose/proof_rank.py"}
+USING_PUBLIC_NAMES = {"run/rank/user_job.py", "diagnose/proof_rank.py"}
 
 
 def test_imports_point_down() -> None:
@@ -108,8 +120,27 @@ def test_imports_point_down() -> None:
     assert upward == []
 
 
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_inside_a_package_point_down(package: str) -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(ROOMS[package]) for room in rooms}
+    upward = []
+    for path in (PACKAGE / package).rglob("*.py"):
+        room = room_of(path.relative_to(PACKAGE / package).parts, floor_of)
+        for module in imports_of(path):
+            if module.startswith(f"toolkit.{package}."):
+                other = room_of(module.split(".")[2:], floor_of)
+                if other != room and floor_of[other] >= floor_of[room]:
+                    upward.append(f"{path} (room {room}) imports {module} (room {other})")
+    assert upward == []
+
+
+def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
+    name = parts[0].removesuffix(".py")
+    return name if name in rooms else "."
+
+
 LOGIN_NODE = [
-    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "agent", "launch", "diagnose", "why"),
+    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run", "diagnose", "why"),
     *("sweep", "trackers", "cli"),
 ]
 #: What takes seconds to import, or is not there on a login node.

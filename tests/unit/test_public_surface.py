@@ -14,7 +14,7 @@ import pytest
 import toolkit
 from toolkit import rundir
 from toolkit.errors import RequestError
-from toolkit.launch.record import ownership
+from toolkit.run.records import ownership
 from toolkit.run_files import RunResult, RunState
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 
 from toolkit import fsio, rundir
 from toolkit.json_record import VERSION, shape_of
-from toolkit.launch.job import nodes
-from toolkit.launch.record import after, stop_request
 from toolkit.records import Misfit
+from toolkit.run.job import nodes
+from toolkit.run.records import after, stop_request
 from toolkit.run_files import (
     AfterRecord,
     AttemptRecord,

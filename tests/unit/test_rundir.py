@@ -17,8 +17,8 @@ import pytest
 from toolkit import error_file, fsio, rundir
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
-from toolkit.launch.start.children import open_log
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
+from toolkit.nodes.start.children import open_log
 from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 

@@ -131,7 +131,7 @@ def test_errors_names_and_words_of_the_command_line_are_visible(
 def test_a_followed_run_and_the_screen_of_watch_are_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from toolkit.launch.submission.handle import Run
+    from toolkit.run.submission.handle import Run
 
     run = evil_run(tmp_path, monkeypatch)
     follow.to_the_end(Run(run, "local", "1"), bar=False)
@@ -149,7 +149,7 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
         "terminal.py": {"Console", "redirect_stdout", "redirect_stderr"},
         "cli/commands/evaluate.py": {"buffer"},  # into a pipe, with each file's name byte for byte
         "data/datasets.py": {"redirect_stdout"},
-        "launch/submission/executors.py": {"redirect_stderr"},  # into a buffer that is thrown away
+        "run/submission/executors.py": {"redirect_stderr"},  # into a buffer that is thrown away
         "logs.py": {"StreamHandler", "Formatter"},
     }
     words = {"__stdout__", "__stderr__", "buffer", "Console", "redirect_stdout", "redirect_stderr", "StreamHandler"}

@@ -1,9 +1,9 @@
 """Copies of the training state in the nodes' memory, for a restart inside the job.
 
 A state has two kinds of parts: what all ranks have in common, and what each rank alone has. The first rank of each node
-copies the common part into files that its node's agent holds (toolkit.agent.state_memory), and each rank its own part.
-Then each rank sends its own part to its partner while the training goes on. The partner is the rank with the same place
-on the next node. So one node may be lost, and every part of the newest step still exists.
+copies the common part into files that its node's agent holds (toolkit.nodes.agent.state_memory), and each rank its own
+part. Then each rank sends its own part to its partner while the training goes on. The partner is the rank with the same
+place on the next node. So one node may be lost, and every part of the newest step still exists.
 
 Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
 any rank overwrites the older state, the newer one is complete on all ranks and all partners.

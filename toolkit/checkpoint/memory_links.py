@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any
 
 from toolkit import logs
-from toolkit.agent.connections import notice_death
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.memory_file import START, MemoryFile
+from toolkit.nodes.agent.connections import notice_death
 from toolkit.slurm import network
 
 _TOKEN_BYTES = 32

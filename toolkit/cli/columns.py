@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.cli import run_rows
 from toolkit.durations import as_clock, in_units
 from toolkit.errors import RequestError, listing, nearest
-from toolkit.launch.record import after
+from toolkit.run.records import after
 
 Row = dict[str, Any]
 

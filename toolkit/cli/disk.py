@@ -17,8 +17,9 @@ from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.fsio import size_text
-from toolkit.launch.record import after
-from toolkit.launch.submission.handle import HEARD_S, attach
+from toolkit.run.records import after
+from toolkit.run.records.submitted_run import HEARD_S
+from toolkit.run.submission.handle import attach
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.sweep import states

@@ -18,9 +18,9 @@ from toolkit import terminal
 from toolkit.cli.growing_log import GrowingLog, is_script
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
-from toolkit.launch.record import advice
-from toolkit.launch.submission.handle import Run
 from toolkit.metrics import efficiency, goodput
+from toolkit.run.attempt import advice
+from toolkit.run.submission.handle import Run
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 

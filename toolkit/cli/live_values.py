@@ -8,7 +8,7 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.config.live import LIVE, LIVE_IN_OWN_LOOPS, set_values
 from toolkit.errors import ConfigError, RequestError, nearest
-from toolkit.launch.record import changes
+from toolkit.run.records import changes
 from toolkit.rundir import RunDir
 
 

@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from toolkit.errors import RequestError
-from toolkit.launch.supervise.error_files import read_error_files
-from toolkit.launch.supervise.facts import first_failure
 from toolkit.open_files import claim_all
+from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.facts import first_failure
 from toolkit.rundir import RunDir
 
 #: A time at the beginning of a line, as the toolkit and Python's logging write it: with the date, or without.

@@ -13,9 +13,9 @@ from itertools import takewhile
 
 from toolkit import hostlist
 from toolkit.errors import RequestError
-from toolkit.launch.record import user_request
-from toolkit.launch.record.user_request import Answer, StackGroup, UserRequest
-from toolkit.launch.submission.handle import attach
+from toolkit.run.records import user_request
+from toolkit.run.records.user_request import Answer, StackGroup, UserRequest
+from toolkit.run.submission.handle import attach
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
@@ -91,7 +91,7 @@ def stacks_page(run: RunDir, answer: Answer) -> str:
     pieces = [f"{run.name}/{run.id}, attempt {answer.attempt}{step}"]
     for group in sorted(answer.groups, key=lambda group: (-len(group.ranks), group.ranks)):
         # Without the frames that start the rank: they are the same in all.
-        own = takewhile(lambda line: "/toolkit/launch/start/rank.py" not in line, group.stack)
+        own = takewhile(lambda line: "/toolkit/run/rank/main.py" not in line, group.stack)
         pieces.append("\n".join([_head(group), *(f"  {_short(run, line)}" for line in own)]))
     if not any(group.stack for group in answer.groups):
         is_early = run.status().state is RunState.STARTING

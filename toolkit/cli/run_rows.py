@@ -18,8 +18,8 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.cli import slow
-from toolkit.launch.record import after, changes, run_jobs, stop_request
 from toolkit.metrics import efficiency, goodput
+from toolkit.run.records import after, changes, run_jobs, stop_request
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.user_cache import cache_dir

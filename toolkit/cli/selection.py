@@ -46,7 +46,7 @@ def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
         except RunNotFoundError as error:
             if error.sweep is None:
                 raise
-            from toolkit.launch.record import sweep_folder
+            from toolkit.run.records import sweep_folder
 
             sweep = sweep_folder.of_name(error.sweep)
             sweeps.append(sweep.path)

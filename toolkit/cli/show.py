@@ -17,11 +17,12 @@ from toolkit import fsio, rundir
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.launch.record import advice, changes, ownership
-from toolkit.launch.record.run_jobs import RunJobs
-from toolkit.launch.record.stop_request import Intent
 from toolkit.metrics import goodput
 from toolkit.process_identity import Life, ProcessIdentity
+from toolkit.run.attempt import advice
+from toolkit.run.records import changes, ownership
+from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records.stop_request import Intent
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name

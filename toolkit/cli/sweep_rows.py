@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.cli import selection
 from toolkit.cli.run_rows import EMPTY
-from toolkit.launch.record.sweep_folder import SweepDir
+from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue

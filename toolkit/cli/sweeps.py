@@ -18,9 +18,9 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.cli import show
 from toolkit.errors import EXIT_FAILED, RequestError
-from toolkit.launch.record import awaited, sweep_folder
-from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.submission.executors import choose_executor
+from toolkit.run.records import awaited, sweep_folder
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.submission.executors import choose_executor
 from toolkit.run_files import RunState
 from toolkit.slurm import shared_queue
 from toolkit.sweep import again, request, submission

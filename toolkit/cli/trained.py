@@ -19,11 +19,11 @@ from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
 from toolkit.errors import RequestError
-from toolkit.launch.job.follow_up import is_for_one_job
-from toolkit.launch.record import awaited
-from toolkit.launch.submission.executors import choose_executor
-from toolkit.launch.submission.handle import Run
-from toolkit.launch.submission.submit import submit_foreign
+from toolkit.run.records import awaited
+from toolkit.run.requeue.follow_up import is_for_one_job
+from toolkit.run.submission.executors import choose_executor
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.submit import submit_foreign
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 

@@ -10,11 +10,12 @@ from toolkit import tracebacks
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import cause, slow
 from toolkit.cli.show import given_words, loss_remark, status_rows, table
-from toolkit.launch.job import node_history, nodes
-from toolkit.launch.record import advice, after, changes
-from toolkit.launch.supervise.error_files import read_error_files
-from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.run.attempt import advice
+from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.facts import Cause, first_failure
+from toolkit.run.job import node_history, nodes
+from toolkit.run.records import after, changes
 from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.why.runs import cause_of

@@ -32,7 +32,7 @@ SPLITS = ("global", "blocks", "hash")
 POLICIES = ("none", "auto_augment", "rand_augment", "trivial_augment", "augmix")
 INTERPOLATIONS = ("bilinear", "bicubic")
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
-FOREIGN_JOB = "toolkit.launch.start.foreign"
+FOREIGN_JOB = "toolkit.nodes.start.foreign"
 
 #: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (
@@ -312,7 +312,7 @@ class JobConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     secrets: dict[str, str] = field(default_factory=dict)  #: variable of the ranks: env, or a file; docs/security.md
-    notify: list[str] = field(default_factory=list)  #: a command that is called at the end: launch/record/notify.py
+    notify: list[str] = field(default_factory=list)  #: a command that is called at the end: run/attempt/notify.py
 
 
 @cache

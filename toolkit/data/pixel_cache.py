@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from toolkit import node_memory
-from toolkit.agent import state_memory
 from toolkit.errors import ConfigError
+from toolkit.nodes.agent import state_memory
 
 _HEAD = 3
 _CHANNELS = 3

@@ -17,10 +17,10 @@ from toolkit.diagnose.versions import versions
 from toolkit.errors import RequestError, SlurmError
 from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest, speed
 from toolkit.health.verdict import NodesReport, judge, prevented
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.line_channel import LineChannel, open_channel
-from toolkit.launch.start.preflight import SharedFolder, command
-from toolkit.launch.submission import executors, sbatch
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.line_channel import LineChannel, open_channel
+from toolkit.nodes.start.preflight import SharedFolder, command
+from toolkit.run.submission import executors, sbatch
 from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment

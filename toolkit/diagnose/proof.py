@@ -17,9 +17,10 @@ from toolkit.diagnose.proof_follower import FOLLOWED, Followed
 from toolkit.diagnose.proof_rank import MEASURED, Measured, submit_follower
 from toolkit.durations import in_units
 from toolkit.errors import SlurmError, ToolkitError
-from toolkit.launch.record import ownership
-from toolkit.launch.submission.handle import ASK_SLURM_EVERY_S, Run
-from toolkit.launch.submission.submit import submit_foreign
+from toolkit.run.records import ownership
+from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.submit import submit_foreign
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.site_profile import Proof, SiteProfile
 

@@ -76,7 +76,7 @@ def _measure(run: Any) -> None:
 
 def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, str]:
     """Submit a job that runs when ``after`` has ended. Return its id, or None and why Slurm refused."""
-    from toolkit.launch.job import follow_up
+    from toolkit.run.requeue import follow_up
     from toolkit.rundir import RunDir
 
     run, slurm = RunDir(run_dir), Slurm()

@@ -20,9 +20,9 @@ from toolkit import fsio, logs, rundir
 from toolkit.diagnose.resume_compare import compare, read
 from toolkit.diagnose.resume_report import CheckPlan, CheckReport
 from toolkit.errors import RequestError
-from toolkit.launch.submission.handle import Run
-from toolkit.launch.submission.resume import resume
-from toolkit.launch.submission.submit import submit
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.resume import resume
+from toolkit.run.submission.submit import submit
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 

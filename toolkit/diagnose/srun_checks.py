@@ -14,10 +14,10 @@ from queue import Empty
 from toolkit import hostlist
 from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
 from toolkit.health.verdict import Heard
-from toolkit.launch.start.launcher import LaunchFailed, RanksExited
-from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
-from toolkit.launch.start.preflight import LIMIT_S
-from toolkit.launch.start.srun import parse_srun_line
+from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
+from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
+from toolkit.nodes.start.preflight import LIMIT_S
+from toolkit.nodes.start.srun import parse_srun_line
 
 #: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0

@@ -23,9 +23,9 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.agent.progress import Standing
 from toolkit.hang import activity, outside_stacks, stacks
 from toolkit.hang.stacks import Stack, main_stack
+from toolkit.nodes.agent.progress import Standing
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0

@@ -1,8 +1,8 @@
 """Decides when an attempt counts as hung, by the nodes' digests and the time. It does nothing else.
 
-*Progress* means that any rank gets on, see :class:`toolkit.agent.progress.NodeProgress`. One rank's progress is enough,
-since the others may wait for it: in a collective, or while rank 0 writes a checkpoint. So a rank that hangs beside
-others is noticed when these have reached the point where they wait for it, and the time counts from there.
+*Progress* means that any rank gets on, see :class:`toolkit.nodes.agent.progress.NodeProgress`. One rank's progress is
+enough, since the others may wait for it: in a collective, or while rank 0 writes a checkpoint. So a rank that hangs
+beside others is noticed when these have reached the point where they wait for it, and the time counts from there.
 
 Time is counted in looks of the supervisor. If the supervisor itself was stopped, by ``scontrol suspend`` or a disk that
 did not answer, that time does not count: the reports of that time are still in its queue.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from toolkit.agent.progress import LONGEST_LOOK_S, Digest
+from toolkit.nodes.agent.progress import LONGEST_LOOK_S, Digest
 
 STUCK_SHARE = 0.5
 #: Until the first step of an attempt has ended: imports from a cold disk and opening the network take long and show no

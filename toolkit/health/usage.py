@@ -32,7 +32,7 @@ _HELD = ("anon", "shmem", "kernel_stack", "pagetables", "percpu", "sock", "slab_
 _HELD_V1 = ("total_rss", "total_shmem")
 #: The toolkit's own processes that import torch beside the ranks. They work at a start alone, so no request for a
 #: processor follows from it.
-_STARTERS = re.compile(r"-m[\0 ]toolkit\.(agent\.zygote|ranks\.store_host)[\0 ]")
+_STARTERS = re.compile(r"-m[\0 ]toolkit\.(nodes\.agent\.zygote|ranks\.store_host)[\0 ]")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit import logs
-from toolkit.agent.progress import MAX_BYTES, RankReport
-from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang.activity import Activity
+from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
+from toolkit.nodes.agent.reports import AgentGoneError, Outbox
 from toolkit.ranks.early_work import EarlyWork
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir

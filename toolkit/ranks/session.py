@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from toolkit import error_file, logs, rundir, signals, trust
-from toolkit.agent import reports
 from toolkit.config import DistConfig
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.hang.activity import Activity
+from toolkit.nodes.agent import reports
 from toolkit.process_identity import ProcessIdentity
 from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.device import agree, choose_backend, choose_device, mpi_module

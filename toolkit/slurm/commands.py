@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from toolkit import outages
 from toolkit.errors import SlurmError
 from toolkit.slurm import site_profile
 from toolkit.slurm.environment import plain_environment, submit_environment
@@ -412,3 +413,8 @@ _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re
 #: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects; ``%o`` the
 #: batch script with its whole path.
 _SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%S|%r|%o")
+
+
+def settings_of(slurm: SlurmCommands) -> Settings:
+    """Return the site's settings; Slurm's defaults where it does not answer at once."""
+    return outages.ask(slurm.settings, "Slurm does not say how it is set up", wait_s=0.0) or Settings()

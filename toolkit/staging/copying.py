@@ -1,8 +1,8 @@
 """Copies packages to a disk of this node, and keeps them while the agent lives.
 
-:mod:`toolkit.agent.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets
-its name when all of it is unpacked and the package was whole. While a process uses it, three things are locked: a file,
-for the jobs that share it; the copy's folder, in case that file was removed; and the folder of all copies, which
+:mod:`toolkit.nodes.agent.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy
+gets its name when all of it is unpacked and the package was whole. While a process uses it, three things are locked: a
+file, for the jobs that share it; the copy's folder, in case that file was removed; and the folder of all copies, which
 systemd-tmpfiles then leaves alone.
 """
 

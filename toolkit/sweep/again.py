@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from toolkit.errors import RequestError
-from toolkit.launch.record import ownership, run_jobs, stop_request
-from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.run_jobs import RunJobs
-from toolkit.launch.record.stop_request import Intent
-from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.submission.handle import attach
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.records import ownership, run_jobs, stop_request
+from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.submission.handle import attach
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name

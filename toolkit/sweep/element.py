@@ -13,10 +13,10 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.errors import DamagedFileError
-from toolkit.launch.job import nodes
-from toolkit.launch.record import ownership, stop_request
-from toolkit.launch.record.sweep_folder import Array, SweepDir
-from toolkit.launch.submission.handle import attach
+from toolkit.run.job import nodes
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.sweep_folder import Array, SweepDir
+from toolkit.run.submission.handle import attach
 from toolkit.run_files import RunResult, RunState
 from toolkit.rundir import RunDir
 
@@ -31,7 +31,7 @@ def main(points_path: str, index: int, token: str | None) -> None:
 
     A run that belongs to another job is left alone.
     """
-    from toolkit.launch.supervise.entry import supervise
+    from toolkit.run.supervise.entry import supervise
 
     fsio.keep_private()
     logs.setup("sweep")

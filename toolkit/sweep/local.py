@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, logs
+from toolkit import fsio, logs, outages
 from toolkit.errors import TakenError, ToolkitError
-from toolkit.launch import outages
-from toolkit.launch.record import ownership, sweep_folder
-from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.sweep_folder import Point, SweepDir
-from toolkit.launch.submission import executors, snapshot
-from toolkit.launch.submission.handle import Run, attach
-from toolkit.launch.submission.resume import resume
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.prepare import snapshot
+from toolkit.run.records import ownership, sweep_folder
+from toolkit.run.records.sweep_folder import Point, SweepDir
+from toolkit.run.submission import executors
+from toolkit.run.submission.handle import Run, attach
+from toolkit.run.submission.resume import resume
 from toolkit.run_files import RunState
 
 LOOK_EVERY_S = 0.5

@@ -20,8 +20,8 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.config import JobConfig, JobFiles
 from toolkit.errors import ConfigError, RequestError
-from toolkit.launch.record import awaited
-from toolkit.launch.submission import prepare
+from toolkit.run.prepare import new_run as prepare
+from toolkit.run.records import awaited
 from toolkit.run_files import AfterRecord
 from toolkit.sweep.axes import Axis, Discrete, Values
 from toolkit.sweep.learnt import Tried

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.errors import SlurmError
-from toolkit.launch.record import after, sweep_folder
-from toolkit.launch.record.run_jobs import RunJobs
-from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.launch.supervise.facts import is_halved
-from toolkit.run_files import RunState
+from toolkit.run.records import after, sweep_folder
+from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
+from toolkit.run_files import RunState, is_halved
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name, reasons
 from toolkit.slurm import states as slurm_states

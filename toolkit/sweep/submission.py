@@ -24,12 +24,14 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
-from toolkit.launch.record import after as waiting
-from toolkit.launch.record import awaited, ownership, sweep_folder
-from toolkit.launch.record.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
-from toolkit.launch.submission import prepare, sbatch, snapshot
-from toolkit.launch.submission.executors import choose_executor
-from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.run.prepare import new_run as prepare
+from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.records import after as waiting
+from toolkit.run.records import awaited, ownership, sweep_folder
+from toolkit.run.records.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
+from toolkit.run.submission import sbatch
+from toolkit.run.submission.executors import choose_executor
 from toolkit.run_files import AfterRecord
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands

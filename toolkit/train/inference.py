@@ -24,8 +24,8 @@ from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
 from toolkit.data.loader import eval_batches
 from toolkit.data.pictures import Pictures
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch.start.user_job import job_class, load, params_of
 from toolkit.ranks.batch import Batch, Share
+from toolkit.run.rank.user_job import job_class, load, params_of
 from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast

@@ -15,18 +15,18 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from toolkit.agent import preimports
 from toolkit.checkpoint.reader import Loaded
 from toolkit.errors import StoppedError
 from toolkit.hang import activity
-from toolkit.launch.record import user_request
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
+from toolkit.nodes.agent import preimports
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
+from toolkit.run.records import user_request
 from toolkit.run_files import STOPPED_PHASE
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.on_request import OnRequest

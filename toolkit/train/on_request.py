@@ -16,10 +16,10 @@ from typing import Any
 
 from toolkit import logs
 from toolkit.errors import RequestError
-from toolkit.launch.record import changes, user_request
-from toolkit.launch.record.changes import Change
-from toolkit.launch.record.user_request import Answer, UserRequest, Wish
 from toolkit.ranks.session import Session
+from toolkit.run.records import changes, user_request
+from toolkit.run.records.changes import Change
+from toolkit.run.records.user_request import Answer, UserRequest, Wish
 from toolkit.rundir import RunDir
 from toolkit.train.profile import StepProfile
 

@@ -30,12 +30,12 @@ from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.errors import ConfigError
 from toolkit.hang import activity
-from toolkit.launch.start.rank import joined
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
+from toolkit.run.rank.main import joined
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, advice_about, inner_of, seeder
 from toolkit.train.log_window import gather_json, means_by_tag

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from toolkit import fsio, logs
-from toolkit.launch.record.user_request import Answer
+from toolkit.run.records.user_request import Answer
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
 LAST_WAIT_S = 20.0

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from toolkit import logs, signals
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.launch.start import script_end
 from toolkit.ranks.session import Session, open_session
+from toolkit.run.rank import script_end
 from toolkit.train.gpu_settings import apply_gpu_settings
 from toolkit.train.own_loop import TrainingRun, join_once
 from toolkit.train.seeds import prepare

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.launch.supervise.error_files import read_error_files
-from toolkit.launch.supervise.facts import Cause, RankFailure
+from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.facts import Cause, RankFailure
 from toolkit.run_files import AttemptRecord, RunState
 from toolkit.rundir import RunDir
 from toolkit.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.waiting import wait_for
-from toolkit.launch.submission.handle import Run
-from toolkit.launch.submission.submit import submit_command
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.submit import submit_command
 from toolkit.run_files import RunState
 
 SCRIPTS = Path(__file__).parent / "scripts"

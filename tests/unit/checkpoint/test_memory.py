@@ -17,7 +17,6 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks
 from toolkit import node_memory
-from toolkit.agent.state_memory import NodeFiles, paths_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_file import MemoryFile
@@ -25,6 +24,7 @@ from toolkit.checkpoint.memory_links import Receiver, Role, Sender
 from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
 from toolkit.checkpoint.memory_seat import Seat
 from toolkit.checkpoint.reader import Loaded
+from toolkit.nodes.agent.state_memory import NodeFiles, paths_of
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 #: How many ranks each node has.

@@ -20,7 +20,7 @@ from toolkit.cli import main as cli
 from toolkit.config import job_module
 from toolkit.config.schema import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
-from toolkit.launch.job.allocation import Allocation
+from toolkit.nodes.allocation import Allocation
 from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 

@@ -20,8 +20,8 @@ from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
-from toolkit.launch.record import stop_request
-from toolkit.launch.record.stop_request import Intent
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus

@@ -13,8 +13,8 @@ from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch.record import advice
-from toolkit.launch.submission import submit
+from toolkit.run.attempt import advice
+from toolkit.run.submission import submit
 from toolkit.run_files import AttemptRecord
 
 Call = tuple[str, list[str], list[str], dict[str, Any]]

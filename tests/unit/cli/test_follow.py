@@ -12,8 +12,8 @@ from rich.console import Console
 from toolkit import rundir
 from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
-from toolkit.launch.submission.handle import Run
 from toolkit.metrics.goodput import PARTS
+from toolkit.run.submission.handle import Run
 from toolkit.run_files import RunProgress, RunResult, RunStatus
 
 TRAINING: dict[str, Any] = {

@@ -16,7 +16,8 @@ from toolkit import fsio, rundir
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch.submission import handle
+from toolkit.run.records import submitted_run
+from toolkit.run.submission import handle
 from toolkit.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
@@ -307,7 +308,8 @@ def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its job belongs to another cluster on the same file system."""
-    monkeypatch.setattr(handle, "Slurm", FakeSlurm)
+    for module in (handle, submitted_run):
+        monkeypatch.setattr(module, "Slurm", FakeSlurm)
     monkeypatch.setattr(commands, "Slurm", FakeSlurm)
     run.clear_result()
     now = time.time()

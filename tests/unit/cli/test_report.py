@@ -24,8 +24,8 @@ from toolkit.cli.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart
 from toolkit.cli.report.curves import Curve, is_aside
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch.job import nodes
 from toolkit.metrics.sinks import JsonlSink
+from toolkit.run.job import nodes
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 

@@ -23,7 +23,7 @@ from toolkit.cli import show
 from toolkit.cli import watch as watching
 from toolkit.cli.run_rows import RowCache
 from toolkit.cli.watch import Watch
-from toolkit.launch.record.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
+from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue

@@ -9,7 +9,7 @@ import pytest
 from toolkit.config import JobConfig
 from toolkit.config.counted_steps import counted_anew
 from toolkit.config.source import PythonSource
-from toolkit.launch.submission.prepare import check_submittable
+from toolkit.run.prepare.new_run import check_submittable
 
 SCRIPT = """import toolkit
 with toolkit.start() as run:

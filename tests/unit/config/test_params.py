@@ -176,7 +176,7 @@ def test_a_job_without_params_says_how_to_declare_them(text: str, says: str, job
 
 def test_a_foreign_script_has_no_params(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"params: a script that knows nothing of the toolkit has none"):
-        load_config(None, ["params.width=3", "job=toolkit.launch.start.foreign"])
+        load_config(None, ["params.width=3", "job=toolkit.nodes.start.foreign"])
 
 
 def test_a_job_that_is_not_there_is_named_where_params_need_it(job: Path) -> None:

@@ -16,8 +16,8 @@ from toolkit.cli.main import main
 from toolkit.diagnose import proof
 from toolkit.diagnose.proof_follower import FOLLOWED, Followed
 from toolkit.diagnose.proof_rank import MEASURED, Measured
-from toolkit.launch.submission.handle import Run
-from toolkit.launch.supervise.facts import Cause, Decision
+from toolkit.run.attempt.facts import Cause, Decision
+from toolkit.run.submission.handle import Run
 from toolkit.run_files import AttemptRecord, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm

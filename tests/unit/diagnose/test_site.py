@@ -17,7 +17,7 @@ from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
 from toolkit.diagnose import doctor, site_page
 from toolkit.errors import ConfigError
-from toolkit.launch.submission import site_checks
+from toolkit.run.prepare import site_checks
 from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobRow

@@ -14,7 +14,7 @@ from toolkit.diagnose import srun_checks
 from toolkit.diagnose.srun_checks import ask_nodes
 from toolkit.health import CheckAnswer, CheckRequest, Finding, ok
 from toolkit.health.verdict import NodesReport, judge
-from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
+from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 REQUEST = CheckRequest("/runs/.preflight", "word", [1, 2, 3, 4])

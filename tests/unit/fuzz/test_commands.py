@@ -22,10 +22,10 @@ from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
 from toolkit.diagnose import doctor, resume_check
 from toolkit.errors import RequestError
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import rank
-from toolkit.launch.submission import executors, inside_allocation
-from toolkit.launch.submission.handle import Run
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.rank import main as rank
+from toolkit.run.submission import executors, inside_allocation
+from toolkit.run.submission.handle import Run
 from toolkit.run_files import RunResult
 from toolkit.slurm import placement
 

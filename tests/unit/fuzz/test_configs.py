@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, seclude
 from toolkit.config import all_keys, dump_config, load_config, validate
 from toolkit.errors import RequestError
-from toolkit.launch.submission import submit
+from toolkit.run.submission import submit
 
 NUMBERS = [
     *("0", "-0", "-1", "1", "2", "3", "7", "1.5", "-1.5", "1e3", "1e308", "1e999", "-1e999", ".inf", "-.inf"),
@@ -38,7 +38,7 @@ WORDS = [
     *("node[1-", "n[1-3]", "n[3-1]", "n1,n2,,", "--wrap", "-x", "=", "==", "a=b", ",", ";", "a;b", "&&"),
     *("x" * 300, "x" * 70_000),
     *("jobs.classify", "jobs.nothing", "jobs", "sys", "os.path", "1.2", "..", ".a", "a."),
-    *("toolkit.launch.start.foreign", "encodings"),
+    *("toolkit.nodes.start.foreign", "encodings"),
     *("2026-01-01", "2026-01-01T00:00:00Z", "0755", "1.10", "1e5", "docker://x", "x.sqsh", "[" * 300, "{a: " * 200),
 ]
 ODD = st.one_of(

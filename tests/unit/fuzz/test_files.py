@@ -20,27 +20,27 @@ import safetensors.numpy
 
 from tests.unit.fuzz.damage import Damaged, damaged
 from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
-from tests.unit.launch.test_supervisor import Ranks, completes
+from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
-from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest, TensorPart, TensorRecord, ValueRecord
 from toolkit.config import JobConfig
 from toolkit.errors import ToolkitError
-from toolkit.launch.job import nodes
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.record import stop_request
-from toolkit.launch.record.journal import Journal
-from toolkit.launch.start import foreign
-from toolkit.launch.submission import executors
-from toolkit.launch.submission.handle import Run
-from toolkit.launch.supervise import attempt_loop
-from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.facts import Cause, Decision, RankFailure, Verdict
-from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import foreign
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import Cause, Decision, RankFailure, Verdict
+from toolkit.run.attempt.journal import Journal
+from toolkit.run.job import nodes
+from toolkit.run.job.nodes import Nodes
+from toolkit.run.records import stop_request
+from toolkit.run.submission import executors
+from toolkit.run.submission.handle import Run
+from toolkit.run.supervise import attempt_loop
+from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.run_files import OwnerRecord, RunProgress, RunState, Straggler
 from toolkit.rundir import RunDir
 

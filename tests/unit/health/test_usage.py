@@ -157,7 +157,7 @@ def test_what_is_imported_for_a_start_is_no_peak(tmp_path: Path) -> None:
         now = 1000.0 + seconds
         proc.add(12, "rank", 11, 5 * tick * seconds // 10, title="python -m job")
         if of_zygote:
-            proc.add(13, "python", 11, of_zygote * tick, title="python -P -m toolkit.agent.zygote 10 ranks")
+            proc.add(13, "python", 11, of_zygote * tick, title="python -P -m toolkit.nodes.agent.zygote 10 ranks")
         else:
             proc.end(13)
             proc.add(11, "agent", 1, 8 * tick)

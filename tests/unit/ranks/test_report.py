@@ -20,12 +20,12 @@ from torch.distributed import HashStore
 
 from tests.waiting import PATIENCE, wait_for
 from toolkit import rundir
-from toolkit.agent import progress
-from toolkit.agent.progress import MAX_BYTES, RankReport
-from toolkit.agent.reports import AgentGoneError, Inbox, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang import activity as activity_words
 from toolkit.hang.activity import Activity
+from toolkit.nodes.agent import progress
+from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
+from toolkit.nodes.agent.reports import AgentGoneError, Inbox, Outbox
 from toolkit.ranks import report, store_host
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
@@ -181,7 +181,7 @@ RANK = """
 import sys, threading
 from toolkit import logs
 from toolkit.hang.activity import Activity
-from toolkit.agent.reports import Outbox
+from toolkit.nodes.agent.reports import Outbox
 from toolkit.ranks.report import AgentReporter
 
 logs.setup("rank 1/2 node2")

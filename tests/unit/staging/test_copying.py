@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import chaos, staging
-from toolkit.agent.relay import RelayRequest
+from toolkit.nodes.agent.relay import RelayRequest
 from toolkit.staging import copying, disks, package, whole
 from toolkit.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
@@ -248,7 +248,7 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
     made = packed(source, tmp_path / "cache")
     other_nodes, channel = socket.socketpair()
     request = json.dumps(RelayRequest(CopyRequest((made,), str(node)), (), False, "", channel.fileno()).to_json())
-    command, handles = [sys.executable, "-m", "toolkit.agent.relay"], [channel.fileno()]
+    command, handles = [sys.executable, "-m", "toolkit.nodes.agent.relay"], [channel.fileno()]
     pipe = subprocess.PIPE
     jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=handles) for _ in range(2)]
     try:

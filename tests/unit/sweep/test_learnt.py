@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.sweep.test_submission import SlurmOnDisk, killed, project, submit
 from toolkit.errors import RequestError
-from toolkit.launch.record import sweep_folder
-from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.sweep_folder import Point, SweepDir
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.records import sweep_folder
+from toolkit.run.records.sweep_folder import Point, SweepDir
 from toolkit.run_files import RunResult, RunState
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.sweep import learnt

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.unit.sweep.test_submission import project
+from toolkit import outages
 from toolkit.cli import show
 from toolkit.cli.main import main
-from toolkit.launch import outages
-from toolkit.launch.record import awaited, ownership, sweep_folder
-from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.submission import executors
-from toolkit.launch.submission.handle import Run
 from toolkit.process_identity import ProcessIdentity
+from toolkit.run.records import awaited, ownership, sweep_folder
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.submission import executors
+from toolkit.run.submission.handle import Run
 from toolkit.run_files import AfterRecord, RunResult, RunState
 from toolkit.rundir import RunDir
 from toolkit.sweep import again, local, request, submission

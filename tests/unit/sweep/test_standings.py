@@ -14,12 +14,12 @@ from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.job.nodes import Nodes, remembered
-from toolkit.launch.record import ownership, stop_request, sweep_folder
-from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.sweep_folder import SweepDir
-from toolkit.launch.submission import handle
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.job.nodes import Nodes, remembered
+from toolkit.run.records import ownership, stop_request, submitted_run, sweep_folder
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.submission import handle
 from toolkit.run_files import RunProgress, RunResult, RunState
 from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
@@ -142,7 +142,8 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.
         assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
     # An earlier version has written such results. Its job has the run still.
     write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
-    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
+    for module in (handle, submitted_run):
+        monkeypatch.setattr(module, "Slurm", lambda: slurm)
     monkeypatch.setattr(element, "ENDING_S", 0.0)
     retry_all(sent.sweep, slurm)
     retried = sent.sweep.arrays()[-1]
@@ -272,7 +273,8 @@ def test_a_point_that_its_sweep_is_to_run_again_can_be_told_not_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     slurm = FakeSlurm()
-    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
+    for module in (handle, submitted_run):
+        monkeypatch.setattr(module, "Slurm", lambda: slurm)
     sent = submit(slurm, "train.seed=0..1")
     runs = [sent.sweep.run_of(point) for point in sent.sweep.arrays()[0].points()]
     for index, run in enumerate(runs):

@@ -17,9 +17,9 @@ import pytest
 from toolkit import config as configs
 from toolkit import testing
 from toolkit.errors import ConfigError, DamagedFileError, RequestError
-from toolkit.launch.record import ownership, sweep_folder
-from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.sweep_folder import SweepDir
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.records import ownership, sweep_folder
+from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run_files import RunState
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.sweep import element, points, request, submission

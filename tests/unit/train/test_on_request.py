@@ -24,12 +24,12 @@ from toolkit.cli import compare, live_values
 from toolkit.config import JobConfig
 from toolkit.config.live import LIVE, set_values
 from toolkit.errors import ConfigError, RequestError
-from toolkit.launch.record import changes, user_request
-from toolkit.launch.record.changes import Change, in_force
-from toolkit.launch.record.user_request import Answer, UserRequest, Wish
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
+from toolkit.run.records import changes, user_request
+from toolkit.run.records.changes import Change, in_force
+from toolkit.run.records.user_request import Answer, UserRequest, Wish
 from toolkit.rundir import RunDir
 from toolkit.train import profile
 from toolkit.train.on_request import OnRequest

@@ -30,7 +30,7 @@ def run(args: Namespace) -> int:
     from toolkit.cli import show
     from toolkit.diagnose import doctor
     from toolkit.diagnose.versions import versions
-    from toolkit.launch.job import node_history
+    from toolkit.run.job import node_history
 
     files = [word for word in args.overrides if "=" not in word]
     if len(files) > 1 or (args.nodes is not None and args.nodes < 1):

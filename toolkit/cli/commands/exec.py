@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int | None:
     from toolkit.cli import follow
-    from toolkit.launch.submission import submit
+    from toolkit.run.submission import submit
 
     if not args.words:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")

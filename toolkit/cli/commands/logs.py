@@ -89,7 +89,7 @@ def run(args: Namespace) -> None:
 
 def _is_lost(run: RunDir, idle_reads: int) -> bool:
     """True if no process is left that could write more. Looked up each half minute in which nothing was written."""
-    from toolkit.launch.submission import handle
+    from toolkit.run.submission import handle
     from toolkit.slurm import shared_queue
 
     if idle_reads % LOOK_EVERY != LOOK_EVERY - 1:

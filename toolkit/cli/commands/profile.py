@@ -23,7 +23,7 @@ def run(args: Namespace) -> None:
 
     from toolkit import rundir
     from toolkit.errors import RequestError
-    from toolkit.launch.record.user_request import UserRequest, Wish
+    from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     if not 1 <= args.steps <= on_demand.MOST_STEPS:

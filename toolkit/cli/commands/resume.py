@@ -29,8 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit.cli import follow
-    from toolkit.launch.submission import rates, snapshot
-    from toolkit.launch.submission.resume import resume
+    from toolkit.run.prepare import snapshot
+    from toolkit.run.submission import rates
+    from toolkit.run.submission.resume import resume
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)

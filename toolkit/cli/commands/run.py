@@ -10,6 +10,6 @@ EXAMPLES = (("toolkit run configs/digits_ddp.yaml train.epochs=1", "one rank, al
 
 
 def run(args: Namespace) -> int:
-    from toolkit.launch.start.rank import run_rank
+    from toolkit.run.rank.main import run_rank
 
     return run_rank(args.config, args.overrides)

@@ -21,7 +21,7 @@ def run(args: Namespace) -> None:
 
     from toolkit import rundir
     from toolkit.cli import live_values
-    from toolkit.launch.record.user_request import UserRequest, Wish
+    from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     on_demand.refuse_unless_running(of)

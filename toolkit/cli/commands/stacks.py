@@ -19,7 +19,7 @@ def run(args: Namespace) -> None:
 
     from toolkit import rundir
     from toolkit.cli import on_demand, show
-    from toolkit.launch.record.user_request import UserRequest, Wish
+    from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     if args.rank is not None:

@@ -23,8 +23,9 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     If the run has ended or was asked before, print that instead.
     """
     from toolkit import rundir
-    from toolkit.launch.record import advice, stop_request
-    from toolkit.launch.submission.handle import attach, withdraw_retry
+    from toolkit.run.attempt import advice
+    from toolkit.run.records import stop_request
+    from toolkit.run.submission.handle import attach, withdraw_retry
 
     run = rundir.find(name)
     result = run.result()

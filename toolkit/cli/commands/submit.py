@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int | None:
-    from toolkit.launch.submission import submit
+    from toolkit.run.submission import submit
 
     if args.dry_run:
         print(submit.dry_run(args.config, args.overrides, executor=args.executor, after=args.after))

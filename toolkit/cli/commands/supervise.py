@@ -10,6 +10,6 @@ EXAMPLES = (("toolkit supervise configs/digits_ddp.yaml", "inside your own sbatc
 
 
 def run(args: Namespace) -> None:
-    from toolkit.launch.submission import inside_allocation
+    from toolkit.run.submission import inside_allocation
 
     inside_allocation.supervise(args.config, args.overrides)

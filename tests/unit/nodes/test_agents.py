@@ -1,0 +1,916 @@
+"""The launcher with a real agent on this machine. The ranks are shell scripts: a zygote takes seconds to start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Timer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.nodes.test_reports import another_user, as_root
+from tests.unit.nodes.test_steps import await_true, gone
+from tests.waiting import wait_for
+from toolkit import rundir, staging
+from toolkit.hang import stacks
+from toolkit.nodes.agent import connections
+from toolkit.nodes.agent.link import AuthenticatedLink
+from toolkit.nodes.agent.progress import Digest, RankReport, Standing
+from toolkit.nodes.agent.reports import AgentGoneError, Outbox, addresses
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import agent_links, agent_starters, agents, children
+from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.nodes.start.agent_starters import LocalAgent
+from toolkit.nodes.start.agents import Agents, Endpoint
+from toolkit.nodes.start.launcher import (
+    AllRanksEnded,
+    FirstReports,
+    LaunchFailed,
+    MainReport,
+    Progress,
+    RanksExited,
+    RanksFinished,
+    RunningRanks,
+)
+from toolkit.nodes.start.store import StoreHostEnded
+from toolkit.run.supervise import hang_investigation
+from toolkit.slurm.commands import Settings
+from toolkit.staging import package
+from toolkit.staging.copying import CopyRequest
+from toolkit.staging.package import PackageSource, PackRequest
+
+TIMEOUT_S = 20
+#: A store that prints its port, and notes the lines that it gets.
+STORE = """echo '{"port": 7}'; while read line; do echo "$line" >> told; done"""
+
+
+class Shell:
+    """Stands for a container: starts a script instead of the store."""
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+
+    def command(self, module: Sequence[str]) -> list[str]:
+        return ["sh", "-c", self._script]
+
+
+class Site:
+    """A run, the launcher of its ranks, and the events of these ranks."""
+
+    def __init__(self, folder: Path, ranks: int = 1, store: str = STORE, settings: Settings | None = None) -> None:
+        self.run = rundir.create("agents", folder)
+        self.allocation = Allocation(("here",), (ranks,), 1)
+        self.starter = LocalAgent(self.run)
+        self.endpoint = Endpoint.open(self.run, self.allocation.hosts, os.environ)
+        self.attempt, self._shell = 0, Shell(store)
+        self._settings = [] if settings is None else [lambda: settings]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin as the run's supervisor, the first one or a later one."""
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.agents = Agents(self.run, self.allocation, self.starter, self.endpoint)
+        shell: Any = self._shell
+        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell, *self._settings)
+
+    def die(self) -> None:
+        """End as by SIGKILL, without a message to the agents."""
+        links = self.agents.links
+        links.call(links.close)
+        await_true(lambda: links._waker.fileno() < 0)
+
+    def close(self) -> None:
+        self.agents.close()
+        self.endpoint.listening.close()
+
+    def start(self, script: str, **environ: str) -> RunningRanks:
+        self.attempt += 1
+        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
+        if self.attempt == 1:
+            self.launcher.prepare(self.allocation.hosts, ["sh"], environ, self.events)
+        self.store: Any = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
+        command = ["sh", "-c", script]
+        return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
+
+    def next(self) -> Any:
+        """Return the next event of the ranks or the store. Ends with exit code 0 are left out."""
+        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RanksFinished):
+            pass
+        return event
+
+    @property
+    def agent(self) -> int:
+        (process,) = self.starter._processes
+        return int(process.pid)
+
+    def log(self, rank: int) -> str:
+        return self.run.rank_log(self.attempt, rank).read_text()
+
+
+def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=3)
+    site.start("echo $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT")
+    assert site.next() == AllRanksEnded(0)
+    for rank in range(3):
+        assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
+    site.close()
+
+
+def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=2)
+    step = site.start("[ $RANK = 1 ] && exit 0; sleep 600")
+    assert site.events.get(timeout=TIMEOUT_S) == RanksFinished((1,))
+    step.kill()
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
+    site.close()
+
+
+@pytest.mark.parametrize("signals_all", [False, True])
+def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: Path, signals_all: bool) -> None:
+    """As with proctrack/cgroup. Where Slurm signals all processes itself, the ranks do not get the signal twice."""
+    site = Site(tmp_path, ranks=2, settings=Settings(signals_all=signals_all))
+    step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
+    await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
+    os.kill(site.agent, signal.SIGTERM)
+    if signals_all:
+        step.kill(signal.SIGUSR2)  # by the supervisor
+    assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
+    site.store.close()
+    site.start("true")
+    assert [type(site.next()), site.next()] == [AllRanksEnded, AllRanksEnded(0)]  # the agent has stayed
+    site.close()
+
+
+def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=2)
+    step = site.start("[ $RANK = 1 ] && kill -9 $$; sleep 600")
+    ended = site.next()
+    assert isinstance(ended, RanksExited)
+    assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
+    step.kill()
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
+    site.close()
+
+
+@pytest.mark.parametrize("apart", ["", "setsid "])
+def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) -> None:
+    """Also a process in a session of its own."""
+    note = tmp_path / "pid"
+    site = Site(tmp_path)
+    site.start(f"{apart}sh -c 'echo $$ > {note}; exec sleep 600' & while [ ! -s {note} ]; do sleep 0.01; done; exit 3")
+    ended = site.next()
+    assert isinstance(ended, RanksExited)
+    assert ended.exit_code == 3
+    assert site.next() == AllRanksEnded(3)
+    site.store.close()
+    await_true(lambda: gone(int(note.read_text())))
+    site.close()
+
+
+def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("echo $WORD-$PPID", WORD="one", GONE="1")
+    assert site.next() == AllRanksEnded(0)
+    first = site.log(0)
+    site.store.close()
+    site.start("echo $WORD$GONE-$PPID", WORD="two")
+    assert site.next() == AllRanksEnded(0)
+    assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
+    site.close()
+
+
+def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    environ = dict(os.environ)
+    store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
+    site.launcher.start(2, site.allocation, ["no-such-program"], environ, site.events, store)
+    failed = site.next()
+    assert isinstance(failed, LaunchFailed)
+    assert failed.ranks == (0,)
+    assert "no-such-program" in failed.why
+    assert site.next() == AllRanksEnded(1)
+    site.close()
+
+
+def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    note = tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    os.kill(site.agent, signal.SIGKILL)
+    happened = [site.next(), site.next(), site.next()]
+    assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
+    (ended,) = (event for event in happened if isinstance(event, RanksExited))
+    assert ended.with_agent
+    assert ended.signal == signal.SIGKILL
+    await_true(lambda: gone(int(note.read_text())))
+    site.store.close()
+    site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    site.close()
+
+
+def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "UNHEARD_S", 2.5)
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    stopped = site.agent
+    os.kill(stopped, signal.SIGSTOP)
+    happened = [site.next(), site.next(), site.next()]
+    assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
+    (ended,) = (event for event in happened if isinstance(event, RanksExited))
+    assert "has sent nothing for" in ended.how
+    site.store.close()
+    site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    await_true(lambda: gone(stopped) and gone(int(note.read_text())))
+    site.close()
+
+
+def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Slurm suspends the whole job: all clocks have gone on meanwhile."""
+    site = Site(tmp_path)
+    site.start(f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
+    await_true(lambda: site.agents.links.hosts)
+    monkeypatch.setattr(agents, "UNHEARD_S", 3.0)
+    stopped = Event()
+
+    def stop() -> None:
+        time.sleep(5)  # the thread that serves the links stands still for longer than an agent may be silent
+        stopped.set()
+
+    site.agents.links.call(stop)
+    assert stopped.wait(TIMEOUT_S)
+    (tmp_path / "go").touch()
+    assert site.next() == AllRanksEnded(0)
+    site.close()
+
+
+#: Stands for the agent's program: one whose node is found sick at once.
+SICK_AGENT = """
+import sys
+from toolkit.nodes.agent import node, node_monitor
+SICK = '''echo a driver says something; echo 3; echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
+node_monitor.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
+node_monitor.MONITOR_AFTER_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "pid"
+    command = [sys.executable, "-P", "-c", SICK_AGENT.format(note=note)]
+    usual = agent_starters._command
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site = Site(tmp_path)
+    site.start("exit 0")
+    await_true(lambda: site.agents.sick_hosts == {"here": "hot, full"})
+    assert site.next() == AllRanksEnded(0)
+    site.store.close()  # the last of the node's processes: what they have left is ended now
+    watch = int(note.read_text())
+    site.start("exit 3")
+    site.next()
+    assert not gone(watch)
+    site.close()
+    await_true(lambda: gone(watch))
+
+
+#: Stands for the agent's program, on a node where no process can be forked for a helper.
+FORKLESS_AGENT = """
+import errno, pathlib, sys
+from toolkit.nodes.agent import gpus, helpers, node, node_monitor
+def fail(*_, **__):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+helpers.start_child = fail
+gpus.DRIVER = pathlib.Path("/")
+node_monitor.MONITOR_AFTER_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+class Copying:
+    """Keeps the agents' messages about their copies."""
+
+    def __init__(self) -> None:
+        self.staged: list[Any] = []
+
+    def note_imported(self, host: str, message: Any) -> None: ...
+
+    def note_lost(self, host: str) -> None: ...
+
+    def note_staged(self, host: str, message: Any) -> None:
+        self.staged.append(message)
+
+
+def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]  # replaces the first 4 words of the usual command
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site = Site(tmp_path)
+    site.launcher.copying = copying = Copying()
+    opened(site)
+    site.launcher.stage({"packages": []}, wait_s=60.0)
+    stacks_order = {"do": "stacks", "attempt": 1, "standings": [], "folder": str(tmp_path)}
+    site.agents.request({"here": stacks_order}, site.events)
+    log = site.run.path / "logs"
+    await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
+    await_true(lambda: copying.staged)
+    assert "Resource temporarily unavailable" in copying.staged[0]["problems"][0]
+    check(site, ["true"])
+    assert "cannot be started" in site.next().message["text"]
+    (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
+    for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
+        assert text in said
+    site.close()
+
+
+#: An agent that looks at its copies before each attempt.
+CHECKING_AGENT = """import sys
+from toolkit.nodes.agent import copies, node
+copies.SEEN_FOR_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", CHECKING_AGENT]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    sources = [tmp_path / "set", tmp_path / "file"]
+    sources[0].mkdir()
+    for path in (sources[0] / "part", sources[1]):
+        path.write_text("content")
+    packages = [package.pack(PackageSource(str(each)), PackRequest(str(tmp_path / "cache"), ())) for each in sources]
+    (tmp_path / "node").mkdir()
+    site = Site(tmp_path)
+    site.launcher.copying = copying = Copying()
+    opened(site)
+    site.launcher.stage(CopyRequest(tuple(packages), str(tmp_path / "node")).to_json(), wait_s=60.0)
+    await_true(lambda: copying.staged)
+    copies = copying.staged[0]["copies"]
+    assert [*copies] == [str(each) for each in sources]
+
+    def attempt() -> Any:
+        site.start(f"echo ${staging.VARIABLE}")
+        assert site.next() == AllRanksEnded(0)
+        site.store.close()
+        return json.loads(site.log(0))
+
+    assert attempt() == copies
+    (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
+    assert attempt() == {str(sources[1]): copies[str(sources[1])]}
+    assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
+    site.close()
+
+
+def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path)
+    site.start("true", PYTHONHOME="/nowhere")
+    happened = [site.next(), site.next(), site.next()]
+    assert {type(event) for event in happened} == {LaunchFailed, AllRanksEnded, StoreHostEnded}
+    (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
+    assert "agent-here.log" in failed.why
+    site.close()
+
+
+def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> None:
+    site = Site(tmp_path, store="sleep 600")
+    step = site.start("echo started")
+    step.kill()
+    never_began = site.next()
+    assert isinstance(never_began, RanksExited)
+    assert (never_began.ranks, never_began.how) == ((0,), "killed before it was started")
+    assert site.next() == AllRanksEnded(-signal.SIGKILL)
+    assert not site.run.rank_log(1, 0).exists()
+    site.close()
+
+
+def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the agent, and what it starts, are too
+    site = Site(tmp_path, store=f"echo $$ > pid; {STORE}")
+    site.start("sleep 600")
+    site.store.propose("stop", by="a test")
+    told = tmp_path / "told"
+    await_true(lambda: told.exists() and told.read_text() == '{"propose": "stop", "by": "a test"}\n')
+    site.store.close()
+    await_true(lambda: gone(int((tmp_path / "pid").read_text())))
+    site.close()
+    assert site.events.empty()
+
+
+def test_a_store_that_ends_by_itself_is_reported(tmp_path: Path) -> None:
+    site = Site(tmp_path, store=STORE.partition(";")[0] + "; exit 3")
+    site.start("sleep 600")
+    assert site.next() == StoreHostEnded(3)
+    site.close()
+
+
+def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    note = tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    agent = site.agent
+    site.close()
+    await_true(lambda: gone(agent) and gone(int(note.read_text())))
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers
+
+
+def call(site: Site) -> socket.socket:
+    return socket.create_connection(site.agents._at.listening.getsockname(), timeout=TIMEOUT_S)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_strangers_get_nothing_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
+    monkeypatch.setattr(agent_links, "STRANGER_S", 0.5)
+    monkeypatch.setattr(agent_links, "MAX_STRANGERS", 8)
+    site = Site(tmp_path)
+    step = site.start("sleep 600")
+    await_true(lambda: site.store.port == 7)
+    strangers = [call(site) for _ in range(6)]
+    for stranger, words in zip(
+        strangers,
+        [
+            b"",
+            secrets.token_bytes(1000),
+            secrets.token_bytes(40),
+            secrets.token_bytes(32) + b"\xff" * 40,
+            b"GET / HTTP/1.1\r\n\r\n",
+        ],
+        strict=False,
+    ):
+        stranger.sendall(words)
+    flood = [call(site) for _ in range(40)]
+    for connection in (*strangers, *flood):
+        with connection:
+            assert is_closed(connection)
+    # Nor do they fill the disk with what the supervisor says of them.
+    assert len([line for line in caplog.messages if line.startswith("a connection that is no agent's")]) == 1
+    step.kill()
+    assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
+    site.close()
+
+
+def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp_path: Path) -> None:
+    """They start at the same moment. Before, all but 256 were refused at once, and their nodes had no agents."""
+    listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
+    came: SimpleQueue[str] = SimpleQueue()
+    listener: Any = SimpleNamespace(agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None)
+    listener.admits = lambda *_: True
+    links = agent_links.AgentLinks(listening, secret, listener, hosts)
+    links.start()
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S)) for _ in range(hosts)
+        ]
+        greetings = [agent.recv(32, socket.MSG_WAITALL) for agent in agents]
+        for number, (agent, greeting) in enumerate(zip(agents, greetings, strict=True)):
+            link = AuthenticatedLink(secret, "agent")
+            link.receive(greeting)
+            agent.sendall(link.greeting + link.send({"is": "here", "host": f"node{number}"}))
+        assert {came.get(timeout=TIMEOUT_S) for _ in agents} == {f"node{number}" for number in range(hosts)}
+        links.call(links.close)
+
+
+def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links() -> None:
+    """Before, its connection was closed twice. That ended the thread, and with it the supervisor."""
+    listening, secret = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(32)
+    happened: SimpleQueue[Any] = SimpleQueue()
+    is_busy, gate = Event(), Event()
+    listener: Any = SimpleNamespace(admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None)
+    listener.take_message = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
+    listener.agent_left, listener.broke = lambda host, _: happened.put(host), happened.put
+    links = agent_links.AgentLinks(listening, secret, listener, 2)
+    links.start()
+    with contextlib.ExitStack() as stack:
+        agents = {}
+        for host in ("busy", "lost"):
+            agent = stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S))
+            agents[host] = agent, AuthenticatedLink(secret, "agent")
+            agents[host][1].receive(agent.recv(32, socket.MSG_WAITALL))
+            agent.sendall(agents[host][1].greeting + agents[host][1].send({"is": "here", "host": host}))
+            assert happened.get(timeout=TIMEOUT_S) == host
+        # While the thread is busy both come: the order to drop the node, then the node's own message.
+        for host in ("busy", "lost"):
+            agent, link = agents[host]
+            agent.sendall(link.send({"is": "alive"}))
+            if host == "busy":
+                assert is_busy.wait(TIMEOUT_S)
+                links.call(lambda: links.drop("lost", "given up"))
+        gate.set()
+        assert happened.get(timeout=TIMEOUT_S) == "lost"
+        links.call(lambda: happened.put("still there"))
+        assert happened.get(timeout=TIMEOUT_S) == "still there"
+        links.call(links.close)
+
+
+def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
+    """An agent's messages are worthless on another connection. The supervisor's random bytes are part of the keys."""
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: site.store.port == 7)
+    (peer,) = site.agents.links._peers.values()
+    overheard = AuthenticatedLink(peer.link._secret, "agent")
+    overheard.receive(peer.link.greeting)
+    words = overheard.greeting + overheard.send({"is": "here", "host": "here", "again": False})
+    with call(site) as stranger:
+        stranger.sendall(words)
+        assert is_closed(stranger)
+    site.close()
+
+
+def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(tmp_path: Path) -> None:
+    """Before, the late agent took the other's place. It ended for want of an inbox, and the ranks were lost."""
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: site.store.port == 7)
+    late = AuthenticatedLink(site.endpoint.secret, "agent")
+    with call(site) as connection:
+        here = {"is": "here", "host": "here", "start": 1, "again": False, "relay": None}
+        late.receive(connection.recv(32, socket.MSG_WAITALL))
+        connection.sendall(late.greeting + late.send(here))
+        orders: list[Any] = []
+        while not orders:
+            orders, _ = late.receive(connection.recv(1 << 16))
+    assert orders == [{"do": "leave"}]
+    assert site.agents.links.hosts == {"here"}
+    assert not gone(site.agent)
+    site.close()
+
+
+# ------------------------------------------------------------------------------------------------ checks of the node
+
+
+def opened(site: Site, **environ: str) -> None:
+    site.launcher.prepare(site.allocation.hosts, ["sh"], {**os.environ, **environ}, site.events)
+
+
+def check(site: Site, command: Sequence[str]) -> None:
+    site.agents.request({"here": {"do": "check", "command": command}}, site.events)
+
+
+def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> None:
+    site, before = Site(tmp_path), time.time()
+    opened(site)
+    check(site, ["sh", "-c", "echo $PPID is well"])
+    answered = site.next()
+    assert isinstance(answered, NodeAnswered)
+    assert (answered.host, answered.message["text"]) == ("here", f"{site.agent} is well\n")
+    began, ended = answered.message["began"], answered.message["ended"]
+    assert before < answered.asked < began < ended < answered.received
+    site.close()
+
+
+def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    opened(site)
+    check(site, ["/no/such/program"])
+    assert "/no/such/program" in site.next().message["text"]
+    site.close()
+
+
+def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    site = Site(tmp_path)
+    opened(site)
+    check(site, ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"])
+    await_true(note.exists)
+    site.start("echo started")
+    assert site.next() == AllRanksEnded(0)
+    assert not gone(int(note.read_text())), "a rank's end is not theirs"
+    site.close()
+    await_true(lambda: gone(int(note.read_text())))
+
+
+def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) -> None:
+    """A process with a thread that waits for a dead file server cannot end."""
+    site = Site(tmp_path)
+    opened(site)
+    check(site, ["sh", "-c", "echo well; exec sleep 600"])
+    assert site.next().message["text"] == "well\n"
+    site.close()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path: Path, is_late: bool) -> None:
+    site = Site(tmp_path)
+    opened(site, PYTHONHOME="/nowhere")
+    if is_late:
+        await_true(lambda: bool(site.agents._requests.missing))
+    check(site, ["true"])
+    silent = site.next()
+    assert isinstance(silent, NodeSilent)
+    assert (silent.host, silent.is_certain) == ("here", True)
+    assert "exit code 1" in silent.why
+    site.close()
+
+
+def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp_path: Path) -> None:
+    note = tmp_path / "there"
+    site = Site(tmp_path)
+    opened(site)
+    check(site, ["sh", "-c", f"touch {note}; exec sleep 600"])
+    await_true(note.exists)
+    os.kill(site.agent, signal.SIGKILL)
+    assert site.next() == NodeSilent("here", "its agent has ended", is_certain=False)
+    site.close()
+
+
+def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None:
+    """The kernel lets a connection wait while the listener's queue is full."""
+    site = Site(tmp_path)
+    opened(site)
+    check(site, ["echo", "here"])
+    site.next()
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.9", 0), backlog=0))
+        for _ in range(3):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        await_true(lambda: "127.0.0.9" in connections.unanswered())
+        site.agents.ask_for_unanswered()
+        told = site.next()
+    assert told.host == "here"
+    assert "127.0.0.9" in told.message["addresses"]
+    assert site.agents.host_at("127.0.0.1") == "here"
+    site.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the reports
+
+REPORTS = """
+import os, time
+from toolkit.nodes.agent.progress import RankReport
+from toolkit.nodes.agent.reports import VARIABLE, Outbox, addresses
+
+rank, outbox = int(os.environ["RANK"]), Outbox(addresses(os.environ[VARIABLE]))
+
+def report(phase, step, **more):
+    assert outbox.send(RankReport(1, rank, phase, step, 0, **more).as_bytes(), 20.0)
+
+"""
+
+
+def reporting(folder: Path, lines: str) -> str:
+    """Return the command of a rank that imports no torch. It reports as the toolkit's ranks do."""
+    script = folder / "rank.py"
+    script.write_text(REPORTS + lines)
+    return f"PYTHONPATH={Path(agent_links.__file__).parents[3]} exec {sys.executable} {script}"
+
+
+def until(site: Site, kind: type[Any]) -> list[Any]:
+    """Return the events up to the next one of this kind."""
+    happened = [site.next()]
+    while not isinstance(happened[-1], kind):
+        happened.append(site.next())
+    return happened
+
+
+def test_what_ranks_report_is_told_before_their_end(tmp_path: Path) -> None:
+    """All reports of rank 0 arrive even where ranks end at once. So do the first reports of the others."""
+    site = Site(tmp_path, ranks=3)
+    lines = """
+if rank == 0:
+    report("in a step", 7, fields={"step": 7, "loss": 0.5})
+    report("finishing", 8, result={"step": 8})
+elif rank == 1:
+    report("in a step", 7)
+"""
+    site.start(reporting(tmp_path, lines))
+    happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0), site.log(0)
+    told = [event.report for event in happened if isinstance(event, MainReport)]
+    assert [(report.fields, report.result) for report in told] == [
+        ({"step": 7, "loss": 0.5}, None),
+        (None, {"step": 8}),
+    ]
+    first = [event for event in happened if isinstance(event, FirstReports)]
+    assert {rank for event in first for rank in event.ranks} == {0, 1}
+    assert {(event.attempt, event.host) for event in first} == {(1, "here")}
+    site.close()
+
+
+@as_root
+def test_an_agent_whose_name_another_user_has_taken_has_another_one(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    names = addresses(site.agents.reports_token)
+    with contextlib.closing(Outbox(names[:1])) as outbox:
+        assert outbox.send(b"no report", TIMEOUT_S)
+    os.kill(site.agent, signal.SIGKILL)
+    until(site, AllRanksEnded)
+    site.store.close()
+    with another_user("listen", names[:1]):
+        site.start(reporting(tmp_path, 'report("in a step", 7)'))
+        happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0), site.log(0)
+    site.close()
+
+
+def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=3)
+    site.start(reporting(tmp_path, 'report("in a step", 7 + rank)\ntime.sleep(600)'))
+
+    def all_three() -> Digest | None:
+        event = until(site, Progress)[-1]
+        return event.digest if event.digest.ranks == 3 else None
+
+    digest = wait_for(all_three, TIMEOUT_S, "the reports of all")
+    assert (digest.attempt, digest.moves, digest.least, digest.most) == (1, 3, 7, 9)
+    site.close()
+
+
+def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
+    """Rank 0 has reported and waits. Rank 1 works on something, and rank 2 has not started."""
+    site = Site(tmp_path, ranks=3)
+    site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
+    until(site, FirstReports)
+    folder = site.run.attempt_logs(1)
+    frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
+    for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
+        stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
+    unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
+    groups = hang_investigation.look(site.agents, site.run, 1, unknown, {})
+    assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
+        ((0,), "in barrier", True),
+        ((1,), "has not joined the others", True),
+        ((2,), "has not started", False),
+    ]
+    assert groups[0].place[1] == 7
+    site.close()
+
+
+def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    answers = site.agents.ask({host: {"do": "hear_ranks"} for host in ("here", "away")}, TIMEOUT_S)
+    assert list(answers) == ["here"]
+    site.close()
+
+
+def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: bool(site.agents.links.hosts))
+    os.kill(site.agent, signal.SIGSTOP)
+    Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
+    assert site.agents.ask({"here": {"do": "hear_ranks"}, "away": {"do": "hear_ranks"}}, 10 * TIMEOUT_S) == {}
+    site.close()
+
+
+def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(tmp_path: Path) -> None:
+    """No other process would end these ranks."""
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: bool(site.agents.links.hosts))
+    outbox = Outbox(addresses(site.agents.reports_token))
+    report = RankReport(1, 5, "in a step", 7, 0).as_bytes()
+    assert outbox.send(report, TIMEOUT_S)
+    until(site, FirstReports)
+    site.agents.links.call(lambda: site.agents.links.drop("here", "lost"))
+
+    def is_refused() -> bool:
+        try:
+            return not outbox.send(report)
+        except AgentGoneError:
+            return True
+
+    await_true(is_refused)
+    outbox.close()
+    site.close()
+
+
+def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
+    happened = until(site, AllRanksEnded)
+    assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
+    assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
+    site.close()
+
+
+@pytest.fixture
+def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let agents outlive the thread that started them, which here is the supervisor's."""
+    monkeypatch.setattr(children, "dying_with_us", lambda command, *_, **__: command)
+
+
+@pytest.mark.usefixtures("agents_survive_threads")
+def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = Site(tmp_path, ranks=3)
+    script = f"case $RANK in 0) exit 0;; 1) until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 5;; esac; sleep 600"
+    step: Any = site.start(script)
+    await_true(lambda: step._still_running == {1, 2})
+    site.die()
+    site.begin()  # rank 0 has ended and ranks 1 and 2 run: a new supervisor takes them over
+    ranks = site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events)
+    assert ranks is not None
+    step, store = ranks
+    (tmp_path / "go").touch()
+    ended = site.next()
+    assert (ended.ranks, ended.exit_code) == ((1,), 5)
+    store.propose("stop", by="me")
+    await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
+    step.kill()
+    assert [type(site.next()), site.next()] == [RanksExited, AllRanksEnded(5)]
+    site.close()
+
+
+@pytest.mark.usefixtures("agents_survive_threads")
+def test_what_a_rank_reported_and_how_one_ended_while_nobody_listened_is_not_lost(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    lines = f"""
+import os, time
+report("in a step", 7, fields={{"step": 7}})
+while not os.path.exists("{tmp_path}/go"):
+    time.sleep(0.01)
+report("in a step", 8, fields={{"step": 8}})
+"""
+    site.start(reporting(tmp_path, lines))
+    until(site, FirstReports)
+    site.die()
+    (tmp_path / "go").touch()  # the last report and the end come while there is no supervisor
+    site.begin()
+    assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
+    happened = until(site, AllRanksEnded)
+    assert happened[-1] == AllRanksEnded(0)
+    assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
+    assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
+    site.close()
+
+
+@pytest.mark.usefixtures("agents_survive_threads")
+def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(tmp_path: Path) -> None:
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    site.die()
+    site.begin()
+    assert site.launcher.take_over(2, site.allocation, ["sh"], os.environ, site.events) is None
+    await_true(lambda: gone(int(note.read_text())))
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    site.launcher.prepare(site.allocation.hosts, ["sh"], environ, site.events)
+    site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
+    site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
+    assert site.next() == AllRanksEnded(0)
+    site.close()
+
+
+@pytest.mark.usefixtures("agents_survive_threads")
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_ranks_end_when_no_supervisor_takes_over(
+    tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = "import sys; from toolkit.nodes.agent import node; node.TAKE_OVER_S = 0.5; node.main(sys.argv[1:])"
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", hasty]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    if not is_guarded:
+        site.endpoint.listening.close()
+    site.die()
+    await_true(lambda: gone(int(note.read_text())))
+    await_true(lambda: gone(site.agent))
+    site.endpoint.listening.close()

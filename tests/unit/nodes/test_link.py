@@ -1,0 +1,103 @@
+"""The two ends of a connection understand each other. An end without the secret is refused."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.nodes.agent.link import AuthenticatedLink, Message, StrangerError
+
+SECRET = b"s" * 32
+
+
+def pair(secret: bytes = SECRET) -> tuple[AuthenticatedLink, AuthenticatedLink]:
+    """Return two ends that have greeted each other."""
+    supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(secret, "agent")
+    assert agent.receive(supervisor.greeting) == ([], b"")
+    assert supervisor.receive(agent.greeting) == ([], b"")
+    return supervisor, agent
+
+
+MESSAGES = st.lists(st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=50), max_size=4), max_size=6)
+
+
+@given(MESSAGES, st.lists(st.integers(1, 90), min_size=1, max_size=40))
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[Message], sizes: list[int]) -> None:
+    supervisor, agent = pair()
+    sent, got = b"".join(map(agent.send, messages)), []
+    while sent:
+        piece, sent = sent[: sizes[0]], sent[sizes[0] :]
+        sizes = [*sizes[1:], sizes[0]]
+        got += supervisor.receive(piece)[0]
+    assert got == messages
+
+
+def test_what_is_said_before_the_greeting_follows_it() -> None:
+    supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(SECRET, "agent")
+    assert agent.send({"is": "here"}) == b""
+    assert supervisor.receive(agent.greeting)[0] == []
+    _, answer = agent.receive(supervisor.greeting)
+    assert supervisor.receive(answer)[0] == [{"is": "here"}]
+    assert supervisor.is_genuine
+
+
+def test_who_does_not_know_the_secret_is_a_stranger() -> None:
+    supervisor, agent = pair(secret=b"t" * 32)
+    with pytest.raises(StrangerError):
+        supervisor.receive(agent.send({"is": "here"}))
+    assert not supervisor.is_genuine
+
+
+@given(st.binary(min_size=37, max_size=400))
+def test_garbage_is_refused_and_not_kept(garbage: bytes) -> None:
+    supervisor = AuthenticatedLink(SECRET, "supervisor")
+    supervisor.receive(secrets.token_bytes(32))
+    try:
+        assert supervisor.receive(garbage)[0] == []
+    except StrangerError:
+        return
+    assert not supervisor.is_genuine
+
+
+def test_a_message_of_this_or_another_connection_is_not_taken_again() -> None:
+    supervisor, agent = pair()
+    sent = agent.send({"do": "end"})
+    assert supervisor.receive(sent)[0] == [{"do": "end"}]
+    with pytest.raises(StrangerError):
+        supervisor.receive(sent)
+    another, _ = pair()
+    with pytest.raises(StrangerError):
+        another.receive(sent)
+
+
+def test_a_message_sent_back_to_its_sender_is_not_taken() -> None:
+    supervisor, _ = pair()
+    with pytest.raises(StrangerError):
+        supervisor.receive(supervisor.send({"do": "end"}))
+    mirrored = AuthenticatedLink(SECRET, "supervisor")
+    with pytest.raises(StrangerError):
+        mirrored.receive(mirrored.greeting)
+
+
+@pytest.mark.parametrize("byte", [0, 3, 4, 20, 36, 40])
+def test_a_changed_bit_anywhere_in_a_message_is_noticed(byte: int) -> None:
+    supervisor, agent = pair()
+    supervisor.receive(agent.send({"is": "here"}))
+    frame = bytearray(agent.send({"is": "alive", "time": 12.5}))
+    frame[byte] ^= 1
+    try:
+        assert supervisor.receive(bytes(frame))[0] == []  # a greater length: it is waited for
+        with pytest.raises(StrangerError):
+            supervisor.receive(b"x" * (1 << 16) + b"y" * (1 << 24))
+    except StrangerError:
+        pass
+
+
+def test_a_stranger_cannot_have_much_kept() -> None:
+    supervisor = AuthenticatedLink(SECRET, "supervisor")
+    supervisor.receive(secrets.token_bytes(32))
+    with pytest.raises(StrangerError, match="16777216 bytes"):
+        supervisor.receive((1 << 24).to_bytes(4, "big") + b"\0" * 32)

@@ -1,0 +1,304 @@
+"""The report on nodes that answer, and on nodes that do not. The agents are played."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from toolkit import fsio
+from toolkit.health import CheckAnswer, CheckRequest, Finding, ok, storage
+from toolkit.health.verdict import Heard, NodesReport, judge
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import preflight
+from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.nodes.start.preflight import check_nodes
+
+HOSTS = ["node1", "node2", "node3", "node4"]
+
+
+@dataclass(frozen=True)
+class Play:
+    """The behaviour of one node; by default it is well."""
+
+    findings: Sequence[Finding] = ()
+    lead_s: float = 0.0  #: of its clock
+    after_s: float = 0.0  #: it answers
+    says_instead: str | None = None
+    silent: NodeSilent | None = None
+    never: bool = False
+    writes: bool = True
+
+
+class Agents:
+    """Agents that are played. They put their answers into ``events``, as those of a job do."""
+
+    def __init__(self, plays: Mapping[str, Play], events: SimpleQueue[Any]) -> None:
+        self.requests: dict[str, CheckRequest] = {}
+        self._plays, self._events = plays, events
+
+    def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+        assert heard is self._events
+        for host, order in orders.items():
+            self.requests[host] = CheckRequest(**json.loads(order["command"][-1]))
+            play = self._plays.get(host, Play())
+            if play.after_s:
+                threading.Timer(play.after_s, self._answer, [host, play]).start()
+            else:
+                self._answer(host, play)
+        return 0
+
+    def withdraw(self, number: int) -> None: ...
+
+    def _answer(self, host: str, play: Play) -> None:
+        folder = Path(self.requests[host].folder)
+        if play.never:
+            return
+        if play.silent is not None:
+            self._events.put(play.silent)
+            return
+        if play.writes:
+            os.mknod(folder / host)
+        now = time.time()
+        answer = CheckAnswer(host, now, now, (ok("shared folder", "same"), *play.findings))
+        text = json.dumps(asdict(answer)) + "\n" if play.says_instead is None else play.says_instead
+        message = {"text": text, "began": now + play.lead_s, "ended": now + play.lead_s + 0.001}
+        self._events.put(NodeAnswered(host, message, now, now + 0.001))
+
+
+def examined(
+    tmp_path: Path,
+    plays: Mapping[str, Play],
+    hosts: Sequence[str] = HOSTS,
+    limit_s: float = 30.0,
+    tasks: Sequence[int] | None = None,
+    events: SimpleQueue[Any] | None = None,
+) -> NodesReport:
+    events = SimpleQueue() if events is None else events
+    agents: Any = Agents(plays, events)
+    job = Allocation(tuple(hosts), tuple(tasks or [2] * len(hosts)), 1)
+    return check_nodes(tmp_path, job, agents, events, limit_s=limit_s)
+
+
+def sick(*findings: Finding) -> Play:
+    return Play(findings)
+
+
+def bad(check: str, text: str) -> Finding:
+    return Finding(check, "bad", "?", text)
+
+
+def removed(folder: Path) -> bool:
+    """True if the checks' folder is gone. It is removed while the ranks start."""
+    deadline = time.monotonic() + 20
+    while list(folder.iterdir()) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return not list(folder.iterdir())
+
+
+def test_nothing_is_said_of_healthy_nodes(tmp_path: Path) -> None:
+    report = examined(tmp_path, {})
+    assert report.is_fine
+    assert (report.bad, report.warnings, report.common) == ({}, {}, ())
+    assert report.hosts == tuple(HOSTS)
+    assert report.summary() == [f"checks of 4 nodes: 0 bad, 0 with warnings ({report.took_s:.1f} s)"]
+    assert removed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("play", "words"),
+    [
+        (Play(says_instead="ImportError: no json\n"), "could not be checked (ImportError: no json)"),
+        (Play(says_instead=""), "could not be checked (its checks ended without a word"),
+        (Play(says_instead="42"), "could not be checked (42)"),
+        (
+            Play(says_instead='{"node": "node3", "began": 1, "ended": 1, "findings": [{"check": "cpus"}]}'),
+            "not be checked",
+        ),
+        (Play(silent=NodeSilent("node3", "its agent: exit code 2", is_certain=True)), "its agent: exit code 2"),
+        (sick(bad("cpus", "only 4 of the 8 CPUs")), "only 4 of the 8 CPUs"),
+        (Play(lead_s=90.0), "its clock is 90.0 s ahead of the others'"),
+        (Play(lead_s=-7.0), "its clock is 7.0 s behind the others'"),
+        (Play(writes=False), "is not seen on"),
+    ],
+)
+def test_one_sick_node_is_bad_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play, words: str
+) -> None:
+    monkeypatch.setattr(storage, "SEEN_WITHIN_S", 0.1)
+    report = examined(tmp_path, {"node3": play})
+    assert list(report.bad) == ["node3"]
+    assert words in report.bad["node3"]
+    assert (report.warnings, report.common) == ({}, ())
+    assert f"node3: bad: {report.bad['node3']}" in report.summary()
+
+
+def test_a_clock_that_is_a_little_off_is_a_warning(tmp_path: Path) -> None:
+    report = examined(tmp_path, {"node2": Play(lead_s=2.0)})
+    assert (report.bad, list(report.warnings)) == ({}, ["node2"])
+
+
+def test_where_most_clocks_differ_from_ours_ours_is_wrong(tmp_path: Path) -> None:
+    """The batch host is node1: its own clock always agrees with the supervisor's."""
+    report = examined(tmp_path, dict.fromkeys(HOSTS[1:], Play(lead_s=60.0)))
+    assert list(report.bad) == ["node1"]
+
+
+def test_what_is_wrong_with_every_node_is_no_nodes_fault_and_counted_so_in_the_head(tmp_path: Path) -> None:
+    """Before, the log said "0 bad" and in its next line "every node: bad"."""
+    report = examined(tmp_path, dict.fromkeys(HOSTS, sick(bad("cpus", "only 2 of the 4 CPUs"))))
+    assert (report.bad, report.common) == ({}, ("only 2 of the 4 CPUs",))
+    assert not report.is_fine
+    head, *rest = report.summary()
+    assert head.startswith("checks of 4 nodes: all bad, 0 with warnings")
+    assert rest == ["every node: bad: only 2 of the 4 CPUs"]
+
+
+def test_of_a_single_node_its_own_faults_are_bad_but_a_full_run_folder_is_not(tmp_path: Path) -> None:
+    words = [bad("temp space", "/tmp is full"), bad("run folder space", "runs is full")]
+    report = examined(tmp_path, {"node1": sick(*words)}, HOSTS[:1])
+    assert (report.bad, report.common) == ({"node1": "/tmp is full"}, ("runs is full",))
+
+
+def test_equal_lines_are_one_line_with_all_its_nodes(tmp_path: Path) -> None:
+    slow = sick(Finding("look-up", "warning", "10 s", "takes 10 s"))
+    report = examined(tmp_path, {"node1": slow, "node2": slow, "node4": slow})
+    assert report.summary()[1:] == ["node[1-2,4]: warning: takes 10 s"]
+
+
+@pytest.mark.parametrize(("ports", "severity"), [(2.0, "warnings"), (0.0, "bad")])
+def test_a_node_with_fewer_infiniband_ports_than_most_stands_out(tmp_path: Path, ports: float, severity: str) -> None:
+    well = sick(ok("infiniband", "4", 4.0))
+    report = examined(tmp_path, {**dict.fromkeys(HOSTS, well), "node2": sick(ok("infiniband", "?", ports))})
+    assert list(getattr(report, severity)) == ["node2"]
+
+
+def test_agents_that_cannot_be_started_at_all_say_why_and_blame_nobody(tmp_path: Path) -> None:
+    words = "Unable to create step for job 7: Invalid partition"
+    plays = {host: Play(silent=NodeSilent(host, words, is_certain=False)) for host in HOSTS}
+    report = examined(tmp_path, plays)
+    assert report.bad == {}
+    assert "the checks could not be made" in report.common[0]
+    assert words in report.common[0]
+
+
+def test_a_folder_that_we_cannot_write_to_ourselves_is_the_runs_trouble(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    report = examined(tmp_path / "file", {})
+    assert report.bad == {}
+    assert "Not a directory" in report.common[0]
+
+
+def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(preflight, "FOLDER_LIMIT_S", 0.1)
+    monkeypatch.setattr(fsio, "make_dir", lambda _, parents: released.wait(20))
+    report = examined(tmp_path, {})
+    released.set()
+    assert "no answer within 0.1 s" in report.common[0]
+
+
+def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
+    events: SimpleQueue[Any] = SimpleQueue()
+    agents: Any = Agents({}, events)
+    check_nodes(tmp_path, Allocation(tuple(HOSTS), (2, 1, 2, 0), 3), agents, events)
+    assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 3, 6, 6]
+
+
+# ------------------------------------------------------------------------------------------------- late, and many nodes
+
+
+@pytest.mark.parametrize("silent", [HOSTS[1:2], HOSTS[1:]])
+def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(tmp_path: Path, silent: Sequence[str]) -> None:
+    report = examined(tmp_path, dict.fromkeys(silent, Play(never=True)), limit_s=0.3)
+    assert (report.bad, report.common) == ({}, ())
+    assert report.is_fine
+    assert list(report.warnings) == list(report.unknown) == list(silent)
+    assert "nothing is known of it" in report.warnings["node2"]
+
+
+def test_a_node_whose_agent_was_lost_is_unknown_and_not_bad(tmp_path: Path) -> None:
+    """The network may have been away, or a user has ended the job."""
+    report = examined(tmp_path, {"node2": Play(silent=NodeSilent("node2", "its agent has ended", is_certain=False))})
+    assert (report.bad, report.common, list(report.warnings)) == ({}, (), ["node2"])
+
+
+def test_a_healthy_node_that_answers_late_is_well(tmp_path: Path) -> None:
+    report = examined(tmp_path, {"node3": Play(after_s=0.5)})
+    assert (report.bad, report.warnings, report.common) == ({}, {}, ())
+
+
+def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SPARES_LIMIT_S", 0.1)
+    report = examined(tmp_path, {"node4": Play(never=True)}, tasks=[1, 1, 1, 0])
+    assert report.took_s < 5
+    assert (report.bad, list(report.warnings)) == ({}, ["node4"])
+
+
+def test_a_signal_ends_the_wait_and_is_not_lost(tmp_path: Path) -> None:
+    events: SimpleQueue[Any] = SimpleQueue()
+    threading.Timer(0.2, events.put, ["a signal"]).start()
+    report = examined(tmp_path, {"node2": Play(never=True)}, events=events)
+    assert report.took_s < 5
+    assert events.get_nowait() == "a signal"
+    assert report.bad == {}
+
+
+def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third answers after all others, and a hundred do not answer at all. Before, 1,580 healthy ones were bad."""
+    nodes = 3_000
+    hosts = [f"node{number}" for number in range(nodes)]
+    reads: list[Path] = []
+    read_soon: Callable[..., str | None] = storage.read_soon
+    monkeypatch.setattr(storage, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
+
+    class Many(Agents):
+        def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+            # an order that names all nodes would be sent 3,000 times
+            assert max(len(" ".join(order["command"])) for order in orders.values()) < 1000
+            super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3}, heard)
+            return super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3 == 0}, heard)
+
+    events: SimpleQueue[Any] = SimpleQueue()
+    agents: Any = Many({}, events)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        job = Allocation(tuple(hosts), (8,) * nodes, 12)
+        report = check_nodes(Path(folder), job, agents, events, limit_s=0.1)
+        assert removed(Path(folder))
+    assert (report.bad, report.common) == ({}, ())
+    assert list(report.warnings) == hosts[:100]
+    assert len(report.findings) == nodes
+    assert reads == [], "a look at each node's file takes seconds on a file server: one listing tells"
+
+
+def test_several_findings_of_one_node_are_not_taken_for_a_fault_of_every_node() -> None:
+    """A starved node does not get through any of its checks, each of which then says the same."""
+    slow, ok = Finding("answer", "bad", "none", "does not get through its checks"), Finding("answer", "ok", "in time")
+    starved, well = [slow, slow, slow], [ok]
+    one = judge([Heard("node1", starved), Heard("node2", well), Heard("node3", well)], 1.0)
+    assert (set(one.bad), one.common) == ({"node1"}, ())
+    both = judge([Heard("node1", starved), Heard("node2", starved)], 1.0)
+    assert (both.bad, both.common) == ({}, (slow.text,))
+
+
+def test_a_node_that_answers_at_once_is_not_behind_those_that_answer_late() -> None:
+    """A late answer does not tell when its clock was read. Before, the early one was 10 s "behind the others"."""
+    nodes = [Heard(f"node{number}") for number in range(5)]
+    for number, node in enumerate(nodes):
+        late_s = 5.0 * number
+        answer = CheckAnswer(node.name, 0.0, 0.0, ())
+        node.take(answer, asked=100.0, received=100.1 + late_s, began=100.0 + late_s, ended=100.0 + late_s)
+    report = judge(nodes, 1.0)
+    assert (report.bad, report.warnings) == ({}, {})

@@ -1,0 +1,140 @@
+"""The processes that an agent starts on its node."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import wait_for
+from toolkit.nodes.agent import processes as agent_processes
+from toolkit.nodes.agent import zygote_client
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.processes import Processes
+from toolkit.nodes.agent.zygote_client import ZygoteClient
+
+
+def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Message] = []
+    processes = Processes(selectors.DefaultSelector(), sent.append, None)
+    made: list[int] = []
+    pipe = os.pipe
+
+    def only_one() -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.extend(pipe())
+        return made[0], made[1]
+
+    monkeypatch.setattr(os, "pipe", only_one)
+    store = {"rank": None, "environ": {}, "log": str(tmp_path / "logs/store.log")}
+    common = {"module": None, "command": ["true"], "environ": {}, "unset": [], "cpus_per_task": None}
+    processes.start({"attempt": 3, "gets_signals": False, "processes": [store], **common})
+    assert sent == [{"is": "not_started", "attempt": 3, "rank": None, "why": "[Errno 24] Too many open files"}]
+    for file in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+
+#: Stands for a zygote: says that it has imported, or not even that, and answers nothing more.
+ZYGOTE = """#!{python}
+import socket, sys, time
+agent = socket.socket(fileno=int(sys.argv[4]))
+if {is_ready}:
+    agent.sendall(b'{{"ready": {{"import_s": 0, "waited_s": 0, "learnt": 0, "unclean": null, "has_torch": true}}}}\\n')
+time.sleep(600)
+"""
+
+
+class Node:
+    """The processes of a node with such a zygote, and what is told of them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_ready: bool) -> None:
+        program = folder / "python"
+        program.write_text(ZYGOTE.format(python=sys.executable, is_ready=is_ready))
+        program.chmod(0o700)
+        self.zygotes: list[ZygoteClient] = []
+        self.sent: list[Message] = []
+
+        def client(imports: Path | None, python: str, environ: Mapping[str, str], *, forks: str) -> ZygoteClient:
+            zygote = ZygoteClient(imports, str(program), environ, forks=forks)
+            zygote.is_of_a_copy = False
+            self.zygotes.append(zygote)
+            return zygote
+
+        monkeypatch.setattr(agent_processes, "ZygoteClient", client)
+        self.selector = selectors.DefaultSelector()
+        self.processes = Processes(self.selector, self.sent.append, None)
+        self._log = str(folder / "logs/rank.log")
+
+    def start(self, attempt: int) -> None:
+        """Order a rank that a zygote is to fork."""
+        rank = {"rank": 0, "environ": {}, "log": self._log}
+        common = {"module": ["true"], "command": ["true"], "environ": {}, "unset": [], "cpus_per_task": None}
+        self.processes.start({"attempt": attempt, "gets_signals": False, "processes": [rank], **common})
+
+    def close(self) -> None:
+        self.processes.end_all()
+        for zygote in self.zygotes:
+            zygote._process.wait()
+            zygote._lines.close()
+            zygote.socket.close()
+
+    def serve(self) -> None:
+        """Take what the zygote says."""
+        for key, _ in self.selector.select(20):
+            key.data()
+
+    def await_rank(self, attempt: int) -> None:
+        """Wait for the end of the rank."""
+        (pid,) = self.processes.pids_of_ranks(attempt).values()
+        _, status = os.waitpid(pid, 0)
+        self.processes.note_end(pid, status, ())
+        assert self.sent[-1]["code"] == 0
+
+
+def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote_client, "FORK_S", 0.1)
+    node = Node(tmp_path, monkeypatch, is_ready=True)
+    node.processes.warm()
+    node.serve()
+    node.start(1)
+    node.await_rank(1)  # as a fresh program
+    (silent,) = node.zygotes
+    assert silent._process.wait(20) == -signal.SIGKILL
+    node.serve()
+    node.processes.warm()
+    node.serve()
+    assert [zygote.can_fork for zygote in node.zygotes] == [False, True]
+    node.close()
+
+
+def test_a_zygote_that_is_stopped_while_it_imports_holds_up_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote_client, "STOPPED_S", 0.0)
+    node = Node(tmp_path, monkeypatch, is_ready=False)
+    node.start(1)
+    node.processes.look_at_the_clock()
+    (zygote,) = node.zygotes
+    assert zygote._process.poll() is None  # it still imports
+    os.kill(zygote.pid, signal.SIGSTOP)
+
+    def look() -> bool:
+        node.processes.look_at_the_clock()
+        return zygote._process.poll() is not None
+
+    wait_for(look, 20, "the end of the zygote")
+    node.serve()
+    node.await_rank(1)
+    node.close()

@@ -1,0 +1,163 @@
+"""The progress of a node's ranks, and the digest sent for many ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from toolkit.nodes.agent.progress import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, merge, parse
+
+REPORT = RankReport(1, 3, "in a step", 7, 2)
+
+
+class Node:
+    """The ranks of a node, under a clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.progress = NodeProgress(lambda: self.now)
+
+    def says(self, rank: int, phase: str = "in a step", step: int | None = 7, count: int = 0, attempt: int = 1) -> bool:
+        return self.progress.hear(RankReport(attempt, rank, phase, step, count))
+
+    def pass_s(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.progress.digest()
+
+    @property
+    def digest(self) -> Digest:
+        digest = self.progress.digest()
+        assert digest is not None
+        return digest
+
+
+def test_nothing_is_told_before_the_first_report_and_each_rank_is_new_once() -> None:
+    node = Node()
+    assert node.progress.digest() is None
+    assert [node.says(3), node.says(3), node.says(4)] == [True, False, True]
+    assert (node.digest.ranks, node.digest.silent) == (2, 0)
+
+
+@pytest.mark.parametrize("change", [{"phase": "evaluating"}, {"step": 8}, {"count": 1}])
+def test_a_rank_gets_on_by_its_step_its_counter_or_a_phase(change: dict[str, int]) -> None:
+    node = Node()
+    node.says(3)
+    before = node.digest.moves
+    node.says(3)
+    assert node.digest.moves == before
+    node.says(3, **change)  # type: ignore[arg-type]
+    assert node.digest.moves == before + 1
+
+
+def test_a_rank_that_goes_round_in_circles_gets_nowhere() -> None:
+    node = Node()
+    phases = ["in a step", "waiting for data"]
+    for phase in phases:
+        node.says(3, phase)
+    before = node.digest.moves
+    for phase in 5 * phases:
+        node.says(3, phase)
+    assert node.digest.moves == before
+    node.says(3, phases[0], step=8)
+    assert node.digest.moves == before + 1
+
+
+def test_the_fewest_and_the_most_steps_of_a_node_are_told() -> None:
+    node = Node()
+    node.says(3, step=None)
+    assert (node.digest.least, node.digest.most) == (None, None)
+    node.says(4, step=9)
+    assert (node.digest.least, node.digest.most) == (None, 9)
+    node.says(3, step=2)
+    assert (node.digest.least, node.digest.most) == (2, 9)
+
+
+def test_a_rank_that_is_heard_no_more_is_silent_and_stands_where_it_was() -> None:
+    node = Node()
+    node.says(3)
+    for _ in range(int(SILENT_S) + 2):
+        node.pass_s(1)
+        node.says(4)
+    assert node.digest.silent == 1
+    stopped, waiting = (node.progress.standing(1, rank) for rank in (3, 4))
+    assert stopped is not None
+    assert waiting is not None
+    assert (stopped.is_silent, waiting.is_silent) == (True, False)
+    assert (stopped.phase, stopped.step) == ("in a step", 7)
+    assert stopped.still_s == pytest.approx(SILENT_S + 2)
+    assert node.progress.standing(1, 5) is None
+    assert node.progress.standing(2, 3) is None
+
+
+def test_the_time_in_which_the_whole_node_was_stopped_does_not_count() -> None:
+    node = Node()
+    node.says(3)
+    node.now += 3600
+    standing = node.progress.standing(1, 3)
+    assert standing is not None
+    assert (standing.still_s, standing.is_silent) == (LONGEST_LOOK_S, False)
+
+
+def test_a_new_attempt_begins_anew_and_what_is_left_of_the_last_one_is_ignored() -> None:
+    node = Node()
+    node.says(3, step=90)
+    assert node.says(3, step=60, attempt=2)
+    assert not node.says(4, step=91, attempt=1)
+    assert node.digest == Digest(2, 1, 0, 1, 60, 60)
+
+
+# --------------------------------------------------------------------------------------------------- damaged reports
+
+
+def test_a_report_arrives_as_it_was_sent() -> None:
+    assert parse(REPORT.as_bytes()) == REPORT
+    told = replace(REPORT, rank=0, fields={"loss": 0.5}, result={"step": 7})
+    assert parse(told.as_bytes()) == told
+
+
+ODD: list[dict[str, Any]]
+ODD = [{"attempt": "1"}, {"rank": -1}, {"rank": True}, {"step": 1.5}, {"step": "x"}, {"count": None}, {"phase": 3}]
+ODD += [{"fields": []}, {"fields": "x"}, {"result": 7}, {"more": 1}, {"rank": 2**70}]
+GARBAGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}", REPORT.as_bytes()[:-1]]
+
+
+@pytest.mark.parametrize("data", GARBAGE + [json.dumps({**asdict(REPORT), **odd}).encode() for odd in ODD])
+def test_what_no_rank_can_have_written_is_none(data: bytes) -> None:
+    assert parse(data) is None
+
+
+# --------------------------------------------------------------------------------------------------------- many nodes
+
+
+def test_a_merged_digest_is_that_of_all_ranks() -> None:
+    nodes = [Digest(2, 8, 1, 5, 7, 9), Digest(2, 4, 0, 6, 3, 8), Digest(1, 8, 8, 99, 1, 99)]
+    assert merge(nodes) == Digest(2, 12, 1, 11, 3, 9)
+    assert merge([]) is None
+    assert merge([Digest(1, 1, 0, 1, None, None), Digest(1, 1, 0, 1, 4, 4)]) == Digest(1, 2, 0, 2, None, 4)
+
+
+def test_digests_may_be_merged_in_any_order_and_in_parts() -> None:
+    draw = random.Random(0)
+    step = [None, 1, 5, 9]
+    nodes = [Digest(draw.choice([2, 2, 3]), 8, draw.randrange(8), 3, draw.choice(step), 9) for _ in range(64)]
+    whole = merge(nodes)
+    draw.shuffle(nodes)
+    parts = [merge(nodes[first : first + 7]) for first in range(0, 64, 7)]
+    assert merge(part for part in parts if part is not None) == whole
+
+
+def test_a_digest_of_ten_thousand_nodes_is_as_short_as_of_one_and_merged_quickly() -> None:
+    """Before, reports of 32,768 ranks came every 10 s. The supervisor read each of them."""
+    nodes = [Digest(1, 8, 0, 1000 + number, 123_456, 123_457) for number in range(10_000)]
+    begun = time.monotonic()
+    whole = merge(nodes)
+    assert time.monotonic() - begun < 1
+    assert whole is not None
+    assert whole.ranks == 80_000
+    assert len(json.dumps(asdict(whole))) < 150

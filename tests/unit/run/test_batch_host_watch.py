@@ -1,0 +1,253 @@
+"""When the batch host counts as dead for another node, and when not."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import PATIENCE
+from toolkit import fsio, rundir
+from toolkit.run.job import nodes
+from toolkit.run.job.fate import fate_of_row
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.requeue import batch_host_watch, follow_up
+from toolkit.run.requeue.batch_host_watch import (
+    ASK_SLURM_EVERY_S,
+    LOOK_EVERY_S,
+    SILENT_S,
+    BatchHostWatch,
+    WatchedJob,
+    WatchOver,
+)
+from toolkit.run_files import RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+
+
+class World:
+    """A job on node1 (the batch host) and node2, seen from node2 every ``LOOK_EVERY_S``."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.now = 0.0
+        self.answers = True
+        self.slurm = FakeSlurm()
+        self.job = self.slurm.sbatch(["job.sh"])
+        self.slurm.start(self.job, "node[1-2]")
+        self.updated = 0.0
+        self.speak()
+        watched = WatchedJob(run, self.job, 0, "node1", "10.0.0.1", 6818, supervisor=77, nodes=2)
+        self.watched = watched
+        self.watch = BatchHostWatch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
+
+    def speak(self, state: str = "running") -> None:
+        self.updated += 0.5
+        self.run.write_status(RunStatus.from_json({"state": state, "updated": self.updated}))
+
+    def looks(self, seconds: float, *, speaking: bool) -> str | None:
+        """Return what the watch says within ``seconds``; None if it finds nothing."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += LOOK_EVERY_S
+            if speaking:
+                self.speak()
+            if why := self.watch.look():
+                return why
+        return None
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(rundir.create("test", tmp_path))
+
+
+def test_a_supervisor_that_speaks_is_left_alone(world: World) -> None:
+    world.answers = False
+    assert world.looks(600, speaking=True) is None
+
+
+def test_a_silent_batch_host_that_does_not_answer_is_dead(world: World) -> None:
+    world.answers = False
+    why = world.looks(SILENT_S + 3 * LOOK_EVERY_S, speaking=False)
+    assert why is not None
+    assert "node1" in why
+
+
+def test_a_slow_file_server_is_not_taken_for_a_dead_host(world: World) -> None:
+    assert world.looks(600, speaking=False) is None
+
+
+def test_one_lost_connection_is_not_enough(world: World) -> None:
+    assert world.looks(SILENT_S, speaking=False) is None
+    world.answers = False
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+    world.answers = True
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+    world.answers = False
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+
+
+def test_a_batch_host_that_left_the_nodes_of_the_job_is_dead(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    why = world.looks(ASK_SLURM_EVERY_S + LOOK_EVERY_S, speaking=True)
+    assert why is not None
+    assert "node list" in why
+
+
+def test_a_job_that_slurm_ends_because_its_batch_host_came_back_is_brought_back(world: World) -> None:
+    job = world.slurm._one(world.job)
+    world.slurm._set(job, node_list="node2", state="COMPLETING", reason="JobLaunchFailure")
+    world.watch.hurry()
+    assert "node list" in (world.watch.look() or "")
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.restarts == 1
+
+
+@pytest.mark.parametrize("state", ["completed", "stopped", "failed", "cancelled"])
+def test_the_watch_ends_with_the_run(world: World, state: str) -> None:
+    world.speak(state)
+    with pytest.raises(WatchOver):
+        world.watch.look()
+
+
+def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
+    world.slurm.requeue(world.job)
+    with pytest.raises(WatchOver):
+        world.looks(ASK_SLURM_EVERY_S + LOOK_EVERY_S, speaking=True)
+
+
+def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None:
+    world.slurm.is_up = False
+    assert world.looks(600, speaking=True) is None
+
+
+def test_the_watch_ends_when_another_supervisor_has_taken_over(world: World) -> None:
+    world.run.write_status(RunStatus.from_json({"state": "running", "updated": 9.0, "pid": 77}))
+    assert world.watch.look() is None
+    world.run.write_status(RunStatus.from_json({"state": "running", "updated": 9.5, "pid": 78}))
+    with pytest.raises(WatchOver, match="another supervisor"):
+        world.watch.look()
+
+
+def test_told_to_end_it_asks_slurm_at_once_whether_the_batch_host_has_left(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    assert world.watch.look() is None
+    world.watch.hurry()
+    why = world.watch.look()
+    assert why is not None
+    assert "node list" in why
+
+
+def test_told_to_end_it_stays_with_a_job_that_runs_and_leaves_one_that_ends(world: World) -> None:
+    world.watch.hurry()
+    assert world.looks(60, speaking=True) is None
+    world.slurm.cancel(world.job)
+    with pytest.raises(WatchOver):
+        world.watch.look()
+
+
+def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
+    """The watch runs in a process of its own, as on a node."""
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    code = f"""
+import os, signal, threading
+from pathlib import Path
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.run.requeue import batch_host_watch
+from toolkit.rundir import RunDir
+from toolkit.run_files import RunStatus
+
+slurm = FakeSlurm()
+job = slurm.sbatch(["job.sh"])
+slurm.start(job, "node2")
+batch_host_watch.LOOK_EVERY_S = 3600.0
+threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+run = RunDir(Path({str(world.run.path)!r}))
+watched = batch_host_watch.WatchedJob(run, job, 0, "node1", "127.0.0.1", 1, supervisor=77, nodes=2)
+batch_host_watch.watch_batch_host(watched, slurm)
+print(slurm.show_job(job).restarts)
+"""
+    # the pause of an hour is longer than the limit here: only the signal can end it
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE * 30)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), excluded="node7")
+    nodes.remember(world.run, "node1", "is gone")
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
+
+
+def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the watch failed at every start, and the job ran on without a supervisor."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fsio, "write_atomic", full)
+    monkeypatch.setattr(BatchHostWatch, "look", lambda _: "node1 is gone")
+    monkeypatch.setattr(batch_host_watch, "_END_SIGNALS", set())
+    batch_host_watch.watch_batch_host(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node1"})
+
+
+def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: World) -> None:
+    """Before, it ran on for ever without ranks. The requeue is refused, and the follow-up job waits for its end."""
+    world.slurm._set(world.slurm._one(world.job), can_requeue=False)
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.state == "COMPLETING"
+    assert follow_up.takes_over(world.run, [fate_of_row(row, 0)])
+
+
+def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), can_requeue=False)
+    world.slurm.cancel(world.job)
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert not follow_up.takes_over(world.run, [fate_of_row(row, 0)])
+
+
+def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
+    world.slurm.cancel(world.job)
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+def test_a_job_that_is_cancelled_just_before_the_requeue_stays_so(world: World) -> None:
+    requeue = world.slurm.requeue
+
+    def cancelled_first(job_id: str, *, if_running: bool = False) -> None:
+        world.slurm.cancel(job_id)
+        requeue(job_id, if_running=if_running)
+
+    world.slurm.requeue = cancelled_first
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+def test_a_cancelled_run_is_not_brought_back_from_a_dead_batch_host(world: World) -> None:
+    stop_request.ask(world.run, Intent.CANCEL)
+    batch_host_watch.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.restarts == 0

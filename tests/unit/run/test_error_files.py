@@ -1,0 +1,82 @@
+"""What a failing rank's own file says about its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import error_file, rundir
+from toolkit.errors import ConfigError, JobCodeError, JobFailedError, ToolkitError
+from toolkit.run.attempt.error_files import read_error_file
+from toolkit.run.attempt.facts import RankFailure
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
+    made = rundir.create("digits", tmp_path)
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(made.path))
+    monkeypatch.setenv("TOOLKIT_ATTEMPT", "1")
+    return made
+
+
+def reported(run: rundir.RunDir, error: BaseException) -> RankFailure:
+    """Return what the supervisor reads of a rank that ended with ``error``."""
+    try:
+        raise error
+    except type(error) as raised:
+        error_file.write(raised, 0)
+    return read_error_file(run.error_file(1, 0))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: 4000 bytes"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:98] data. DefaultCPUAllocator: not enough memory"),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("HIP out of memory."),
+        RuntimeError("NCCL Error 1: Cuda failure 2 'out of memory'"),
+    ],
+    ids=str,
+)
+def test_every_way_to_run_out_of_memory_is_known_as_one(run: rundir.RunDir, error: BaseException) -> None:
+    failure = reported(run, error)
+    assert failure.out_of_memory
+    assert not failure.blames_node
+
+
+def test_memory_that_torch_really_does_not_get_is_known_as_one(run: rundir.RunDir) -> None:
+    program = (
+        "import torch; from toolkit import error_file\n"
+        "try: torch.empty(1 << 50)\n"
+        "except RuntimeError as error: error_file.write(error, 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert read_error_file(run.error_file(1, 0)).out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_again"),
+    [
+        (JobCodeError("train.py:7: the loss is a tensor of shape ()"), True),
+        (ConfigError("data.name: no"), True),
+        (JobFailedError("data: worker 3 died"), False),
+        (ToolkitError("rank 3 is gone"), False),
+        (ValueError("boom"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_refusal_of_the_jobs_code_or_config_would_come_again(
+    run: rundir.RunDir, error: BaseException, comes_again: bool
+) -> None:
+    failure = reported(run, error)
+    assert failure.comes_again is comes_again
+    assert failure.where is not None
+    assert failure.where.startswith("test_error_files.py:")

@@ -1,0 +1,449 @@
+"""Which rank is behind, and how faulthandler's text is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from traceback import FrameSummary
+from typing import cast
+
+import pytest
+
+from tests.waiting import wait_for
+from toolkit import fsio, rundir
+from toolkit.hang import stack_digest, stacks
+from toolkit.hang.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
+from toolkit.hang.stacks import main_stack
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.progress import Digest, Standing
+from toolkit.nodes.start.agents import Agents
+from toolkit.run.supervise import hang_investigation
+from toolkit.run.supervise.hang_investigation import blame, debug_environment
+from toolkit.rundir import RunDir
+
+TIMEOUT_S = 20
+
+
+def frames(*places: str) -> list[FrameSummary]:
+    """Return frames from ``file:function``, innermost first."""
+    return [FrameSummary(file, 1, name) for file, name in (place.split(":") for place in places)]
+
+
+LOOP = "/x/toolkit/train/loop.py:_train"
+ALL_REDUCE = frames("/x/torch/distributed/distributed_c10d.py:all_reduce", "/x/toolkit/ranks/collectives.py:sum", LOOP)
+BROADCAST = frames("/x/torch/distributed/distributed_c10d.py:broadcast", "/x/jobs/mine.py:odd", LOOP)
+BACKWARD = frames("/x/torch/autograd/graph.py:_engine_run_backward", "/x/torch/_tensor.py:backward", LOOP)
+LOADER = frames("/x/jobs/mine.py:__getitem__", LOOP)
+GATHER = frames("/x/toolkit/checkpoint/exchange.py:_await", "/x/toolkit/checkpoint/exchange.py:gather", LOOP)
+WRITING = frames("/x/toolkit/fsio.py:write_stream", LOOP)
+C10D = "/x/torch/distributed/distributed_c10d.py"
+OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", "/x/toolkit/ranks/session.py:open")
+IMPORTING = frames("<frozen importlib._bootstrap>:_find_and_load", "/x/jobs/mine.py:<module>")
+
+
+def rank(
+    number: int,
+    stack: list[FrameSummary] | None,
+    phase: str | None = "in a step",
+    step: int | None = 7,
+    silent: bool = False,
+) -> RankStack:
+    return RankStack(Standing(number, phase, step, 212.4 + number, silent), stack)
+
+
+def standing(number: int, *, silent: bool) -> Standing:
+    return Standing(number, "in a step", 7, 10.0, silent)
+
+
+@pytest.mark.parametrize(
+    ("seen", "culprits", "line"),
+    [
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, LOADER, "waiting for data"), rank(2, BACKWARD), rank(3, ALL_REDUCE)],
+            [1],
+            "waiting for data, 213 s; 3 others in all_reduce",
+            id="the loader of one",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, []), rank(2, [], silent=True)],
+            [2],
+            "does not answer (stopped, or its node is gone), 214 s; 1 other in all_reduce, 1 in a step",
+            id="one is stopped, one is alive and too busy to write its stack",
+        ),
+        pytest.param(
+            [rank(0, LOADER), rank(1, BACKWARD)],
+            [0],
+            "in a step, 212 s; 1 other in all_reduce",
+            id="one never enters the collective",
+        ),
+        pytest.param(
+            [rank(0, ALL_REDUCE), rank(1, BROADCAST), rank(2, ALL_REDUCE)],
+            [1],
+            "in broadcast, 213 s; 2 others in all_reduce",
+            id="one is in another collective",
+        ),
+        pytest.param(
+            [rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)],
+            [0, 1],
+            "in all_reduce, 212 s (rank 1 as well)",
+            id="all in the same one: the network",
+        ),
+        pytest.param(
+            [rank(0, LOADER, step=9), rank(1, BACKWARD, step=8), rank(2, BACKWARD, step=9)],
+            [1],
+            "in all_reduce, 213 s; 1 other in a step, 1 in all_reduce",
+            id="fewer steps weigh more",
+        ),
+        pytest.param(
+            [rank(0, WRITING, "saving a checkpoint"), *(rank(n, GATHER, "saving a checkpoint") for n in (1, 2))],
+            [0],
+            "saving a checkpoint, 212 s; 2 others waiting for the others at a checkpoint",
+            id="rank 0's disk",
+        ),
+        pytest.param(
+            [rank(0, GATHER, "saving a checkpoint"), rank(1, WRITING, "saving a checkpoint")],
+            [1],
+            "saving a checkpoint, 213 s; 1 other waiting for the others at a checkpoint",
+            id="another rank's disk",
+        ),
+        pytest.param(
+            [rank(0, OPENING, None, None), rank(1, None, None, None), rank(2, OPENING, None, None)],
+            [1],
+            "has not started, 213 s; 2 others in init_process_group",
+            id="one was never started",
+        ),
+        pytest.param(
+            [rank(0, OPENING, None, None), rank(1, IMPORTING, None, None)],
+            [1],
+            "has not joined the others, 213 s; 1 other in init_process_group",
+            id="one is in its imports",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), *(rank(n, LOADER, "waiting for data") for n in (4, 5, 6, 9))],
+            [4, 5, 6, 9],
+            "waiting for data, 216 s (ranks 5-6,9 as well); 1 other in all_reduce",
+            id="several, of one file server",
+        ),
+        pytest.param(
+            [rank(0, [], silent=True), rank(1, [], silent=True)],
+            [0, 1],
+            "does not answer (stopped, or its node is gone), 212 s (rank 1 as well)",
+            id="nobody answers",
+        ),
+    ],
+)
+def test_the_rank_that_is_behind(seen: list[RankStack], culprits: list[int], line: str) -> None:
+    assert blame(group(seen)) == (culprits, line)
+
+
+def test_a_rank_at_work_waits_for_nobody() -> None:
+    assert awaits(LOADER) is None
+    assert awaits([]) is None
+
+
+@pytest.mark.parametrize(("file", "function"), stack_digest._WAITS)
+def test_the_places_where_ranks_wait_are_where_they_are_said_to_be(file: str, function: str) -> None:
+    assert f"def {function}(" in (Path(stack_digest.__file__).parents[1] / file).read_text()
+
+
+def test_thousands_of_ranks_are_judged_in_no_time() -> None:
+    seen = [rank(number, BACKWARD) for number in range(4096)]
+    begun = time.monotonic()
+    culprits, line = blame(group(seen))
+    assert time.monotonic() - begun < 2
+    assert len(culprits) == 4096
+    assert line == "in all_reduce, 212 s (ranks 1-4095 as well)"
+
+
+# --------------------------------------------------------------------------------------------------- real processes
+
+#: A rank and its forked data worker, which hang in two threads each. Only the environment names the supervisor.
+RANK = """
+import os, threading
+from toolkit.hang import stacks
+
+def forever():
+    threading.Event().wait()
+
+def main_forever():
+    print("ready", flush=True)
+    forever()
+
+stacks.answer(3)
+os.environ["RANK"] = "3"
+threading.Thread(target=forever, daemon=True).start()
+if os.fork() == 0:
+    stacks.answer_in_worker(1)
+    main_forever()
+main_forever()
+"""
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the log folder and the pid of a rank 3 that hangs."""
+    run = rundir.create("test", tmp_path)
+    folder = fsio.make_dir(run.attempt_logs(1))
+    environ = {"TOOLKIT_SUPERVISED": "1", rundir.RUN_DIR_VARIABLE: str(run.path), "TOOLKIT_ATTEMPT": "1"}
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        yield folder, process.pid
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hung: tuple[Path, int]) -> None:
+    """As under Slurm's cgroup plugin. The main thread's stack counts."""
+    folder, pid = hung
+    os.kill(pid, stacks.ASK)
+    told = collect(folder, [standing(3, silent=False)])
+    assert [frame.name for frame in told[3]][-2:] == ["main_forever", "<module>"]
+    worker = stacks.stack_path(folder, 3, 1)
+    wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
+    assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
+    quoted = hang_investigation._quote(folder, 3)
+    assert quoted.count("in main_forever") == 2
+    assert "data worker 1" in quoted
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started(
+    hung: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 1.0)
+    folder, pid = hung
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, stacks.ASK)
+    begun = time.monotonic()
+    assert collect(folder, [standing(3, silent=True)]) == {3: []}
+    assert time.monotonic() - begun < stack_digest.ANSWER_S / 2
+    assert collect(folder, [standing(3, silent=True), standing(4, silent=False)]) == {3: [], 4: None}
+    assert time.monotonic() - begun > stack_digest.ANSWER_S - 2 * stack_digest.LOOK_EVERY_S
+
+
+def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
+    for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
+        (tmp_path / name).write_text(text)
+    hang_investigation.remove_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
+
+
+def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
+    code = "import os\nfrom toolkit.hang import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\n"
+    code += "print('on')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
+
+
+def test_what_the_user_has_set_for_nccl_stays(tmp_path: Path) -> None:
+    assert "NCCL_DEBUG_FILE" not in debug_environment(tmp_path, {})
+    ours = debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
+    assert ours == {"NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.log", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/mine"}).keys() == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    }
+
+
+# ------------------------------------------------------------------------------------- more files than can be read
+
+
+def unread(number: int, phase: str | None = "in a step", step: int | None = 7) -> RankStack:
+    return RankStack(Standing(number, phase, step, 212.4 + number, False), None, is_read=False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "culprits", "line"),
+    [
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, ALL_REDUCE), unread(2), unread(3)],
+            [],
+            "nobody knows who is behind: there was no time to read the stacks of 2 of 4 ranks; 2 ranks in all_reduce",
+            id="all that were read wait: it may be any of the others",
+        ),
+        pytest.param(
+            [unread(0), unread(1)],
+            [],
+            "nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks",
+            id="none was read",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, LOADER, "waiting for data"), unread(2)],
+            [1],
+            "waiting for data, 213 s; 1 other in all_reduce, 1 unknown (in a step)",
+            id="one was seen at work",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), unread(1, step=6), unread(2)],
+            [1],
+            "unknown (in a step), 213 s; 1 other in all_reduce, 1 unknown (in a step)",
+            id="one is behind by its reports",
+        ),
+        pytest.param(
+            [rank(0, OPENING, None, None), unread(1, None, None)],
+            [],
+            "nobody knows who is behind: there was no time to read the stacks of 1 of 2 ranks; "
+            "1 rank in init_process_group",
+            id="whether it has started nobody knows",
+        ),
+    ],
+)
+def test_a_rank_whose_stack_was_not_read_is_not_blamed_for_it(
+    seen: list[RankStack], culprits: list[int], line: str
+) -> None:
+    assert blame(group(seen)) == (culprits, line)
+
+
+class SlowDisk:
+    """The stack files of many ranks. Each takes ``delay_s`` to read, and the reads are counted."""
+
+    def __init__(self, texts: dict[int, str | None], delay_s: float) -> None:
+        self._texts, self._delay_s = texts, delay_s
+        self.reads: list[int] = []
+
+    def __call__(self, path: Path) -> str | None:
+        number = int(path.stem.removeprefix("stack-"))
+        self.reads.append(number)
+        time.sleep(self._delay_s)
+        return self._texts[number]
+
+
+def written(*places: str) -> str:
+    lines = [f'  File "{frame.filename}", line 1 in {frame.name}' for frame in frames(*places)]
+    return "\n".join(["Current thread 0x01 (most recent call first):", *lines, stacks.ANSWERED])
+
+
+WAITS = written("/x/torch/distributed/distributed_c10d.py:all_reduce", LOOP)
+WORKS = written("/x/jobs/mine.py:__getitem__", LOOP)
+
+
+def test_ranks_whose_stacks_there_was_no_time_to_read_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each unread rank counted as "in a step". The first of them was blamed."""
+    ranks = 1000
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.3)
+    disk = SlowDisk(dict.fromkeys(range(ranks), WAITS) | {ranks - 1: WORKS}, delay_s=0.01)
+    monkeypatch.setattr(stack_digest, "stack_text", disk)
+    standings = [Standing(number, "in a step", 7, 300.0, False) for number in range(ranks)]
+    groups = from_json(json.loads(digest(tmp_path, standings)))
+    read = [each for each in groups if each.is_read]
+    assert [each.doing for each in read] == ["in all_reduce"]
+    assert 0 < len(read[0].ranks) < ranks / 10
+    culprits, line = blame(groups)
+    assert culprits == []
+    known = len(read[0].ranks)
+    assert line.endswith(f"the stacks of {ranks - known} of {ranks} ranks; {known} ranks in all_reduce")
+
+
+def test_a_file_server_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
+    answers = threading.Event()
+    monkeypatch.setattr(stack_digest, "stack_text", lambda _: str(answers.wait(TIMEOUT_S)))
+    assert collect(tmp_path, [standing(0, silent=False)]) == {}
+    answers.set()
+
+
+def test_a_file_that_was_read_too_early_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal takes time to reach the ranks. An empty file is an answer only when one could have been there."""
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(stack_digest, "stack_text", lambda _: "")
+    assert collect(tmp_path, [standing(0, silent=False)]) == {}
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.02)
+    assert collect(tmp_path, [standing(0, silent=False)]) == {0: []}
+
+
+def test_every_file_is_read_once_where_all_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(dict.fromkeys(range(200), WAITS), delay_s=0.0)
+    monkeypatch.setattr(stack_digest, "stack_text", disk)
+    told = collect(tmp_path, [standing(number, silent=False) for number in range(200)])
+    assert sorted(disk.reads) == sorted(told) == list(range(200))
+
+
+# ------------------------------------------------------------------------------------------------------- many nodes
+
+
+class Nodes:
+    """Agents that answer with the test's groups, or not at all."""
+
+    def __init__(self, groups: Mapping[str, str], silent: Sequence[str] = ()) -> None:
+        self._groups, self.silent_hosts = groups, silent
+        self.orders: Mapping[str, Message] = {}
+
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> Mapping[str, Message]:
+        self.orders = orders
+        return {host: {"groups": json.loads(text)} for host, text in self._groups.items()}
+
+
+A_NODE = 8
+
+
+def node_ranks(node: int) -> range:
+    return range(node * A_NODE, (node + 1) * A_NODE)
+
+
+def answer_of(node: int, culprit: int | None = None) -> str:
+    """Return the answer of a node whose ranks are in an all-reduce. Only ``culprit`` is not."""
+    stacks_of = {number: LOADER if number == culprit else ALL_REDUCE for number in node_ranks(node)}
+    return json.dumps([astuple(each) for each in group(rank(number, stack) for number, stack in stacks_of.items())])
+
+
+def unknown(nodes: int) -> dict[str, list[Standing]]:
+    """Return a supervisor's knowledge of the ranks of a run that reports."""
+    return {
+        f"node{node}": [Standing(number, None, None, 40.0, False) for number in node_ranks(node)]
+        for node in range(nodes)
+    }
+
+
+def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> None:
+    """Before, the supervisor read 16,000 files for it, one by one, within its 3 s."""
+    count, culprit = 2_000, 14_321
+    nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
+    begun = time.monotonic()
+    groups = hang_investigation.look(cast(Agents, nodes), run, 1, unknown(count), {})
+    named, line = blame(groups)
+    assert time.monotonic() - begun < 10
+    assert len(groups) == 2
+    assert (named, line) == ([culprit], f"in a step, {212.4 + culprit:.0f} s; {8 * count - 1} others in all_reduce")
+    assert max(len(json.dumps(order)) for order in nodes.orders.values()) < 1000
+
+
+def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:
+    nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)}, silent=["node1"])
+    known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
+    culprits, line = blame(hang_investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    assert culprits == list(node_ranks(1))
+    gone = "does not answer (stopped, or its node is gone), 40 s (ranks 9-15 as well)"
+    assert line == f"{gone}; 16 others in all_reduce"
+
+
+def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
+    nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)})
+    known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
+    culprits, line = blame(hang_investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    assert culprits == []
+    assert "no time to read the stacks of 8 of 24 ranks; 16 ranks in all_reduce" in line
+
+
+def test_groups_may_be_merged_in_any_order_and_in_parts() -> None:
+    """Agents that pass on the groups of other agents merge them in this way."""
+    parts = [from_json(json.loads(answer_of(node, culprit=9))) for node in range(4)]
+    at_once = merge(each for part in parts for each in part)
+    in_a_tree = merge([*merge([*parts[3], *parts[1]]), *merge([*parts[0], *parts[2]])])
+    assert at_once == in_a_tree
+    assert [len(each.ranks) for each in at_once] == [31, 1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return rundir.create("test", tmp_path)

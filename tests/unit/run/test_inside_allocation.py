@@ -1,0 +1,252 @@
+"""A batch script that starts the toolkit itself.
+
+The run that its job serves, and the process that the script becomes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.config import JobConfig
+from toolkit.errors import ConfigError, RequestError
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.prepare import new_run as prepare
+from toolkit.run.records import ownership
+from toolkit.run.records.ownership import Claim
+from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
+from toolkit.run.submission import inside_allocation
+from toolkit.run.supervise import entry
+from toolkit.run_files import RunResult, RunState
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+
+JOB = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_CLUSTER_NAME": "box",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+
+
+class Became(Exception):
+    """os.execv was called: this process has become another program."""
+
+    def __init__(self, path: str, argv: list[str]) -> None:
+        self.path, self.argv, self.environ = path, argv, dict(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Enter a project of two files, with the environment of a job's first start.
+
+    ``os.execv`` raises :class:`Became` instead of leaving this process.
+    """
+    project = tmp_path / "my project"
+    project.mkdir()
+    (project / "mine.py").write_text("def main(config): ...\n")
+    (project / "mine.yaml").write_text("name: mine\njob: mine\n")
+    monkeypatch.chdir(project)
+    # the code under test changes os.environ itself, which monkeypatch would not undo
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TOOLKIT_", "PYTHON"))]:
+        del os.environ[name]
+    os.environ.update({**JOB, "TOOLKIT_RUNS": str(tmp_path / "runs"), "TOOLKIT_SITE": str(tmp_path / "none.yaml")})
+    (tmp_path / "none.yaml").write_text("{}")
+
+    def execv(path: str, argv: list[str]) -> None:
+        raise Became(path, argv)
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(entry, "supervise", lambda *args: pytest.fail("nothing is to be supervised yet"))
+    yield project
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def enter(**variables: Any) -> Became:
+    """Return what the batch script becomes with these variables, beside those of :data:`JOB`."""
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    with pytest.raises(Became) as caught:
+        inside_allocation.supervise("mine.yaml", ["optim.lr=0.25"])
+    return caught.value
+
+
+def served(became: Became) -> RunDir:
+    return RunDir(Path(became.environ[RUN_VARIABLE]))
+
+
+def earlier_run(job: str) -> RunDir:
+    """Return a run that ``job`` served at its last start."""
+    config = JobConfig(name="mine", job="mine")
+    run = prepare.new_run(config, Path.cwd())
+    rundir.remember_job(run, job)
+    return run
+
+
+def test_a_first_start_makes_a_run_from_the_sources_here_and_the_requested_config() -> None:
+    run = served(enter())
+    assert [run.path] == [found.path for found in rundir.all_runs()]
+    assert (run.code / "mine.py").read_text() == "def main(config): ...\n"
+    config = configs.load_config(run.config, site=False)
+    assert (config.name, config.job, config.optim.lr) == ("mine", "mine", 0.25)
+
+
+def test_the_supervisor_runs_from_the_copy_of_the_sources_and_not_from_the_checkout() -> None:
+    became = enter(PYTHONPATH="/their/lib")
+    run = served(became)
+    assert (became.path, became.argv) == (
+        sys.executable,
+        [sys.executable, "-m", "toolkit", "supervise", str(run.config)],
+    )
+    assert became.environ["PYTHONPATH"].split(":") == [str(run.code), "/their/lib"]
+    assert became.environ["PYTHONSAFEPATH"] == "1"
+    assert became.environ["TOOLKIT_RUNS"] == str(run.path.parent.parent)
+
+
+@pytest.mark.parametrize("state", [None, "failed", "stopped", "cancelled"])
+def test_a_restarted_job_goes_on_with_its_run(state: str | None) -> None:
+    run = earlier_run("box-41")
+    if state is not None:
+        run.write_result(RunResult.from_json({"state": state}))
+    assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
+    assert len(rundir.all_runs()) == 1
+
+
+def test_a_job_that_is_restarted_after_its_run_was_completed_makes_no_second_one() -> None:
+    run = earlier_run("box-41")
+    run.write_result(RunResult.from_json({"state": "completed"}))
+    assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
+    assert len(rundir.all_runs()) == 1
+    assert run.result() == RunResult(RunState.COMPLETED)
+
+
+def test_a_restart_before_there_was_a_run_makes_one() -> None:
+    assert served(enter(SLURM_RESTART_COUNT=1)).code.is_dir()
+
+
+def test_a_new_job_with_the_number_of_an_old_one_does_not_get_its_run() -> None:
+    """Job ids begin again with a fresh cluster. Only a restarted job has a run."""
+    run = earlier_run("box-41")
+    assert served(enter(SLURM_RESTART_COUNT=0)).path != run.path
+
+
+ELEMENT = {"SLURM_ARRAY_JOB_ID": 40, "SLURM_ARRAY_TASK_ID": 2}
+
+
+@pytest.mark.parametrize(
+    ("job", "ours"),
+    [
+        ("box-42", {}),
+        ("box-41", {"SLURM_CLUSTER_NAME": "other"}),
+        ("box-40_1", ELEMENT),
+        ("box-40", ELEMENT),
+        ("box-41", ELEMENT),
+    ],
+)
+def test_the_run_of_another_job_cluster_or_array_element_is_left_alone(job: str, ours: dict[str, Any]) -> None:
+    run = earlier_run(job)
+    assert served(enter(SLURM_RESTART_COUNT=1, **ours)).path != run.path
+
+
+def test_an_array_element_goes_on_with_its_own_run() -> None:
+    first, second = earlier_run("box-40_1"), earlier_run("box-40_2")
+    assert served(enter(SLURM_RESTART_COUNT=1, **ELEMENT)).path == second.path != first.path
+
+
+def test_outside_an_allocation_it_says_what_is_missing() -> None:
+    del os.environ["SLURM_JOB_ID"]
+    with pytest.raises(RequestError, match="SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"):
+        inside_allocation.supervise("mine.yaml", [])
+
+
+def test_a_wrong_config_leaves_no_run_behind() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.rl"):
+        inside_allocation.supervise("mine.yaml", ["optim.rl=0.1"])
+    assert rundir.all_runs() == []
+
+
+def test_sources_that_cannot_be_copied_leave_no_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("toolkit.run.prepare.snapshot._copy", full)
+    with pytest.raises(OSError, match="No space"):
+        inside_allocation.supervise("mine.yaml", [])
+    assert list((tmp_path / "runs").glob("*/*")) == []
+
+
+# ------------------------------------------------------------------------------------------- the second time around
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return a list of the runs for which a supervisor is started."""
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(entry, "supervise", lambda *args: seen.append(args))
+    return seen
+
+
+def test_what_the_batch_script_became_supervises_and_tells_no_child_to(supervised: list[tuple[str, str]]) -> None:
+    run = earlier_run("box-41")
+    os.environ[RUN_VARIABLE] = str(run.path)
+    inside_allocation.supervise(str(run.config), [])
+    assert supervised == [(str(run.path), "slurm")]
+    assert RUN_VARIABLE not in os.environ
+
+
+def test_a_foreign_script_has_no_copy_to_run_from_and_is_supervised_right_here(
+    supervised: list[tuple[str, str]],
+) -> None:
+    run = rundir.create("script")
+    inside_allocation.enter(lambda allocation: run)
+    assert supervised == [(str(run.path), "slurm")]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_follow_up_job_supervises_only_if_its_predecessor_was_taken_away(
+    supervised: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    slurm = FakeSlurm()
+    predecessor = slurm.sbatch(["--no-requeue", "job.sh"])
+    slurm.start(predecessor)
+    if wanted:
+        slurm.fail_node(predecessor)
+    else:
+        slurm.finish(predecessor)
+    monkeypatch.setattr(inside_allocation, "Slurm", lambda: slurm)
+    run = earlier_run("box-41")
+    fsio.make_dir(run.logs)
+    os.environ.update({RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: predecessor})
+    inside_allocation.supervise(str(run.config), [])
+    assert supervised == ([(str(run.path), "slurm")] if wanted else [])
+    assert PREDECESSORS_VARIABLE not in os.environ
+
+
+def test_a_follow_up_job_of_a_run_that_another_job_has_meanwhile_writes_nothing(
+    supervised: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    jobs = [slurm.sbatch(["--no-requeue", "job.sh"]) for _ in range(2)]
+    for job in jobs:
+        slurm.start(job)
+    slurm.fail_node(jobs[0])
+    monkeypatch.setattr(inside_allocation, "Slurm", lambda: slurm)
+    run = earlier_run("box-41")
+    fsio.make_dir(run.logs)
+    claim = Claim.of_job(run, Allocation(("node1",), (1,), 1, job_id=jobs[1]), "token")
+    os.environ.update({RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: jobs[0]})
+    os.environ[ownership.TOKEN_VARIABLE] = "token"
+    inside_allocation.supervise(str(run.config), [])
+    assert supervised == []
+    assert run.result() is None
+    assert claim.holds()

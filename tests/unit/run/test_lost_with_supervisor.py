@@ -1,0 +1,180 @@
+"""Nodes that die together with their supervisor. The next supervisor goes on without them, or has the job requeued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.unit.run.test_supervisor import quick  # noqa: F401
+from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_STOPPED
+from toolkit.nodes.agent.link import AuthenticatedLink, Message
+from toolkit.nodes.agent.progress import RankReport
+from toolkit.nodes.start import agent_launcher
+from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure
+from toolkit.run.job import slurm_job
+from toolkit.run.supervise.supervisor import Supervisor
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+
+ATTEMPT = 3
+
+
+class Node:
+    """Plays the agent of one node. Its ranks end with exit code 0 as soon as they start."""
+
+    def __init__(
+        self, at: Endpoint, host: str, left: int | None = None, *, start: int = 0, store_lives: bool = True
+    ) -> None:
+        """Connect to the supervisor.
+
+        ``left`` is the number of ranks that run since the last supervisor; None: the agent is new.
+        """
+        self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
+        self._connection = socket.create_connection(("127.0.0.1", at.port))
+        self._connection.sendall(self._link.greeting)
+        # The first node has the store as well.
+        lives = bool(left) or (left is not None and host == "node1" and store_lives)
+        here = {"attempt": ATTEMPT if lives else None, "ranks": left or 0, "lives": lives}
+        self.say(**{"is": "here"}, host=host, start=start, again=left is not None, relay=None, **here)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def say(self, **message: object) -> None:
+        self._connection.sendall(self._link.send(message))
+
+    def die(self) -> None:
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        with self._connection:
+            try:
+                while data := self._connection.recv(1 << 16):
+                    orders, answer = self._link.receive(data)
+                    self._connection.sendall(answer)
+                    for order in orders:
+                        if order["do"] == "leave":
+                            return
+                        self._obey(order)
+            except OSError:  # it has died
+                pass
+
+    def _obey(self, order: Message) -> None:
+        if order["do"] == "signal" and self._left:
+            rank = int(self._host == "node2")
+            self._end(ATTEMPT, rank, -order["number"])
+        for process in order.get("processes", ()):
+            rank, attempt = process["rank"], order["attempt"]
+            if rank is None:
+                self.say(**{"is": "output"}, attempt=attempt, text='{"port": 7}\n')
+                continue
+            if rank == 0:
+                result = {"step": 10, "metrics": {}}
+                report = RankReport(attempt, 0, "finishing", 10, 0, {"step": 10, "step_start": 5}, result)
+                self.say(**{"is": "report"}, text=report.as_bytes().decode())
+            self._end(attempt, rank, 0)
+
+    def _end(self, attempt: int, rank: int, code: int) -> None:
+        self.say(**{"is": "ended"}, attempt=attempt, rank=rank, code=code, out_of_memory=False, time=time.time())
+
+
+class Starter:
+    """Starts agents on the living nodes."""
+
+    def __init__(self, dead: Collection[str]) -> None:
+        self._dead = dead
+
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        for host in {*hosts} - {*self._dead}:
+            Node(at, host, start=at.start)
+        on_failure({*hosts} & {*self._dead}, "no answer")
+
+    def note_connected(self, host: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+@pytest.mark.parametrize("dead", [["node2"], ["node3"], ["node2", "node3"]], ids=" ".join)
+@pytest.mark.parametrize("used", [["node1", "node2"], ["node3", "node2"]], ids=" ".join)
+@pytest.mark.parametrize("fewer", [True, False])
+def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    fewer: bool,
+    used: list[str],
+    dead: list[str],
+    when: str,
+) -> None:
+    """They die before, while or after the other agents connect to the next supervisor."""
+    monkeypatch.setattr(agent_launcher, "COME_BACK_S", 0.2)
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: {*hosts} & {*dead})
+    leave(run, nodes=used)
+    config = JobConfig()
+    config.cluster.spare_nodes, config.retry.allow_fewer_nodes = 1, fewer
+    config.cluster.preflight = False
+    endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
+    agents = Agents(run, ALLOCATION, Starter(dead), endpoint)
+    launcher = AgentLauncher(run, ALLOCATION, agents)
+    take_over = launcher.take_over
+
+    def taken_over(*arguments: Any) -> Any:
+        ranks = {host: int(host in used) for host in ALLOCATION.hosts}
+        came = [Node(endpoint, host, ranks[host]) for host in dead if when != "before"]
+        if when == "meanwhile":
+            for node in came:
+                node.die()
+        for host in {*ALLOCATION.hosts} - {*dead}:
+            Node(endpoint, host, ranks[host])
+        result = take_over(*arguments)
+        if when == "after":
+            for node in came:
+                node.die()
+        if not {*dead} & {*used}:
+            assert result is not None
+            result[0].kill(signal.SIGTERM)  # nothing else ends these ranks
+        return result
+
+    monkeypatch.setattr(launcher, "take_over", taken_over)
+    code = Supervisor(run, config, ALLOCATION, launcher, slurm, agents).run("killed")
+    endpoint.listening.close()
+    has_enough = fewer or len(dead) == 1
+    assert code == (0 if has_enough else EXIT_STOPPED)
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == (not has_enough)
+    assert run.attempts()[0].attempt == ATTEMPT
+    if has_enough:
+        assert run.attempts()[-1].cause == "completed"
+        assert not {*run.attempts()[-1].nodes} & {*dead}
+
+
+@pytest.mark.parametrize("store_lives", [True, False])
+def test_ranks_are_taken_over_only_together_with_their_store(
+    run: RunDir,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    store_lives: bool,
+) -> None:
+    """The batch host may have the store and no rank. Before, it was taken for a spare, whose processes are ended."""
+    monkeypatch.setattr(agent_launcher, "COME_BACK_S", 10.0)
+    endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
+    agents = Agents(run, ALLOCATION, Starter([]), endpoint)
+    launcher = AgentLauncher(run, ALLOCATION, agents)
+    for host in ALLOCATION.hosts:
+        Node(endpoint, host, int(host != "node1"), store_lives=store_lives)
+    plan = replace(ALLOCATION, hosts=("node3", "node2"), tasks=(1, 1))
+    events: SimpleQueue[Any] = SimpleQueue()
+    assert (launcher.take_over(ATTEMPT, plan, ["toolkit"], os.environ, events) is not None) == store_lives
+    agents.close()
+    endpoint.listening.close()

@@ -1,0 +1,188 @@
+"""Bringing a job back, with a Slurm that refuses."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from toolkit import outages, rundir
+from toolkit.config import JobConfig
+from toolkit.errors import SlurmError, SlurmRefusedError, ToolkitError
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.job.fate import JobFate, fate_of_row
+from toolkit.run.job.nodes import BadNode, Nodes
+from toolkit.run.records import stop_request
+from toolkit.run.records.ownership import Claim
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.requeue import requeue
+from toolkit.run.requeue.requeue import JobRequeue
+from toolkit.run.supervise import left_over
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.guard import SupervisorKilledError
+from toolkit.run_files import RunState, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.slurm.jobs import JobRow
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return rundir.create("test", tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(requeue, "ENDING_S", 0.1)
+
+
+def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
+    """Return the fate of a job that has just started and is requeued."""
+    job = slurm.sbatch(["job.sh"])
+    slurm.start(job)
+    allocation = Allocation(("node1",), (1,), 1, job_id=job)
+    return JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).requeue()
+
+
+class CancelledMeanwhile(FakeSlurm):
+    """A Slurm where a user cancels the job just when its requeue is asked for.
+
+    The first ``lost`` requests fail: scancel's SIGTERM kills the scontrol of the request as well.
+    """
+
+    def __init__(self, lost: int) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
+        if self._one(job_id).state == "RUNNING":
+            self.cancel(job_id)
+        self.lost -= 1
+        if self.lost >= 0:
+            raise SlurmError("`scontrol requeue` failed with exit code -15")
+        super().requeue(job_id, if_running=if_running)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir, lost: int) -> None:
+    """Before, a plain requeue brought it back, at once or at the next request."""
+    slurm = CancelledMeanwhile(lost)
+    assert requeued(run, slurm) is JobFate.CANCELLED
+    row = slurm.show_job("1")
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+@pytest.mark.parametrize("wanted", list(Intent))
+def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent) -> None:
+    stop_request.ask(run, wanted)
+    slurm = FakeSlurm()
+    assert requeued(run, slurm) is JobFate.CANCELLED
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == 0
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_file_server_that_is_away_for_a_moment_does_not_prevent_a_requeue(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    errors = [OSError(errno.EIO, "Input/output error")] * failures
+
+    def asked(run: RunDir) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(stop_request, "asked", asked)
+    assert requeued(run, FakeSlurm()) is JobFate.REQUEUED
+    assert not errors
+
+
+def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir) -> None:
+    """Slurm leaves such a job alone when asked to requeue running jobs only."""
+
+    class Preempting(FakeSlurm):
+        def start(self, job_id: str, node_list: str = "node1") -> None:
+            super().start(job_id, node_list)
+            self.preempt(job_id)
+            self.advance(0)
+
+    slurm = Preempting(preempt_mode="CANCEL")
+    assert requeued(run, slurm) is JobFate.REQUEUED
+
+
+def test_the_two_times_of_a_preemption_may_differ_by_a_second() -> None:
+    row = JobRow(job_id="7", state="COMPLETING", start_time=-9.0, preempt_time=1.0, end_time=2.0)
+    assert fate_of_row(row, 0) is JobFate.PREEMPTED
+
+
+class RefusesOnce(FakeSlurm):
+    """Refuses a requeue, because it is requeueing the job itself."""
+
+    refused = 0
+
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
+        self.refused += 1
+        raise SlurmRefusedError("Job/step already completing or completed")
+
+    def show_job(self, job_id: str):  # type: ignore[no-untyped-def]
+        if self.refused == 2 and super().show_job(job_id).restarts == 0:
+            super().requeue(job_id)
+        return super().show_job(job_id)
+
+
+def test_a_refused_requeue_is_tried_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+    slurm = RefusesOnce()
+    assert requeued(run, slurm) is JobFate.REQUEUED
+    assert slurm.refused == 2
+
+
+def test_the_users_exclusions_stay_and_drained_nodes_are_left_to_slurm(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    row = JobRow(job_id="1", state="RUNNING", excluded="old[1-2]")
+    bad = {"n1": BadNode("dead", 1.0), "n2": BadNode("drained: fan", 2.0, is_drained=True)}
+    assert requeue.to_exclude(run, row, slurm, bad, {}) == "n1,old[1-2]"
+
+
+def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def refuse() -> None:
+        calls.append(1)
+        raise SlurmRefusedError("no")
+
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.0)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.1)
+    assert outages.ask(refuse, "x", 0.1) is None
+    assert len(calls) == 1
+
+
+def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["job.sh"])
+    slurm.start(job)
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    error = SupervisorKilledError("the supervisor on node1 was killed by SIGKILL, and 2 others before it")
+    assert not requeue.give_back_after_deaths(run, error, slurm)  # there was no attempt that could be counted
+    run.write_status(RunStatus(state=RunState.RUNNING, job_id=job, attempt=1, nodes=("node1",), tasks=(1,)))
+    assert requeue.give_back_after_deaths(run, error, slurm)
+    row = slurm.show_job(job)
+    assert row is not None
+    assert row.restarts == 1
+    allocation = Allocation(("node1",), (1,), 1, job_id=job, restart_count=1)
+    context = Context.of(run, JobConfig(), allocation, slurm, None, None)
+    context.claim = Claim.of_job(run, allocation, None)
+    left_over.close(context, None)
+    (attempt,) = run.attempts()
+    assert (attempt.cause, attempt.decision, attempt.line) == ("node_failure", "requeue", str(error))
+    # Requeues in vain are counted, also those of killed supervisors.
+    context.config.retry.max_requeues = 1
+    run.write_status(run.status().replace(attempt=2, why=str(error)))
+    with pytest.raises(ToolkitError, match="given up after 1 requeues without a new checkpoint"):
+        left_over.close(context, None)

@@ -1,0 +1,229 @@
+"""The arguments of a user's script, from the command line to ``sys.argv``: submit, sweep, resume, and a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import config as configs
+from toolkit import rundir
+from toolkit.cli import main as cli
+from toolkit.cli.show import given_words
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.nodes.start import foreign
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.submission import executors, submit
+from toolkit.run.submission.handle import Run
+from toolkit.run_files import RunResult
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.sweep import element, request, submission
+from toolkit.sweep.request import Options
+
+#: A loop by its text, which a rank of this test ends before it would import torch.
+LOOP = """
+import json, sys
+json.dump(sys.argv[1:], open("argv.json", "w"))
+sys.exit(0)
+import toolkit
+with toolkit.start() as run:
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
+    (tmp_path / "site.yaml").write_text("{}")
+    Path("loop.py").write_text(LOOP)
+    Path("plain.py").write_text("print(1)\n")
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **_: Run(run, executor, "1"))
+    return tmp_path / "project"
+
+
+def toolkit(*argv: str) -> RunDir:
+    """Return the run that a command has made, or else the first one."""
+    before = rundir.all_runs()
+    assert cli.main([*argv]) == EXIT_DONE
+    return next((run for run in rundir.all_runs() if run not in before), *before[:1])
+
+
+def words_of(run: RunDir) -> list[str]:
+    return configs.command_line(configs.load_config(run.config, site=False))
+
+
+def test_the_words_after_the_dashes_are_those_of_the_script() -> None:
+    run = toolkit(
+        "submit", "loop.py", "--executor", "local", "args.lr=1e-3", "--", "fit", "--epochs", "3", "a=b", "--wait"
+    )
+    assert words_of(run) == ["fit", "--epochs", "3", "a=b", "--wait", "--lr", "1e-3"]
+    assert given_words(run) == "arguments: fit --epochs 3 a=b --wait --lr 1e-3"
+
+
+def test_a_script_that_knows_nothing_of_us_gets_them_too(project: Path) -> None:
+    run = toolkit("submit", "plain.py", "--executor", "local", "--", "--epochs", "3")
+    assert foreign.read_command(run) == [sys.executable, str(project / "plain.py"), "--epochs", "3"]
+    assert given_words(run) == f"command: {sys.executable} {project / 'plain.py'} --epochs 3"
+    run = toolkit("exec", "--executor", "local", "args.epochs=5", "--", "python", "plain.py", "--epochs", "3")
+    assert foreign.read_command(run) == ["python", "plain.py", "--epochs", "5"]
+
+
+def test_python_code_gives_them_as_a_list() -> None:
+    run = submit.submit("loop.py", ["args.lr=0.5"], args=["--epochs", 3, "--lr", 0.1], executor="local")
+    assert words_of(run.dir) == ["--epochs", "3", "--lr", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        ("submit loop.py --epochs 3", "toolkit submit loop.py -- --epochs 3"),
+        (
+            "submit loop.py train.seed=1 --wait --lr=0.1 --amp x",
+            "toolkit submit loop.py train.seed=1 --wait -- --lr=0.1 --amp x",
+        ),
+        ("submit --epochs 3 loop.py", "toolkit submit loop.py -- --epochs 3"),
+        ("sweep loop.py optim.lr=1,2 --epochs 3", "toolkit sweep loop.py optim.lr=1,2 -- --epochs 3"),
+        ("run loop.py --epochs 3", "toolkit run loop.py -- --epochs 3"),
+        ("resume-check loop.py --epochs 3", "toolkit resume-check loop.py -- --epochs 3"),
+        ("resume loop --epochs 3", "toolkit resume loop -- --epochs 3"),
+    ],
+)
+def test_options_of_the_script_before_the_dashes_are_answered_by_the_line_to_write(
+    argv: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv.split())
+    assert ended.value.code == EXIT_REQUEST
+    assert f"\n    {advice}\n" in capsys.readouterr().err
+    args = cli.parse(cli.build_parser(), advice.split()[1:])  # what it says can be written
+    assert args.words == advice.partition(" -- ")[2].split()
+
+
+def test_a_resume_keeps_the_arguments_and_may_change_one(capsys: pytest.CaptureFixture[str]) -> None:
+    run = toolkit("submit", "loop.py", "--executor", "local", "--", "--epochs", "3", "--amp")
+    ended = RunResult.from_json({"state": "completed", "why": ""})
+    run.write_result(ended)
+    assert cli.main(["resume", run.id, "train.epochs=20"]) == EXIT_REQUEST  # a loop does not read it
+    assert f"`toolkit resume {run.id} args.NAME=VALUE` goes on" in capsys.readouterr().err
+    toolkit("resume", run.id, "args.epochs=5")
+    assert words_of(run) == ["--epochs", "5", "--amp"]
+    run.write_result(ended)
+    toolkit("resume", run.id, "--", "--epochs", "7")
+    assert words_of(run) == ["--epochs", "7"]
+    run.write_result(RunResult.from_json({"state": "stopped", "why": ""}))
+    toolkit("resume", run.id)
+    assert words_of(run) == ["--epochs", "7"]
+
+
+def test_a_resumed_command_changes_by_option_only(capsys: pytest.CaptureFixture[str]) -> None:
+    run = toolkit("submit", "plain.py", "--executor", "local", "--", "--epochs", "3")
+    run.write_result(RunResult.from_json({"state": "failed", "why": ""}))
+    assert cli.main(["resume", run.id, "--", "--epochs", "5"]) == EXIT_REQUEST
+    assert "args.NAME=VALUE changes an option of it" in capsys.readouterr().err
+    toolkit("resume", run.id, "args.epochs=5")
+    assert foreign.read_command(run)[2:] == ["--epochs", "5"]
+
+
+@pytest.mark.parametrize("script", ["loop.py", "plain.py"])
+def test_arguments_are_swept(script: str, tmp_path: Path) -> None:
+    asked = request.read(script, [configs.argv_override(["--amp"]), "args.epochs=1,2", "args.lr=0.10,1e-4"], Options())
+    sent = submission.submit(asked, Path.cwd(), "slurm", FakeSlurm())
+    assert [point.values["args.epochs"] for point in sent.points] == [1, 1, 2, 2]
+    array = SweepDir(sent.sweep.path).arrays()[0]
+    token = array.record().token
+    runs = [element.claim(array, index, token) for index in range(4)]
+    given = [" ".join(words_of(run)) for run in runs if run is not None]
+    start = "" if script == "loop.py" else f"{sys.executable} {Path.cwd() / script} "
+    assert given == [f"{start}--amp --epochs {epochs} --lr {lr}" for epochs in (1, 2) for lr in ("0.10", "1e-4")]
+
+
+def test_a_rank_finds_them_in_its_argv(project: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "toolkit", "run", "loop.py", "args.lr=2", "--", "--epochs", "3", "it's"]
+    done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((project / "argv.json").read_text()) == ["--epochs", "3", "it's", "--lr", "2"]
+
+
+def test_a_script_that_is_not_there_is_refused_before_it_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["exec", "--executor", "local", "--", "python3", "-u", "plane.py"]) == EXIT_REQUEST
+    assert f"plane.py: there is no such file in {Path.cwd()}; did you mean 'plain.py'?" in capsys.readouterr().err
+    assert rundir.all_runs() == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "-m", "x.py"],
+        ["python", "-c", "pass", "x.py"],
+        ["python", "-W", "ignore", "x.py"],
+        ["sh", "x.py"],
+        ["python", "plain.py", "x.py"],
+        ["python", "/folder/of/the/nodes/x.py"],
+    ],
+)
+def test_a_script_that_may_well_be_there_is_not_refused(words: list[str]) -> None:
+    toolkit("exec", "--executor", "local", "--", *words)
+
+
+def test_a_script_that_a_setup_may_bring_is_not_refused() -> None:
+    toolkit("exec", "--executor", "local", "cluster.setup=[touch plane.py]", "--", "python", "plane.py")
+
+
+def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("plain.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    words = ["--on-restart", "--resume {newest:ckpt/*.pt} --mode=again '${HOME} {}'"]
+    run = toolkit("exec", "--executor", "local", *words, "--", sys.executable, "plain.py", "--lr", "2")
+
+    def argv(attempt: int) -> tuple[list[str], str]:
+        command = [sys.executable, "-m", "toolkit.nodes.start.foreign", str(run.config)]
+        environ = {**os.environ, "TOOLKIT_ATTEMPT": str(attempt), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    assert argv(2)[0] == ["--lr", "2"]
+    assert "no file matches ckpt/*.pt: restarted without --on-restart" in argv(2)[1]
+    Path("ckpt").mkdir()
+    for age, name in ((9, "b"), (5, "a"), (7, "c")):
+        Path(f"ckpt/{name}.pt").touch()
+        os.utime(f"ckpt/{name}.pt", (1e9 - age, 1e9 - age))
+    assert argv(1)[0] == ["--lr", "2"]
+    assert argv(2)[0] == ["--lr", "2", "--resume", "ckpt/a.pt", "--mode=again", "${HOME} {}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["exec", "--on-restart", "--resume 'a", "--", "python", "plain.py"], "--on-restart: --resume 'a: No closing"),
+        (["exec", "--on-restart", "{newest}", "--", "python", "plain.py"], "{newest:ckpt/*.pt}, for example"),
+        (["submit", "loop.py", "on_restart=[--resume]"], "on_restart: is for scripts under `toolkit exec`"),
+    ],
+)
+def test_words_for_a_restart_that_cannot_work_are_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words[:1], "--executor", "local", *words[1:]]) == EXIT_REQUEST
+    assert says in capsys.readouterr().err
+    assert rundir.all_runs() == []
+
+
+def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = toolkit("submit", "plain.py", "--executor", "local")
+    run.write_result(RunResult.from_json({"state": "failed", "why": "boom"}))
+    assert cli.main(["why", run.id]) == EXIT_DONE
+    page = " ".join(capsys.readouterr().out.split())
+    assert "last checkpoint:" not in page
+    assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page

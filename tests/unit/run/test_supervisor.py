@@ -1,0 +1,881 @@
+"""The supervisor's loop with a launcher whose events the test chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import PATIENCE, wait_for
+from toolkit import config as configs
+from toolkit import fsio, open_files, outages, rundir
+from toolkit.cli import why
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_STOPPED, CheckpointError, RequestError
+from toolkit.hang import silence, stack_digest, stacks
+from toolkit.hang.silence import SilenceWatch
+from toolkit.health.usage import NodeUsage
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.progress import Digest, RankReport, Standing
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.launcher import (
+    AllRanksEnded,
+    Events,
+    FirstReports,
+    MainReport,
+    NodeFailed,
+    Progress,
+    RanksExited,
+    RanksFinished,
+)
+from toolkit.run.attempt import journal
+from toolkit.run.attempt.error_files import read_error_file
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.submission import executors
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.resume import resume
+from toolkit.run.supervise import attempt_loop, conclusion, stop_path, supervisor
+from toolkit.run.supervise.stop_path import Signalled
+from toolkit.run.supervise.supervisor import Supervisor
+from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
+from toolkit.rundir import RunDir
+
+
+class Store:
+    """Stands for the store: notes the proposals."""
+
+    proposed: list[str]
+
+    def __init__(self) -> None:
+        self._closed = False
+        Store.proposed = []
+        Store.on_propose = lambda: None
+
+    on_propose: Callable[[], object]
+
+    def propose(self, kind: str, by: str) -> None:
+        assert not self._closed, "its pipe is closed"
+        Store.proposed.append(kind)
+        Store.on_propose()
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class Ranks:
+    """A launcher whose every attempt plays the next of ``acts``. It notes the signals to its step."""
+
+    tells_each_end = False
+
+    def __init__(self, *acts: Callable[[Ranks], None]) -> None:
+        self._acts = list(acts)
+        self.signals: list[signal.Signals] = []
+        self.answers_kill = True
+        self.abandoned = False
+
+    def prepare(self, *args: Any) -> None:
+        self.events = args[-1]
+
+    def take_over(self, *args: Any) -> Any:
+        """Find no rank that an earlier supervisor left."""
+
+    def start_store(self, *args: Any) -> Store:
+        return Store()
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Any,
+    ) -> Ranks:
+        self.attempt, self.events, self.environ, self.hosts = attempt, events, environ, allocation.hosts
+        self._acts.pop(0)(self)
+        return self
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.signals.append(number)
+        if self.answers_kill:
+            self.events.put(AllRanksEnded(137))
+        self.answers_kill = True
+
+    def abandon(self) -> None:
+        self.abandoned = True
+        self.events.put(AllRanksEnded(-9))
+
+    def report(self, **fields: Any) -> None:
+        """Report as rank 0, on the first node."""
+        step = fields.get("step")
+        self.events.put(MainReport(RankReport(self.attempt, 0, "in a step", step, 0, fields)))
+        self.events.put(FirstReports(self.attempt, self.hosts[0], (0,)))
+        self.events.put(Progress(self.hosts[0], Digest(self.attempt, 1, 0, 1 + (step or 0), step, step)))
+
+    def tell_result(self, step: int, **metrics: float) -> None:
+        self.events.put(
+            MainReport(RankReport(self.attempt, 0, "finishing", step, 0, None, {"step": step, "metrics": metrics}))
+        )
+
+
+class NodeAgents:
+    """The agents of the nodes. They know the ranks in ``known`` by their reports, and answer requests."""
+
+    silent_hosts: frozenset[str] = frozenset()
+    heard_hosts: frozenset[str] = frozenset()
+    sick_hosts: Mapping[str, str] = {}
+    usages: Mapping[tuple[str, float], NodeUsage] = {}
+    ready: Mapping[tuple[str, str], float] = {}
+    has_torch: Mapping[str, bool] = {}
+
+    def __init__(self, *known: Standing) -> None:
+        self._known = {standing.rank: standing for standing in known}
+
+    def ask_for_unanswered(self) -> None: ...
+
+    def host_at(self, address: str) -> str | None: ...
+
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
+        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+
+    def _digest(self, order: Message) -> str:
+        standings = [Standing(*standing) for standing in order["standings"]]
+        return stack_digest.digest(Path(order["folder"]), [self._known.get(s.rank, s) for s in standings])
+
+    def close(self) -> None: ...
+
+
+def ended(*ranks: int, code: int | None = None) -> RanksExited:
+    number = None if code else signal.SIGKILL
+    return RanksExited(ranks, "node2", f"exit code {code}" if code else "killed by SIGKILL", number, time.time(), code)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shorten the patience, and restore the test runner's signal handlers at the end."""
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.01)
+    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> RunDir:
+    run = rundir.create("test", tmp_path)
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
+    return run
+
+
+def supervise(run: RunDir, ranks: Ranks, **retry: int) -> int:
+    config = JobConfig()
+    for name, value in retry.items():
+        setattr(config.retry, name, value)
+    return Supervisor(run, config, Allocation(("here",), (4,), 1), ranks, None).run()
+
+
+def completes(ranks: Ranks) -> None:
+    ranks.report(step=10, step_start=0)
+    ranks.tell_result(10, **{"eval/accuracy": 0.5})
+    ranks.events.put(AllRanksEnded(0))
+
+
+def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
+    assert supervise(run, Ranks(completes)) == 0
+    result = run.result()
+    assert result is not None
+    assert (result.state, result.step, result.metrics) == ("completed", 10, {"eval/accuracy": 0.5})
+
+
+def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(AllRanksEnded(0)), completes)) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, second.cause) == ("crashed", "restart", "completed")
+    assert "handed over no result" in first.line
+
+
+def test_attempts_that_make_no_step_start_again_after_growing_pauses(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart takes a second. A folder that is away for ten seconds would use up all restarts."""
+    pauses: list[float] = []
+
+    def noted(context: Any, attempt: Any, pause_s: float) -> bool:
+        pauses.append(pause_s)
+        return stop_path.stopped_in_pause(context, attempt, 0.0)
+
+    monkeypatch.setattr(supervisor, "stopped_in_pause", noted)
+
+    def fails(ranks: Ranks) -> None:
+        ranks.events.put(ended(2))
+        ranks.events.put(AllRanksEnded(137))
+
+    def fails_after_a_step(ranks: Ranks) -> None:
+        ranks.report(step=5, step_start=0)
+        fails(ranks)
+
+    assert supervise(run, Ranks(fails, fails, fails_after_a_step, completes), no_progress_attempts=9) == 0
+    first_s = supervisor.FIRST_PAUSE_S
+    assert pauses == [0, first_s, 2 * first_s, 0]  # the attempt before the last made a step
+
+
+def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 600.0)
+
+    def fails(ranks: Ranks) -> None:
+        ranks.events.put(ended(2))
+        ranks.events.put(AllRanksEnded(137))
+        threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
+
+    assert supervise(run, Ranks(fails)) == 75
+    assert [line.cause for line in run.attempts()] == ["crashed", "stopped"]
+
+
+def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunDir) -> None:
+    slow = Straggler("node2", (3,), 1.6, 1.0, None)
+
+    def crawls(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0, stragglers=[slow.to_json()])
+        ranks.events.put(ended(1))
+
+    assert supervise(run, Ranks(crawls, completes)) == 0
+    first, second = run.attempts()
+    assert first.slow_nodes == (slow,)
+    assert "slow_nodes" not in second.to_json()
+
+
+def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunDir) -> None:
+    """srun ends with the dead rank's exit code. That rank's error file is no failure of the run."""
+    said = {"rank": 3, "host": "node2", "time": 1.0, "type": "OSError", "message": "no disk", "traceback": "T"}
+
+    def loses_two(ranks: Ranks) -> None:
+        ranks.report(step=5, step_start=0, expendable=[1, 2, 3])
+        path = run.error_file(1, 3)
+        fsio.make_dir(path.parent)
+        fsio.write_json(path, {**said, "exit_code": 1})
+        ranks.events.put(ended(2))
+        ranks.events.put(RanksFinished((1,)))
+        ranks.events.put(ended(3, code=1))
+        ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
+        ranks.tell_result(10)
+        ranks.events.put(AllRanksEnded(137))
+
+    ranks = Ranks(loses_two)
+    assert supervise(run, ranks) == 0
+    assert ranks.signals == []
+    (line,) = run.attempts()
+    assert (line.cause, line.first_failure) == ("completed", None)
+    assert line.lost_ranks == {"2": "killed by SIGKILL", "3": "exit code 1"}
+    assert run.status().lost_ranks == line.lost_ranks
+
+
+def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
+    def loses_all(ranks: Ranks) -> None:
+        ranks.report(step=5, step_start=0, expendable=[2, 3])
+        ranks.events.put(ended(2))
+        ranks.events.put(ended(3))
+
+    def refuses(ranks: Ranks) -> None:
+        ranks.report(step=5, step_start=0, expendable=[2, 3])
+        ranks.events.put(ended(2, code=2))  # the exit code of a wrong request
+
+    ranks = Ranks(loses_all, refuses, completes)
+    assert supervise(run, ranks, no_progress_attempts=9) == 0
+    first, second, _ = run.attempts()
+    assert (first.decision, first.first_failure.rank, first.lost_ranks) == (
+        "restart",
+        3,
+        {"2": ended(2).how},
+    )
+    assert (second.first_failure.rank, "lost_ranks" in second.to_json()) == (2, False)
+
+
+def test_two_ranks_named_in_the_first_line_end_the_attempt_too(run: RunDir) -> None:
+    ranks = Ranks(lambda r: r.events.put(ended(2, 3)), completes)
+    assert supervise(run, ranks) == 0
+    assert ranks.signals == [signal.SIGKILL]
+    assert [line.decision for line in run.attempts()] == ["restart", "finish"]
+    assert run.attempts()[0].first_failure.rank == 2
+
+
+def test_a_kill_that_is_lost_is_sent_again(run: RunDir) -> None:
+    ranks = Ranks(lambda r: r.events.put(ended(0)), completes)
+    ranks.answers_kill = False
+    assert supervise(run, ranks) == 0
+    assert ranks.signals == [signal.SIGKILL] * 2
+
+
+def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
+    said = {"rank": 1, "host": "node2", "time": 1.0, "type": "ConfigError", "message": "no", "traceback": "T"}
+
+    def refuses(ranks: Ranks) -> None:
+        path = run.error_file(1, 1)
+        fsio.make_dir(path.parent)
+        fsio.write_json(path, {**said, "exit_code": 2})
+        ranks.events.put(ended(1, code=2))
+        ranks.events.put(AllRanksEnded(2))
+
+    assert supervise(run, Ranks(refuses)) == 1
+    assert "would fail again unchanged" in run.result().why
+
+
+def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
+            ranks.events.put(ended(0, 1, 2, 3, code=75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    assert supervise(run, ranks) == 75
+    assert Store.proposed == ["stop"]
+    (line,) = run.attempts()
+    assert (line.cause, line.decision, line.step_end) == ("stopped", "finish", 7)
+    assert line.stop_asked is not None
+    assert ranks.signals == []
+
+
+def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verdict(run: RunDir) -> None:
+    def ends(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+        ranks.events.put(AllRanksEnded(137))
+        ranks.events.put(Signalled(signal.SIGTERM))
+
+    assert supervise(run, Ranks(ends)) == 75
+    assert run.attempts()[0].cause == "stopped"
+
+
+def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarting = conclusion.record
+
+    def record(*args: Any) -> None:
+        restarting(*args)  # the verdict is "restart"
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(ended(0))
+
+    monkeypatch.setattr(conclusion, "record", record)
+    assert supervise(run, Ranks(crashes)) == 75
+    assert [(line.cause, line.decision) for line in run.attempts()] == [
+        ("crashed", "restart"),
+        ("stopped", "finish"),
+    ]
+    assert run.result().state == "stopped"
+
+
+def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
+    def told(ranks: Ranks) -> None:
+        stop_request.ask(run, Intent.CANCEL)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    assert supervise(run, ranks) == 1
+    assert ranks.signals == [signal.SIGKILL]
+    assert run.result().state == "cancelled"
+
+
+def test_a_run_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
+    stop_request.ask(run, Intent.CANCEL)
+    assert supervise(run, Ranks()) == 1
+    assert run.result().state == "cancelled"
+    assert run.attempts() == []
+
+
+def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> None:
+    def crash(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+
+    assert supervise(run, Ranks(crash, crash), max_failures=1) == 1
+    assert supervise(run, Ranks(crash, completes), max_failures=1) == 0
+    assert [line.decision for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
+
+
+def saves(run: RunDir, step: int) -> None:
+    """Stand for a committed checkpoint."""
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+
+
+def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cost half a second of each restart. After an exit code the others' error files may tell the cause."""
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 600.0)
+    began = time.monotonic()
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(0)), completes)) == 0
+    assert time.monotonic() - began < 300.0
+
+
+def test_failures_count_from_the_last_attempt_that_gained_more_than_it_lost(run: RunDir) -> None:
+    def gains(ranks: Ranks) -> None:
+        first = len(run.attempts()) * 100
+        saves(run, first + 100)
+        ranks.report(step=first + 110, step_start=first, spent={"training": 1e6})
+        ranks.events.put(ended(0))
+
+    def gains_nothing(ranks: Ranks) -> None:
+        ranks.report(step=305, step_start=300, spent={"training": 1e6})  # saves no checkpoint
+        ranks.events.put(ended(0))
+
+    def does_not_start(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+
+    assert supervise(run, Ranks(gains, gains, gains, gains_nothing, does_not_start), max_failures=1) == 1
+    lines = run.attempts()
+    assert [line.step_saved for line in lines] == [100, 200, 300, 300, 300]
+    assert [line.gained_s > 0.0 for line in lines] == [True, True, True, False, False]
+    told = [line.line.removeprefix("rank 0 on node2: killed by SIGKILL; ") for line in lines]
+    assert told[2] == "restart from step 300, free: the attempt gained more time than it lost"
+    assert told[3] == "restart after failure 1 of 1 since step 300"
+    assert told[4] == "given up after 2 failures since step 300 (retry.max_failures: 1)"
+
+
+def test_an_attempt_is_judged_although_its_checkpoints_cannot_be_listed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> int:
+        raise CheckpointError(f"listing {folder} failed (Stale file handle)")
+
+    monkeypatch.setattr(journal, "newest_step", fails)
+    assert supervise(run, Ranks(completes)) == 0
+    assert [(line.step_saved, line.gained_s) for line in run.attempts()] == [(None, 0.0)]
+
+
+@pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
+def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state: str, again: bool) -> None:
+    """A state "cancelled" without a user's request may mean a preemption that went unnoticed."""
+    run.write_result(RunResult.from_json({"state": state}))
+    allocation = Allocation(("here",), (4,), 1, restart_count=1)
+    ranks = Ranks(*[completes] * again)
+    assert Supervisor(run, JobConfig(), allocation, ranks, None).run() == 0
+    assert run.result().state == ("completed" if again else state)
+    assert len(run.attempts()) == again
+
+
+@pytest.mark.parametrize(("saved", "reached"), [(20, 30), (35, 35)])  # the last status may be older
+@pytest.mark.parametrize(("stop", "cause"), [(None, "node_failure"), ("signal", "preempted")])
+def test_an_attempt_that_nobody_closed_gets_its_line(
+    run: RunDir, stop: str | None, cause: str, saved: int, reached: int
+) -> None:
+    progress = {"step": 30, "step_start": 10, "spent": {"training": 4.0}}
+    place = {"nodes": ["a"], "tasks": [2]}
+    status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 9.0, "stop": stop, "progress": progress}
+    run.write_status(RunStatus.from_json({**status, **place}))
+    saves(run, saved)
+    assert supervise(run, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.step_end, second.attempt) == (cause, reached, 2)
+    assert (first.step_saved, first.gained_s) == (saved, 2.0 if saved == 20 else 4.0)
+
+
+def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its number was used again. Its old error file made a completed attempt a crashed one."""
+    place = {"nodes": ["a"], "tasks": [2], "progress": {"step": 30, "step_start": 10}}
+    run.write_status(
+        RunStatus.from_json({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
+    )
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "a", "time": 1.5, "type": "OSError", "message": "old"})
+    monkeypatch.setattr(Run, "is_over", lambda *_, **__: True)
+    monkeypatch.setattr(executors, "_send_to_local", lambda *_: "1")
+    fsio.write_json(run.submitit / "submission.json", {"executor": "local", "job_id": "1"})
+    resume(run, executor="local")
+    assert run.status().state == "queued"
+    assert supervise(run, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first.attempt, first.cause, first.step_end) == (1, "node_failure", 30)
+    assert (second.attempt, second.cause) == (2, "completed")
+
+
+def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+    failures = iter([OSError(28, "No space left on device")] * 3)
+    add = RunDir.add_attempt
+
+    def add_attempt(self: RunDir, line: AttemptRecord) -> None:
+        for error in failures:
+            raise error
+        add(self, line)
+
+    monkeypatch.setattr(RunDir, "add_attempt", add_attempt)
+    assert supervise(run, Ranks(completes)) == 0
+    assert len(run.attempts()) == 1
+
+
+def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None]:
+    """Return the act of a rank of a foreign script that fails. It writes ``text`` into its error file."""
+
+    def fails(ranks: Ranks) -> None:
+        path = run.error_file(1, rank)
+        fsio.make_dir(path.parent)
+        path.write_text(text)
+        ranks.events.put(AllRanksEnded(1))
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("message", "blames_node"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: the launch timed out and was terminated", True),
+        ("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclSystemError: System call (e.g. socket, malloc) failed", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclRemoteError: a remote process exited prematurely", False),
+        ("[enforce fail at socket.cc:142] rv != -1. -1 vs -1. connect: Invalid argument", True),
+        ("[enforce fail at socket.cc:142] rv != -1. -1 vs -1. connect: Network is unreachable", True),
+        ("[pair.cc:534] Connection closed by peer [10.0.0.3]:4711", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: invalid argument", False),
+        ("CUDA error: out of memory", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_device_error_in_an_error_file_blames_the_node_of_its_rank(
+    run: RunDir, message: str, blames_node: bool
+) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
+    assert read_error_file(run.error_file(1, 0)).blames_node is blames_node
+
+
+@pytest.mark.parametrize(
+    ("message", "address"),
+    [
+        (
+            "NCCL error in: NCCLUtils.cpp:94, ncclSystemError\nLast error:\nncclOsSocketPollConnect: connect to "
+            "10.0.0.3<41234> returned Connection timed out, exceeded error retry count after 35 attempts",
+            "10.0.0.3",
+        ),
+        ("socketStartConnect: connect to fe80::1%eth0<41234> failed : No route to host", "fe80::1"),
+        (
+            "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 29500).",
+            "10.0.0.1",
+        ),
+        (
+            "The client socket has failed to connect to any network address of (::ffff:10.0.0.1, 29500). The client ",
+            "10.0.0.1",
+        ),
+        ("timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:4711", "10.0.0.2"),
+        ("socketProgress: Connection closed by remote peer 10.0.0.3<41234>", None),
+        ("[pair.cc:534] Connection closed by peer [10.0.0.3]:4711", None),
+        ("trying to connect to (1.2, 3)", None),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_the_address_that_a_rank_could_not_connect_to_is_read_from_its_error(
+    run: RunDir, message: str, address: str | None
+) -> None:
+    """A broken connection does not count. The rank at its other end may have ended for its own reasons."""
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
+    assert read_error_file(run.error_file(1, 0)).unreached == address
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ('{"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1700000000"}}}', "ValueError: x"),
+        ('{"message": {"mess', "no message"),
+    ],
+    ids=["whole", "torn by the kill"],
+)
+def test_a_failure_in_torchs_format_is_told_with_the_host_of_its_rank(run: RunDir, text: str, how: str) -> None:
+    allocation = Allocation(("node1", "node2"), (3, 1), 1)
+    config = JobConfig()
+    config.retry.max_failures = 0
+    assert Supervisor(run, config, allocation, Ranks(foreign_failure(run, 3, text)), None).run() == 1
+    (line,) = run.attempts()
+    assert line.first_failure == FirstFailure(3, "node2", how)
+
+
+# --------------------------------------------------------------------------------------------------------------- hangs
+
+
+def hangs(ranks: Ranks) -> None:
+    """Hang with rank 0 in its eighth step; the other ranks have reported nothing."""
+    ranks.report(step=7, step_start=0)
+    ranks.answers_kill = False  # by the question for the stacks
+
+
+def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, reporting: Sequence[int] = (0,)) -> int:
+    """Supervise with a group timeout of 1 s. Ranks that are ``reporting`` are in their eighth step."""
+    config = JobConfig(job=job)
+    config.dist.timeout_s = 1
+    agents: Any = NodeAgents(*(Standing(rank, "in a step", 7, 0.6, False) for rank in reporting))
+    return Supervisor(run, config, Allocation(("node1", "node2"), (1, 1), 1), ranks, None, agents).run()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.5)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_is_examined_killed_at_once_and_restarted_with_the_rank_behind_named(run: RunDir) -> None:
+    fsio.make_dir(run.attempt_logs(1))  # as the launcher does
+    ranks = Ranks(hangs, completes)
+    assert supervise_quickly(run, ranks) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    line, _ = run.attempts()
+    assert (line.cause, line.decision) == ("hang", "restart")
+    behind = line.first_failure
+    assert (behind.rank, behind.host) == (1, "node2")
+    assert behind.how.startswith("has not started, ")
+    assert behind.how.endswith("; 1 other in a step")
+    assert read_error_file(run.error_file(1, 1)).how == behind.how
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("all_have_ended", [False, True])
+def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_ended: bool) -> None:
+    """Before, a rank that did not answer counted as stopped, and its node was suspected."""
+    fsio.make_dir(run.attempt_logs(1))
+
+    def ends_but_rank_0(ranks: Ranks) -> None:
+        hangs(ranks)
+        ranks.events.put(RanksFinished((0, 1) if all_have_ended else (1,)))
+
+    config = JobConfig()
+    config.dist.timeout_s = 1
+    agents: Any = NodeAgents(Standing(0, "finishing", 8, 0.6, False), Standing(1, "finishing", 8, 0.6, True))
+    allocation = Allocation(("node1", "node2"), (1, 1), 1)
+    assert Supervisor(run, config, allocation, Ranks(ends_but_rank_0, completes), None, agents).run() == 0
+    line = run.attempts()[0]
+    assert line.cause == "hang"
+    assert line.first_failure.rank == (None if all_have_ended else 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: Any) -> str:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(stack_digest, "stack_text", away)
+    assert supervise_quickly(run, Ranks(hangs, completes), reporting=[0, 1]) == 0
+    line, _ = run.attempts()
+    assert (line.cause, line.decision, line.suspect) == ("hang", "restart", None)
+    assert line.line.startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
+    assert list(run.attempt_logs(1).glob("error-*")) == []
+    assert "first failure: a rank that nobody knows, attempt 1: nobody knows who" in why.page(why.facts(run))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 2.0)
+
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    supervise_quickly(run, ranks)
+    assert ranks.signals == [signal.SIGKILL]
+
+
+class OutsideWatch(SilenceWatch):
+    """Reports the ranks in ``silent`` as silent at once, with these ``stacks``."""
+
+    silent: Sequence[int] = ()
+    stacks: Mapping[int, str] = {}
+    started, closed = 0, 0
+
+    def __init__(self, run: RunDir, attempt: int, plan: Allocation, environ: object, bound_s: float) -> None:
+        self._folder = run.attempt_logs(attempt)
+        self._is_first = attempt == 1
+        OutsideWatch.started += 1
+        assert bound_s == 0.5
+
+    def is_stuck(self) -> bool:
+        return self._is_first and len(self.silent) == 2
+
+    def standings(self) -> list[Standing]:
+        return [Standing(rank, "silent", None, 0.6, False) for rank in self.silent]
+
+    def ask_for_stacks(self) -> None:
+        for rank, text in self.stacks.items():
+            fsio.write_atomic(stacks.stack_path(self._folder, rank), text + stacks.ANSWERED)
+
+    def close(self) -> None:
+        OutsideWatch.closed += 1
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
+    monkeypatch.setattr(silence, "start_watch", OutsideWatch)
+    monkeypatch.setattr(OutsideWatch, "started", 0)
+    monkeypatch.setattr(OutsideWatch, "closed", 0)
+    return OutsideWatch
+
+
+def ends_later(ranks: Ranks) -> None:
+    threading.Timer(0.6, ranks.events.put, (AllRanksEnded(0),)).start()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(
+    run: RunDir, outside: type[OutsideWatch]
+) -> None:
+    ranks = Ranks(ends_later)
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == []
+    assert (outside.started, outside.closed) == (1, 1)
+
+
+def test_a_foreign_script_runs_once_its_first_rank_has_a_log(run: RunDir) -> None:
+    def shows_up(ranks: Ranks) -> None:
+        assert run.status().state is RunState.STARTING
+        fsio.make_dir(run.attempt_logs(1))
+        run.rank_log(1, 0).write_text("hello\n")
+        threading.Thread(target=end, args=(ranks,), daemon=True).start()
+
+    def end(ranks: Ranks) -> None:
+        try:
+            wait_for(lambda: run.status().state is RunState.RUNNING, PATIENCE * 10, "a status that says so")
+        except BaseException:
+            ranks.events.put(ended(0, code=1))
+            raise
+        ranks.events.put(AllRanksEnded(0))
+
+    assert supervise_quickly(run, Ranks(shows_up), job=configs.FOREIGN_JOB) == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    barrier = (
+        'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
+    )
+    lock = 'Thread 0x1 (most recent call first):\n  File "/x/train.py", line 8 in hang_for_ever\n'
+    monkeypatch.setattr(outside, "silent", [0, 1])
+    monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
+
+    def says_nothing(ranks: Ranks) -> None:
+        monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
+
+    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
+    assert ranks.signals == [signal.SIGKILL]
+    line, after = run.attempts()
+    assert (line.cause, line.decision, after.cause) == ("hang", "restart", "completed")
+    assert line.first_failure == FirstFailure(1, "node2", "silent, 1 s; 1 other in barrier")
+    assert "in hang_for_ever" in why.page(why.facts(run))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait for it in NCCL. That is no silence, and NCCL gives up in the end."""
+    monkeypatch.setattr(outside, "silent", [1])
+
+    def gives_up(ranks: Ranks) -> None:
+        threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
+
+    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), job=configs.FOREIGN_JOB)
+    assert run.attempts()[0].cause == "crashed"
+    assert "silent for 1 s or longer before: rank 1" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "START_AFTER_SHARE", 10.0)
+    fsio.make_dir(run.attempt_logs(1))
+    ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    assert outside.started == 0
+    assert [line.cause for line in run.attempts()] == ["hang", "completed"]
+
+
+def test_a_run_that_needs_more_open_files_than_allowed_is_refused_before_its_ranks(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_files, "hard_limit", lambda: 87)
+    with pytest.raises(RequestError, match=r"4 ranks need 88 open files .* hard limit is 87: .* at most 3 ranks"):
+        supervise(run, Ranks())
+    assert run.attempts() == []
+    monkeypatch.setattr(open_files, "hard_limit", lambda: 88)
+    assert supervise(run, Ranks(completes)) == 0
+
+
+def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(run: RunDir) -> None:
+    """It has saved its state, and has more to do."""
+
+    def saves(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(AllRanksEnded(0))
+
+    ranks = Ranks(saves)
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75
+    assert ranks.signals == [signal.SIGTERM]
+    assert run.result().state == "stopped"
+
+
+def test_a_ranks_own_words_do_not_hide_the_signal_that_killed_it(run: RunDir) -> None:
+    def dies(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        fsio.make_dir(run.error_file(1, 0).parent)
+        error = {"rank": 0, "host": "node2", "type": "RuntimeError", "message": "peer closed"}
+        fsio.write_json(run.error_file(1, 0), error)
+        ranks.events.put(ended(0))
+
+    supervise(run, Ranks(dies), max_failures=0)
+    (line,) = run.attempts()
+    assert line.first_failure is not None
+    assert line.first_failure.how == "killed by SIGKILL"
+
+
+def test_a_stop_beside_a_lost_node_is_not_said_to_be_committed(run: RunDir) -> None:
+    def stops(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(ended(0, 1, code=EXIT_STOPPED))
+        ranks.events.put(NodeFailed("here"))
+        ranks.events.put(AllRanksEnded(EXIT_STOPPED))
+
+    supervise(run, Ranks(stops))
+    assert "committed" not in run.attempts()[0].line
+
+
+def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ownership.TOKEN_VARIABLE, "abc")
+    ranks = Ranks(completes)
+    supervise(run, ranks)
+    assert ownership.TOKEN_VARIABLE not in ranks.environ

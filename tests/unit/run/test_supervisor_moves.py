@@ -1,0 +1,277 @@
+"""The supervisor when nodes at work are drained or sick. The test plays the launcher, Slurm and the agents."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
+from tests.unit.run.test_supervisor_nodes import HOSTS, network, preflight, run, slurm  # noqa: F401
+from toolkit.cli import show, why
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.errors import SlurmRefusedError
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.launcher import AllRanksEnded
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.supervise import attempt_loop, node_care, stop_path
+from toolkit.run.supervise.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
+from toolkit.run.supervise.stop_path import Signalled, StopPath
+from toolkit.run.supervise.supervisor import Supervisor
+from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
+
+NEW_FAN = "drained: new fan by root"
+
+
+class Agents(NodeAgents):
+    """Agents that are all heard, and report the sickness that the test chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard_hosts = frozenset(HOSTS)
+        self.sick_hosts: dict[str, str] = {}
+        self.dismissed: list[str] = []
+
+    def dismiss(self, host: str) -> None:
+        self.dismissed.append(host)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr(node_care, "ASK_DRAINED_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def agents() -> Agents:
+    return Agents()
+
+
+Supervise = Callable[..., int]
+
+
+@pytest.fixture
+def supervise(run: RunDir, slurm: FakeSlurm, agents: Agents) -> Supervise:  # noqa: F811
+    def supervise(ranks: Ranks, *, spare: int = 1, hosts: tuple[str, ...] = HOSTS, job: str | None = None) -> int:
+        config = JobConfig()
+        config.cluster.spare_nodes = spare
+        config.job = job or config.job
+        allocation = Allocation(hosts, (1,) * len(hosts), 1, job_id="1")
+        return Supervisor(run, config, allocation, ranks, slurm, agents).run()  # type: ignore[arg-type]
+
+    return supervise
+
+
+def works(ranks: Ranks, *, step_s: float = 0.1) -> None:
+    """Make ten steps, and go on."""
+    ranks.report(step=10, step_start=0, spent={"compute": 10 * step_s})
+
+
+def stops_when_asked(ranks: Ranks) -> None:
+    works(ranks)
+
+    def stop() -> None:
+        ranks.report(step=12, step_start=0, phase="stopped")
+        ranks.events.put(ended(0, 1, code=75))
+        ranks.events.put(AllRanksEnded(75))
+
+    Store.on_propose = stop
+
+
+class Looks:
+    """Calls ``then`` after the third look at the nodes that has Slurm's answer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.then: Callable[[], None] = lambda: None
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    looks, look = Looks(), NodeCare.look_for_ailing
+
+    def counted(it: NodeCare, attempt: Attempt, stops: StopPath) -> None:
+        has_an_answer = it._drained is None or bool(it._drained.found)
+        look(it, attempt, stops)
+        looks.count += has_an_answer
+        if looks.count == 3:
+            looks.then()
+
+    monkeypatch.setattr(NodeCare, "look_for_ailing", counted)
+    return looks
+
+
+def end(ranks: Ranks) -> None:
+    ranks.tell_result(10)
+    ranks.events.put(AllRanksEnded(0))
+
+
+def test_a_drained_node_is_left_for_a_spare_and_given_back(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    agents: Agents,
+) -> None:
+    slurm.drains = {"node2": "new fan by root"}
+    ranks = Ranks(stops_when_asked, completes)
+    assert supervise(ranks) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.vacated_nodes) == ("moved", "restart", ("node2",))
+    assert first.line == f"moved off node2: {NEW_FAN}; stopped at step 12, committed, nothing is lost"
+    assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
+    assert (Store.proposed, ranks.signals) == ([], [])  # of the second attempt
+    assert (agents.dismissed, slurm.kept) == (["node2"], {"1": "node[1,3]"})
+    assert f"node2 is not used: {NEW_FAN}" in show.status_table(show.status_rows([run]))
+    assert first.line in why.page(why.facts(run))
+
+
+def test_a_site_that_lets_no_job_shrink_keeps_the_node_and_the_run_goes_on(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(job_id: str, *, keep: str) -> None:
+        raise SlurmRefusedError("Requested operation is presently disabled")
+
+    slurm.drains = {"node2": "new fan by root"}
+    monkeypatch.setattr(slurm, "release_nodes", refuse)
+    assert supervise(Ranks(stops_when_asked, completes)) == 0
+    assert [line.nodes for line in run.attempts()] == [("node1", "node2"), ("node1", "node3")]
+    assert "node2 cannot be given back: Requested operation is presently disabled" in caplog.messages
+
+
+def test_a_sick_node_is_left_but_stays_the_jobs(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    agents: Agents,
+) -> None:
+    agents.sick_hosts = {"node1": "processors throttled for heat"}  # the batch host
+    assert supervise(Ranks(stops_when_asked, completes)) == 0
+    first, second = run.attempts()
+    assert first.line.startswith("moved off node1: processors throttled for heat; ")
+    assert second.nodes == ("node3", "node2")
+    assert (agents.dismissed, slurm.kept) == ([], {})
+
+
+def test_a_node_without_a_good_spare_is_named_once_and_the_run_goes_on(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    looks: Looks,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slurm.drains = {"node2": "new fan by root"}
+
+    def act(ranks: Ranks) -> None:
+        works(ranks)
+        looks.then = lambda: end(ranks)
+
+    assert supervise(Ranks(act), spare=0) == 0
+    (only,) = run.attempts()
+    assert (only.cause, Store.proposed) == ("completed", [])
+    warned = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.message.startswith("node ")]
+    assert warned == [f"node node2: {NEW_FAN}"]
+    assert f"node node2: {NEW_FAN}" in show.status_table(show.status_rows([run]))
+    assert f"node node2: {NEW_FAN}" in why.page(why.facts(run))
+
+
+def test_a_job_on_one_node_asks_for_no_nodes(
+    supervise: Supervise,
+    slurm: FakeSlurm,  # noqa: F811
+    looks: Looks,
+) -> None:
+    def act(ranks: Ranks) -> None:
+        works(ranks)
+        looks.then = lambda: end(ranks)
+
+    assert supervise(Ranks(act), spare=0, hosts=HOSTS[:1]) == 0
+    assert slurm.asked_for_nodes == []
+
+
+@pytest.mark.parametrize("reason", ["near the time limit", "steps that take long", "before the first step", "a script"])
+def test_a_run_that_would_lose_by_it_stays(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    looks: Looks,
+    reason: str,
+) -> None:
+    slurm.drains = {"node2": "new fan by root"}
+    step_s = 2 * LONGEST_STEP_TO_MOVE_S if reason == "steps that take long" else 0.1
+    if reason == "near the time limit":
+        row = slurm.show_job("1")
+        assert row is not None
+        slurm._set(row, time_limit_s=36_000.0, end_time=slurm.now + LEAST_TIME_TO_MOVE_S)
+
+    def act(ranks: Ranks) -> None:
+        if reason == "before the first step":
+            ranks.report(step=0, step_start=0, spent={})
+        else:
+            works(ranks, step_s=step_s)
+        # the ranks end only after looks that could have moved the run
+        looks.then = lambda: end(ranks)
+
+    assert supervise(Ranks(act), job=FOREIGN_JOB if reason == "a script" else None) == 0
+    assert Store.proposed == []
+    assert [line.cause for line in run.attempts()] == ["completed"]
+
+
+def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 0.05)
+    slurm.drains = {"node2": "new fan by root"}
+
+    def saves_for_long(ranks: Ranks) -> None:
+        works(ranks)
+
+        def stop() -> None:
+            if Store.proposed == ["stop"]:
+                # after ten times STOP_LIMIT_S the move still waits; a stop by a signal then does not
+                threading.Timer(0.5, ranks.events.put, [Signalled(signal.SIGINT)]).start()
+
+        Store.on_propose = stop
+
+    ranks = Ranks(saves_for_long)
+    began = time.monotonic()
+    assert supervise(ranks) == 75
+    assert time.monotonic() - began > 0.5
+    assert Store.proposed == ["stop", "stop"]
+    assert set(ranks.signals) == {signal.SIGKILL}
+    (only,) = run.attempts()
+    assert (only.cause, only.decision) == ("stopped", "finish")
+
+
+def test_a_preemption_while_the_ranks_stop_wins(
+    supervise: Supervise,
+    run: RunDir,  # noqa: F811
+    slurm: FakeSlurm,  # noqa: F811
+) -> None:
+    def preempted(ranks: Ranks) -> None:
+        works(ranks)
+
+        def stop() -> None:
+            slurm.preempt("1", grace_s=60)
+            ranks.events.put(Signalled(signal.SIGTERM))
+            ranks.events.put(ended(0, 1, code=75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+
+    slurm.drains = {"node2": "new fan by root"}
+    assert supervise(Ranks(preempted)) == 75
+    (only,) = run.attempts()
+    assert (only.cause, only.decision) == ("preempted", "requeue")
+    assert slurm.excluded == {}  # Slurm itself keeps the job off a drained node
+    assert slurm.kept == {}

@@ -1,0 +1,1076 @@
+"""The supervisor when nodes are lost. The test chooses the answers of launcher and Slurm."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
+from toolkit import config as configs
+from toolkit import fsio, outages, records, rundir
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_STOPPED, ToolkitError
+from toolkit.health.verdict import NodesReport
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agent_requests import NodeAnswered
+from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
+from toolkit.run.attempt.facts import Verdict
+from toolkit.run.attempt.journal import Journal
+from toolkit.run.job import nodes, slurm_job
+from toolkit.run.job.nodes import Nodes
+from toolkit.run.records.ownership import Claim, Overtaken
+from toolkit.run.requeue import follow_up
+from toolkit.run.supervise import attempt_loop, conclusion, entry, left_over, node_checks
+from toolkit.run.supervise.conclusion import judge_attempt
+from toolkit.run.supervise.stop_path import Signalled
+from toolkit.run.supervise.supervisor import Supervisor
+from toolkit.run_files import RunResult, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.fake import FakeSlurm
+
+HOSTS = ("node1", "node2", "node3")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = rundir.create("test", tmp_path)
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
+    return run
+
+
+@pytest.fixture
+def slurm() -> FakeSlurm:
+    slurm = FakeSlurm()
+    slurm.start(slurm.sbatch(["job.sh"]), "node[1-3]")
+    return slurm
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all nodes but ``dead`` answer."""
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
+
+
+class Preflight:
+    """Checks that find the nodes of ``bad`` bad. ``meanwhile`` is called during them."""
+
+    def __init__(self) -> None:
+        self.bad: dict[str, str] = {}
+        self.unknown: tuple[str, ...] = ()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+
+    def __call__(self, folder: Path, job: Allocation, *_: object) -> NodesReport:
+        self.asked.append((job.hosts, job.tasks))
+        self.meanwhile()
+        return NodesReport(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
+
+
+class PlayedAgents(NodeAgents):
+    """The agents of a job whose nodes are all there. A question calls ``say_unanswered``."""
+
+    say_unanswered: Callable[[], None] = staticmethod(lambda: None)
+
+    def ask_for_unanswered(self) -> None:
+        self.say_unanswered()
+
+    def host_at(self, address: str) -> str | None:
+        return {"10.0.0.1": "node1", "10.0.0.2": "node2", "10.0.0.3": "node3"}.get(address)
+
+
+AGENTS: Any = PlayedAgents()
+
+
+@pytest.fixture(autouse=True)
+def preflight(monkeypatch: pytest.MonkeyPatch) -> Preflight:
+    preflight = Preflight()
+    monkeypatch.setattr(node_checks, "check_nodes", preflight)
+    return preflight
+
+
+def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fewer: bool = False) -> int:
+    config = JobConfig()
+    config.cluster.spare_nodes = spare
+    config.retry.allow_fewer_nodes = fewer
+    row = slurm.show_job("1")
+    assert row is not None
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=row.restarts)
+    return Supervisor(run, config, allocation, ranks, slurm, AGENTS).run()
+
+
+def loses_node2(ranks: Ranks) -> None:
+    """Lose node2: it falls silent, the other ranks are killed, and srun waits for ever."""
+    ranks.answers_kill = False
+    ranks.report(step=10, step_start=0)
+    ranks.events.put(NodeFailed("node2"))
+    elsewhere = [rank for rank, host in enumerate(ranks.hosts) if host != "node2"]
+    ranks.events.put(RanksExited(tuple(elsewhere), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+
+def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(run: RunDir, slurm: FakeSlurm) -> None:
+    ranks = Ranks(loses_node2, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
+    assert ranks.signals == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
+    run: RunDir, slurm: FakeSlurm, is_first: bool
+) -> None:
+    def loses_the_last(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.report(step=10, step_start=0)
+        events = [NodeFailed("node2"), RanksFinished((0,))]
+        for event in events if is_first else reversed(events):
+            ranks.events.put(event)
+
+    ranks = Ranks(loses_the_last, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert [line.cause for line in run.attempts()] == ["node_failure", "completed"]
+    assert ranks.signals == [signal.SIGKILL]
+
+
+class UnheardKill(Ranks):
+    """Ranks of which one is on ``dead``. Its end is never reported."""
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        AGENTS.silent_hosts = frozenset({"dead"})
+        living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
+        self.events.put(RanksExited(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("first", ["node1", "dead"])
+def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    preflight: Preflight,
+    first: str,
+    is_killed: bool,
+) -> None:
+    """Before, some nodes were never asked, and the run waited for them without end. They were the node of rank 0, and
+    all nodes of an attempt that was being killed. The death itself may be why other ranks crash. Where the batch host
+    is bad, rank 0 is on another node."""
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
+    monkeypatch.setattr(AGENTS, "silent_hosts", frozenset())
+    allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
+    preflight.bad = {} if first == "node1" else {"node1": "its disk is full"}
+
+    def falls_silent(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        if is_killed:
+            ranks.events.put(RanksExited((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
+        else:
+            AGENTS.silent_hosts = frozenset({"dead"})
+
+    config = JobConfig()
+    config.cluster.spare_nodes = 2
+    config.retry.allow_fewer_nodes = True
+    ranks = UnheardKill(falls_silent, completes)
+    assert Supervisor(run, config, allocation, ranks, slurm, AGENTS).run() == 0
+    assert run.attempts()[0].nodes[0] == first
+    assert run.attempts()[0].lost_nodes == ("dead",)
+
+
+def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in the kernel for a disk or a driver. Its node answers. Before, the run hung until its limit."""
+    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.3)
+
+    class Unkillable(Ranks):
+        tells_each_end = True
+
+        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+            self.signals.append(number)
+            self.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    ranks = Unkillable(crashes, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert ranks.abandoned
+    first, second = run.attempts()
+    assert (first.nodes, first.lost_nodes) == (("node1", "node2"), ("node2",))
+    assert second.nodes == ("node1", "node3")
+    assert len(ranks.signals) > 2
+
+
+def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that all nodes share is away: no node is to blame."""
+    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.05)
+
+    class Stuck(Ranks):
+        tells_each_end = True
+
+        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+            self.signals.append(number)
+            if len(self.signals) == 6:  # the disk is back
+                self.events.put(AllRanksEnded(137))
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        ranks.events.put(RanksExited((), "node1", "exit code 1", None, time.time(), 1))
+
+    ranks = Stuck(crashes, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert not ranks.abandoned
+    assert [attempt.lost_nodes for attempt in run.attempts()] == [(), ()]
+
+
+def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the error was dropped. The next attempt waited for ever for agents without a server."""
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    def judge(*arguments: Any) -> Verdict:
+        ranks.events.put(ValueError("the links broke"))
+        return judge_attempt(*arguments)
+
+    ranks = Ranks(crashes, completes)
+    monkeypatch.setattr(conclusion, "judge_attempt", judge)
+    with pytest.raises(ValueError, match="the links broke"):
+        supervise(run, slurm, ranks)
+
+
+def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) -> None:
+    assert supervise(run, slurm, Ranks(loses_node2, completes), fewer=True) == 0
+    assert [line.world_size for line in run.attempts()] == [3, 2]
+
+
+def test_with_neither_the_job_is_requeued_without_the_node(run: RunDir, slurm: FakeSlurm) -> None:
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    (line,) = run.attempts()
+    assert (line.cause, line.decision) == ("node_failure", "requeue")
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
+    slurm.nodes_to_spare = 0
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    assert slurm.excluded == {}
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == 1
+
+
+def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm: FakeSlurm) -> None:
+    left = {"attempt": 1, "started": time.time(), "updated": time.time(), "nodes": list(HOSTS), "tasks": [1, 1, 1]}
+    run.write_status(RunStatus.from_json(left))
+    nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.line) == ("node_failure", "requeue", "lost node1")
+    assert "node1" in second.nodes
+
+
+def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
+    nodes.remember(run, "node3", "has failed before")
+    slurm.nodes_to_spare = 1
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
+    """The batch host was cut off and is back. Another node has put the job into the queue meanwhile."""
+
+    def was_cut_off(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        nodes.remember(run, "node1", "the batch host node1 has left the job's node list")
+        slurm.requeue("1")
+        ranks.events.put(RanksExited((0, 1), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    assert supervise(run, slurm, Ranks(was_cut_off), spare=1) == 75
+    (line,) = run.attempts()
+    assert (line.cause, line.decision, line.lost_nodes) == ("node_failure", "requeue", ("node1",))
+
+
+def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
+    def dies_on_node1(ranks: Ranks) -> None:
+        ranks.report(step=10 * (1 + len(run.attempts())), step_start=0)
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
+    assert [line.nodes[0] for line in run.attempts()] == ["node1", "node1", "node3"]
+    assert list(nodes.remembered(run)) == ["node1"]
+    assert run.status().bad_nodes == {"node1": "ended 2 attempts"}
+
+
+def test_the_lines_of_earlier_attempts_are_read_once(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand attempts on thousands of nodes are not read again for each new one."""
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10 * len(reads) + len(ranks.hosts), step_start=0)
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    reads: list[Path] = []
+    read_lines = records.read_lines
+    monkeypatch.setattr(
+        records, "read_lines", lambda path, *more, **options: reads.append(path) or read_lines(path, *more, **options)
+    )
+    assert supervise(run, slurm, Ranks(crashes, crashes, completes)) == 0
+    files = [path.name for path in reads]
+    assert files.count("attempts.jsonl") <= 2, "once for what was left over, once for the journal"
+    assert len(run.attempts()) == 3
+
+
+def test_an_attempt_has_a_number_of_its_own_also_while_the_shared_folder_is_gone(run: RunDir, slurm: FakeSlurm) -> None:
+    """A node may lose the mount between the starts of its supervisor and its ranks."""
+    fsio.make_dir(run.attempt_logs(4))
+    run.rank_log(4, 0).touch()
+    allocation = Allocation(("node1",), (1,), 1, job_id="1")
+    journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
+    journal.read()
+    run.path.rename(run.path.with_name("hidden"))
+    assert [journal.next_number(), journal.next_number()] == [5, 6]
+
+
+def is_refused_by_node2(ranks: Ranks) -> None:
+    """Fail to start the rank on node2. The other one ends well, and srun with 0."""
+    ranks.answers_kill = False
+    for rank in [rank for rank, host in enumerate(ranks.hosts) if host == "node2"]:
+        ranks.events.put(LaunchFailed((rank,), "node2", "Slurmd could not connect IO"))
+    ranks.events.put(AllRanksEnded(0))
+
+
+def test_a_node_that_cannot_start_ranks_is_replaced_at_once(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, the run counted as completed: srun ends with 0."""
+    assert supervise(run, slurm, Ranks(is_refused_by_node2, completes), spare=1) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert first.line.startswith("rank 1 on node2: could not be started: Slurmd could not connect IO")
+    assert (second.nodes, second.cause) == (("node1", "node3"), "completed")
+
+
+def test_without_a_spare_the_job_is_requeued_off_the_node_that_cannot_start_ranks(
+    run: RunDir, slurm: FakeSlurm
+) -> None:
+    assert supervise(run, slurm, Ranks(is_refused_by_node2)) == 75
+    assert run.attempts()[0].cause == "node_failure"
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slurm: FakeSlurm) -> None:
+    def is_refused(ranks: Ranks) -> None:
+        ranks.events.put(LaunchFailed((), None, "Unable to create step for job 1: Requested nodes are busy"))
+        ranks.events.put(AllRanksEnded(1))
+
+    assert supervise(run, slurm, Ranks(is_refused, completes)) == 0
+    first, _ = run.attempts()
+    assert (first.cause, first.lost_nodes, first.suspect) == ("crashed", (), None)
+    assert "Unable to create step for job 1: Requested nodes are busy" in first.line
+    assert run.status().bad_nodes == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Insufficient GRES available in allocation",
+        "Invalid generic resource (gres) specification",
+        "Requested node configuration is not available",
+    ],
+)
+@pytest.mark.parametrize("by_agents", [True, False])
+def test_a_step_that_does_not_fit_the_jobs_request_ends_the_run_and_blames_no_node(
+    run: RunDir, slurm: FakeSlurm, words: str, *, by_agents: bool
+) -> None:
+    """Any other node, and any other start, would be refused as well."""
+
+    def is_refused(ranks: Ranks) -> None:
+        for rank, host in enumerate(HOSTS if by_agents else [None]):
+            ranks.events.put(LaunchFailed((rank,) if by_agents else (), host, f"Unable to create step: {words}"))
+        ranks.events.put(AllRanksEnded(1))
+
+    assert supervise(run, slurm, Ranks(is_refused, completes)) == 1
+    (only,) = run.attempts()
+    assert (only.decision, only.lost_nodes, only.suspect) == ("give_up", (), None)
+    assert only.line.startswith("Slurm refuses the step that starts the ranks: Unable to create step: " + words)
+    assert (run.status().bad_nodes, slurm.excluded) == ({}, {})
+
+
+def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
+    """Return an act whose ranks end with exit code 127. They report nothing and leave no error file."""
+
+    def act(ranks: Ranks) -> None:
+        for rank, host in ranks_and_hosts:
+            ranks.events.put(RanksExited((rank,), host, "exit code 127", None, time.time(), 127))
+
+    return act
+
+
+def test_a_node_on_which_ranks_end_before_their_first_report_is_used_twice_only(run: RunDir, slurm: FakeSlurm) -> None:
+    """No rank had made a step. Before, the attempt that condemned the node ended the run too."""
+    on_node2 = dies_mute((1, "node2"))
+    assert supervise(run, slurm, Ranks(on_node2, on_node2, completes), spare=1) == 0
+    assert [line.suspect for line in run.attempts()] == ["node2", "node2", None]
+    assert [line.decision for line in run.attempts()] == ["restart", "restart", "finish"]
+    assert run.attempts()[2].nodes == ("node1", "node3")
+
+
+def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: FakeSlurm) -> None:
+    everywhere = dies_mute((0, "node1"), (1, "node2"))
+    assert supervise(run, slurm, Ranks(everywhere, everywhere), spare=1) == 1
+    assert [line.suspect for line in run.attempts()] == [None, None]
+
+
+def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, it came back, or was shown as requeued for ever."""
+
+    def stops(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0, phase="stopped")
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
+
+    requeue = slurm.requeue
+
+    def cancelled_first(job_id: str, *, if_running: bool = False) -> None:
+        slurm.cancel(job_id)
+        requeue(job_id, if_running=if_running)
+
+    slurm.requeue = cancelled_first  # called after the verdict
+    supervise(run, slurm, Ranks(stops))
+    assert run.result().state == run.status().state == "cancelled"
+    assert run.attempts()[0].decision == "requeue"
+    row = slurm.show_job("1")
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
+def test_an_exit_code_that_no_report_and_no_file_confirms_is_a_failure(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, `os._exit(75)` on all ranks was "committed, nothing is lost", and requeued."""
+
+    def exits(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0, phase="train")
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
+
+    supervise(run, slurm, Ranks(exits, exits, exits, exits, exits))
+    lines = run.attempts()
+    assert {line.cause for line in lines} == {"crashed"}
+    assert lines[0].decision == "restart"
+    assert "exit code 75, but have saved no stop" in lines[0].line
+    assert lines[-1].decision == "give_up"
+    assert run.result().state == "failed"
+
+
+def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
+    def overtaken(ranks: Ranks) -> None:
+        run.write_owner(run.owner().replace(number=100))
+
+    ranks = Ranks(overtaken)
+    with pytest.raises(Overtaken):
+        supervise(run, slurm, ranks)
+    assert ranks.abandoned
+    assert ranks.signals == []
+    assert run.attempts() == []
+    assert run.result() is None
+
+
+def test_a_supervisor_whose_runs_folder_was_removed_leaves(run: RunDir, slurm: FakeSlurm) -> None:
+    ranks = Ranks(lambda _: shutil.rmtree(run.path))
+    with pytest.raises(Overtaken, match="was removed"):
+        supervise(run, slurm, ranks)
+    assert ranks.abandoned
+    assert not run.path.exists()
+
+
+def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
+    place = {"nodes": ["a"], "tasks": [2]}
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
+    )
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    earlier_death = "the supervisor was killed by SIGKILL"
+    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(earlier_death) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.line) == ("crashed", "restart", earlier_death)
+    assert second.cause == "completed"
+
+
+class LeftRanks(Ranks):
+    """Ranks that a killed supervisor has left behind."""
+
+    def take_over(self, attempt: int, plan: Allocation, command: Any, environ: Any, events: Any) -> Any:
+        self.attempt, self.events, self.hosts = attempt, events, plan.hosts
+        store = Store()
+        self._acts.pop(0)(self)
+        return self, store
+
+
+ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+
+
+def leave(run: RunDir, **more: Any) -> int:
+    """Write the files of a supervisor that dies during an attempt. Returns the number by which its ranks may write."""
+    claim = Claim.of_job(run, ALLOCATION, None)
+    started = {"started": time.time() - 20, "updated": time.time(), "progress": {"step": 5, "step_start": 0}}
+    start = {"since": time.time() - 30, "submitted": None, "queue_s": 2.0, "ready": time.time() - 25, "best_step": 0}
+    place = {"nodes": ["node1", "node2"], "tasks": [1, 1], "job_id": "1", "restart_count": 0}
+    run.write_status(
+        RunStatus.from_json(
+            {"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more}
+        )
+    )
+    return claim.number
+
+
+def test_a_supervisor_that_was_killed_costs_nothing_where_its_ranks_are_there(run: RunDir, slurm: FakeSlurm) -> None:
+    number = leave(run)
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(completes), slurm).run("killed") == 0
+    (line,) = run.attempts()
+    assert (line.attempt, line.cause, line.world_size) == (3, "completed", 2)
+    assert line.goodput["queue"] == pytest.approx(2.0, abs=0.1)
+    assert run.owner_number() == number
+
+
+def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, slurm: FakeSlurm) -> None:
+    number = leave(run)
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+        ranks.events.put(AllRanksEnded(1))
+
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
+    assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
+    assert run.owner_number() == number + 1
+
+
+def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir, slurm: FakeSlurm) -> None:
+    def stops(ranks: Ranks) -> None:
+        def stopped() -> None:
+            ranks.events.put(RanksExited((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
+            ranks.events.put(AllRanksEnded(EXIT_STOPPED))
+
+        Store.on_propose = stopped
+
+    leave(run, state="stopping", stop="user")
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(stops), slurm).run("killed") == EXIT_STOPPED
+    assert Store.proposed == ["stop"]
+    assert run.result().state == "stopped"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        pytest.param({"state": "restarting"}, id="between two attempts"),
+        pytest.param({"restart_count": 1}, id="of another start of the job"),
+        pytest.param({"job_id": "2"}, id="of another job"),
+        pytest.param({"nodes": ["node1", "elsewhere"]}, id="on a node that is not ours"),
+        pytest.param({"tasks": [1]}, id="on nodes whose ranks are not all known"),
+        pytest.param({"nodes": [], "tasks": []}, id="on nodes that are not known"),
+        pytest.param({"stop": "move"}, id="leaving nodes that nobody knows"),
+        pytest.param({"stop": "odd"}, id="stopping for a reason that nobody knows"),
+    ],
+)
+def test_ranks_that_may_not_be_ours_are_not_taken_over(run: RunDir, slurm: FakeSlurm, status: dict[str, Any]) -> None:
+    number = leave(run, **status)
+    ranks = LeftRanks(completes)
+    assert Supervisor(run, JobConfig(), ALLOCATION, ranks, slurm).run("killed") == 0
+    assert [line.attempt for line in run.attempts()] == [3, 4]
+    assert (run.owner_number() or 0) > number + 1
+
+
+def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir, slurm: FakeSlurm) -> None:
+    """Such attempts get no verdict, and follow-up jobs would follow each other for ever."""
+    config = JobConfig()
+    config.retry.max_requeues = 2
+    supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
+    for attempt in (1, 2):
+        run.write_status(
+            RunStatus.from_json({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+        )
+        left_over.close(supervisor_of(Ranks(), slurm)._context, None)
+    run.write_status(RunStatus.from_json({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]}))
+    with pytest.raises(ToolkitError, match="given up after 2 requeues"):
+        supervisor_of(Ranks(), slurm).run()
+
+
+def test_a_damaged_status_keeps_of_a_left_over_attempt_what_is_known(run: RunDir, slurm: FakeSlurm) -> None:
+    """The attempt then counts as this job's. Its submission time is kept without the rest of its account."""
+    known = {"attempt": 1, "started": 2.0, "updated": 3.0, "submitted": 1.0, "nodes": ["a"], "tasks": [2]}
+    fsio.write_json(run.path / "status.json", {**known, "job_id": [[]], "restart_count": [[]], "goodput": [[]]})
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=2)
+    left_over.close(Supervisor(run, JobConfig(), allocation, Ranks(), slurm)._context, None)
+    (line,) = run.attempts()
+    assert (line.job_id, line.restart_count, line.submitted, line.begun) == ("1", 2, 1.0, 1.0)
+
+
+def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
+    place = {"nodes": ["node1", "dead"], "tasks": [1, 1]}
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    )
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    first, _ = run.attempts()
+    assert (first.cause, first.lost_nodes, first.line) == ("node_failure", ("dead",), "lost dead")
+    assert list(nodes.remembered(run)) == ["dead"]
+
+
+def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir, slurm: FakeSlurm) -> None:
+    run.write_result(RunResult.from_json({"state": "completed"}))
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, JobConfig(), allocation, Ranks(), slurm).run("killed") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- preflight
+
+
+def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    preflight.bad = {"node1": "the disk is full"}
+    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
+    assert preflight.asked == [(HOSTS, (1, 1, 0))]
+    assert run.attempts()[0].nodes == ("node2", "node3")
+    assert run.status().bad_nodes == {"node1": "the disk is full"}
+
+
+def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight
+) -> None:
+    ranks = Ranks(completes)
+    preflight.bad = {"node1": "the disk is full"}
+    preflight.meanwhile = lambda: ranks.events.put(
+        NodeAnswered("node3", {"text": "", "began": 0.0, "ended": 0.0}, 0.0, 0.0)
+    )
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert run.attempts()[0].nodes == ("node2", "node3")
+
+
+def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight
+) -> None:
+    preflight.bad = {"node2": "its clock is off"}
+    assert supervise(run, slurm, Ranks()) == 75
+    (line,) = run.attempts()
+    assert (line.cause, line.decision) == ("node_failure", "requeue")
+    assert "node2: its clock is off" in line.line
+    assert slurm.excluded == {"1": "node2"}
+
+
+@pytest.mark.parametrize(
+    ("what", "cause", "code"),
+    [(FakeSlurm.cancel, "cancelled", 1), (FakeSlurm.preempt, "preempted", 75)],
+)
+def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
+    run: RunDir,
+    slurm: FakeSlurm,
+    preflight: Preflight,
+    what: Callable[[FakeSlurm, str], None],
+    cause: str,
+    code: int,
+) -> None:
+    def ends() -> None:
+        what(slurm, "1")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    preflight.bad = {"node2": "it did not answer", "node3": "it did not answer"}
+    preflight.meanwhile = ends
+    assert supervise(run, slurm, Ranks()) == code
+    (line,) = run.attempts()
+    assert (line.cause, line.step_end) == (cause, None)
+    assert run.status().bad_nodes == {}
+    assert slurm.excluded == {}
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
+
+
+@pytest.mark.parametrize(("is_preempted", "cause"), [(True, "preempted"), (False, "completed")])
+def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
+    run: RunDir, slurm: FakeSlurm, is_preempted: bool, cause: str
+) -> None:
+    """Slurm signals the ranks alone at the beginning of the grace time. The supervisor gets no signal."""
+
+    def saves(ranks: Ranks) -> None:
+        if is_preempted:
+            slurm.preempt("1", grace_s=30)
+        ranks.events.put(AllRanksEnded(0))
+
+    config = JobConfig(job=configs.FOREIGN_JOB)
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    Supervisor(run, config, allocation, Ranks(saves), slurm).run()
+    assert [line.cause for line in run.attempts()] == [cause]
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == is_preempted
+
+
+def ended_by_a_preemption_that_cancels(slurm: FakeSlurm, job: str) -> None:
+    slurm.preempt_mode = "CANCEL"
+    slurm.preempt(job)
+    slurm.advance(0)
+
+
+@pytest.mark.parametrize(
+    ("what", "cause", "restarts"),
+    [(FakeSlurm.cancel, "cancelled", 0), (ended_by_a_preemption_that_cancels, "preempted", 1)],
+)
+def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    what: Callable[[FakeSlurm, str], None],
+    cause: str,
+    restarts: int,
+) -> None:
+    """Its SIGTERM came between fork and exec. Slurm has forgotten the step, and srun waits for it."""
+    monkeypatch.setattr(attempt_loop, "DYING_S", 0.0)
+    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 60.0)
+
+    def told(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        what(slurm, "1")
+        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(RanksExited((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
+
+    ranks = Ranks(told)
+    supervise(run, slurm, ranks)
+    assert ranks.abandoned
+    assert run.attempts()[0].cause == cause
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == restarts
+
+
+def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "settings", lambda: Settings(kill_wait_s=0.0))  # Slurm would not wait either
+
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(Signalled(signal.SIGTERM))
+        later = threading.Timer(2 * attempt_loop.STATUS_EVERY_S, lambda: stops(ranks))
+        later.start()
+
+    def stops(ranks: Ranks) -> None:
+        ranks.report(step=8, step_start=0, phase="stopped")
+        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(AllRanksEnded(75))
+
+    ranks = Ranks(told)
+    assert supervise(run, slurm, ranks) == 75
+    assert not ranks.abandoned
+    assert "committed, nothing is lost" in run.attempts()[0].line
+
+
+def with_limit(
+    run: RunDir,
+    slurm: FakeSlurm,
+    ranks: Ranks,
+    minutes: int,
+    delay_s: int,
+    left_s: float | None = None,
+    up: bool = True,
+) -> int:
+    """Supervise a job of one node with this time limit and signal_delay_s. ``left_s`` of the limit are left."""
+    job = slurm.sbatch([f"--time={minutes}", "job.sh"])
+    slurm.start(job)
+    if left_s is not None:
+        slurm._set(slurm._one(job), end_time=slurm.now + left_s)
+    config = JobConfig()
+    config.cluster.signal_delay_s = delay_s
+    slurm.is_up = up
+    return Supervisor(run, config, Allocation(("node1",), (1,), 1, job_id=job), ranks, slurm).run()
+
+
+def gets_slurms_signal(ranks: Ranks) -> None:
+    """Get Slurm's signal, and complete 2 looks later if nothing stops the ranks."""
+    ranks.report(step=7, step_start=0)
+    ranks.events.put(Signalled(signal.SIGUSR2))
+    Store.on_propose = lambda: ranks.events.put(AllRanksEnded(75))
+    threading.Timer(3 * attempt_loop.STATUS_EVERY_S, completes, [ranks]).start()
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
+def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """Before, each attempt was out of time in its first second. In the end the run was given up. That was with a
+    signal_delay_s as long as the limit, or a batch host's clock that is ahead."""
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+    slurm.now = time.time() - ahead_s
+    assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
+    assert [line.cause for line in run.attempts()] == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "minutes", "margin_s"), [(120, 1, 30), (0, 1, 10), (50, 2, 50)], ids=["half", "slack", "delay"]
+)
+def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
+    run: RunDir, slurm: FakeSlurm, delay_s: int, minutes: int, margin_s: int
+) -> None:
+    """They stop at half the limit, signal_delay_s or a few seconds before it. The batch host's clock is 2 h ahead."""
+    slurm.now = time.time() - 7200
+    proposed = []
+
+    def trains(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            proposed.append(time.monotonic())
+            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+
+    began = time.monotonic()
+    assert with_limit(run, slurm, Ranks(trains), minutes, delay_s, left_s=margin_s + 0.3) == 75
+    assert proposed[0] - began >= 0.3
+    assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
+
+
+def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the limit was never known. No follow-up job was submitted, and the job ended in the middle of a step."""
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
+    monkeypatch.setattr(slurm_job, "LOOK_AGAIN_S", 0.02)
+    slurm.now = time.time()
+    slurm.preempt_mode = "CANCEL"
+    follow_ups: list[str] = []
+
+    def trains(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            follow_ups.extend(row.job_id for row in slurm._jobs.values() if row.state == "PENDING")
+            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+        slurm.is_up = True  # the controller is back
+
+    assert with_limit(run, slurm, Ranks(trains), minutes=1, delay_s=0, left_s=11, up=False) == 75
+    assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
+    assert len(follow_ups) == follow_up.COUNT
+
+
+def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+    slurm.now = time.time()
+
+    def gets_two(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        for _ in range(2):
+            ranks.events.put(Signalled(signal.SIGUSR2))
+        stopped = RanksExited((0,), "node1", "exit code 75", None, time.time(), 75)
+        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, AllRanksEnded(75))]
+
+    assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
+    assert [line.cause for line in run.attempts()] == ["stopped"]
+
+
+def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    slurm.nodes_to_spare = 0
+    preflight.bad = {"node2": "its clock is off"}
+    codes = []
+    for _ in range(3):
+        codes.append(supervise(run, slurm, Ranks(completes)))
+        slurm.advance(200)
+        if slurm.show_job("1").state == "PENDING":
+            slurm.start("1", "node[1-3]")
+    assert codes == [75, 75, 0]
+    assert run.result().state == "completed"
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    preflight.unknown = ("node2",)
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
+    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
+    assert run.attempts()[0].nodes == ("node1", "node3" if is_dead else "node2")
+    assert list(run.status().bad_nodes) == (["node2"] if is_dead else [])
+
+
+def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for the node itself, or for an address outside the attempt, tells nothing."""
+
+    def fails(ranks: Ranks) -> None:
+        told = NodeAnswered("node2", {"addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"]}, 0.0, 0.0)
+        monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
+        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    assert supervise(run, slurm, Ranks(fails, fails, completes), spare=1) == 0
+    first, second, last = run.attempts()
+    assert "no connection from node2 to node1" in first.line
+    assert (first.suspect, second.suspect) == ("node2", "node2")
+    assert "node node2 is to blame" in second.line
+    assert last.nodes == ("node1", "node3")
+
+
+def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, slurm: FakeSlurm) -> None:
+    def fails(ranks: Ranks) -> None:
+        path = run.error_file(1, 1)
+        fsio.make_dir(path.parent)
+        message = "timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."
+        fsio.write_json(path, {"rank": 1, "host": "node2", "type": "DistNetworkError", "message": message})
+        ranks.events.put(RanksExited((1,), "node2", "exit code 1", None, time.time(), 1))
+
+    assert supervise(run, slurm, Ranks(fails, completes)) == 0
+    assert "no connection from node2 to node1" in run.attempts()[0].line
+
+
+def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    config = JobConfig()
+    config.cluster.preflight = False
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert preflight.asked == []
+
+
+def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    for job in (slurm.sbatch(["job.sh"]), slurm.sbatch(["job.sh"])):
+        slurm.start(job, "node1")
+    slurm.preempt("1")
+    slurm.advance(1)
+    place = {"nodes": ["node1"], "tasks": [1]}
+    times = {"started": 1.0, "updated": 2.0}
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "job_id": "1", "restart_count": 3, **times, "progress": {}, **place})
+    )
+    allocation = Allocation(("node1",), (1,), 1, job_id="2")
+    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run() == 0
+    first, second = run.attempts()
+    assert (first.cause, first.job_id, first.restart_count) == ("preempted", "1", 3)
+    assert (second.job_id, second.restart_count) == ("2", 0)
+
+
+# -------------------------------------------------------------------------------------------------------- a full disk
+
+
+def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its files is refused once. They are owner, size, job, the line of the last start, and the result."""
+    place = {"nodes": ["node1"], "tasks": [1]}
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    )
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.001)
+    plain, refused = os.fsync, set()
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        name = path.name.split(".tmp-")[0].lstrip(".")  # the file that the temporary one is to replace
+        if path.is_file() and name not in refused:
+            refused.add(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    assert refused >= {"owner.json", "config.yaml", "slurm-1", "attempts.jsonl", "result.json"}
+    assert [line.attempt for line in run.attempts()] == [1, 2]
+    assert run.result().state == "completed"
+
+
+@pytest.mark.parametrize("follow_up", [False, True])
+def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, follow_up: bool
+) -> None:
+    def full(*args: object) -> Supervisor:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
+    if follow_up:
+        claim.note_follow_ups(["2"])
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(entry, "Slurm", lambda: slurm)
+    monkeypatch.setattr(entry, "build", full)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    assert slurm.show_job("1").restarts == (0 if follow_up else 1)
+    assert run.result() is None
+
+
+def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(RunDir, "write_result", full)
+    entry._write_own_failure(run, ValueError("x"))
+    assert run.result() is None
+
+
+@pytest.mark.parametrize(("has_ended", "state"), [(True, "FAILED"), (False, "REQUEUE_HOLD")])
+def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, has_ended: bool, state: str
+) -> None:
+    """Slurm puts it back for its exit code. A run that goes on needs that, and an ended one does not."""
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["--requeue=expedite", "job.sh"])
+    slurm.start(job)
+    if has_ended:
+        run.write_result(RunResult.from_json({"state": "failed"}))
+    monkeypatch.setattr(entry, "Slurm", lambda: slurm)
+    monkeypatch.setattr(entry, "guarded", lambda *_: EXIT_STOPPED)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(SystemExit):
+        entry.supervise(str(run.path), "slurm")
+    slurm.finish(job, exit_code=EXIT_STOPPED)
+    assert slurm.show_job(job).state == state
+
+
+@pytest.mark.parametrize(("spare", "gpus", "is_asked"), [(0, 4, False), (1, 1, False), (1, 2, True)])
+def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one_of_several(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, spare: int, gpus: int, *, is_asked: bool
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def slow_gpus(agents: object, hosts: Sequence[str], events: object) -> dict[str, str]:
+        asked.append(hosts)
+        return {}
+
+    monkeypatch.setattr(node_checks, "slow_gpus", slow_gpus)
+    config = JobConfig()
+    config.cluster.spare_nodes = spare
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus=(gpus,) * 3, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert asked == ([HOSTS] if is_asked else [])
+
+
+def test_a_job_without_the_gpus_of_the_config_says_so(
+    run: RunDir, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = JobConfig()
+    config.cluster.gpus_per_node = 4
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert "cluster.gpus_per_node: the config asks for 4, and Slurm gives this job none" in caplog.text

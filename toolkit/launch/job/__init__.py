@@ -1,1 +1,0 @@
-"""The job as Slurm sees it: its nodes, its requeue, its follow-up jobs."""

@@ -1,1 +1,0 @@
-"""What the supervisor writes about a run, and who owns the run."""

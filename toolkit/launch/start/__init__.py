@@ -1,1 +1,0 @@
-"""Starts agents, the store and the ranks of an attempt."""

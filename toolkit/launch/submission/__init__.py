@@ -1,1 +1,0 @@
-"""Makes a run and submits it, from a login node or inside an allocation."""

@@ -1,1 +1,0 @@
-"""The supervisor: one attempt after another, and what the end of each means."""

@@ -1,1 +1,0 @@
-"""Watches nodes, ranks and the batch host while an attempt runs."""

@@ -1,0 +1,372 @@
+"""The agent of one node: ``python -m toolkit.nodes.agent.node SECRET_FILE LOGS HOST PORT START [NAME]``.
+
+It lives as long as the job. On the supervisor's order it starts the ranks of each attempt and the attempt's store, by
+forks of a zygote or as fresh programs. It sends them signals, and reports at once how each has ended. All ranks of the
+node report to it, also those that srun has started; see :mod:`toolkit.nodes.agent.progress`. It has one thread and
+needs no torch.
+
+When the supervisor has died, the agent connects to the one that is started in its place, and repeats what it has
+reported of the attempt: the ranks go on. It ends them where no supervisor comes. When the agent dies they die with it.
+
+The messages that it receives (``do``) and sends (``is``):
+
+* ``warm``: have a zygote ready.
+* ``check``: run the checks of the node. Then ``answer``, with the line that they have printed.
+* ``connections``: which addresses leave connections unanswered. Then ``answer``.
+* ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
+* ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
+  ``end_store``: kill it. What the store prints is ``output``.
+* ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
+* ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
+* ``hear_ranks``: pass on what they have reported. Then ``answer``.
+* ``alive``: nothing to do; it shows that the supervisor lives.
+* ``stage``: copy packages to the node's own disk, from the nodes ``above``. Then ``staged``. What is started waits
+  ``wait_s`` for that.
+* ``leave``: end.
+
+It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
+since the last time. It sends at once which ranks are ``reporting`` for the first time, and every ``report`` of rank 0.
+It reports each thing that makes its node ``sick`` once, and how long a zygote has ``imported``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from functools import partial
+from pathlib import Path
+
+from toolkit import fsio, logs
+from toolkit.nodes.agent import connections, gpus, preimports, progress
+from toolkit.nodes.agent.copies import CopyKeeper
+from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
+from toolkit.nodes.agent.helpers import Helpers
+from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
+from toolkit.nodes.agent.node_monitor import NodeMonitor
+from toolkit.nodes.agent.processes import Processes
+from toolkit.nodes.agent.progress import NodeProgress, Standing
+from toolkit.nodes.agent.reports import Inbox, addresses, token_of
+from toolkit.staging import caches
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+CONNECT_S = 30.0
+#: A supervisor that has not confirmed sent data for this long is gone; a network may be away for half a minute.
+GONE_S = 120
+#: A supervisor that is started in the place of a dead one sends something within this time.
+TAKE_OVER_S = 10.0
+#: An agent of this job that the supervisor has given up needs a moment to notice it; then it is killed.
+INBOX_WAIT_S = 10.0
+#: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
+TURN_S = 10.0
+#: Finds the CPUs near the GPUs, see toolkit.nodes.agent.gpus.
+GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
+STACKS_COMMAND = (sys.executable, "-P", "-m", "toolkit.hang.stack_digest")
+
+log = logs.get(__name__)
+
+
+class Agent:
+    """Serves one supervisor, and each that takes over from it."""
+
+    def __init__(
+        self, connect: Callable[[], socket.socket], secret: bytes, who: Message, inbox: Inbox, imports: Path | None
+    ) -> None:
+        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`.
+
+        ``who``: its host, and the number of the start by which it came, which the supervisor may have given up.
+        """
+        self._connect, self._secret, self._who = connect, secret, who
+        self._kept: list[Message] = []  #: messages about the last attempt, and about the node
+        self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
+        self._give_up_at = math.inf  #: the time by which the supervisor must send something
+        self._inbox, self._progress = inbox, NodeProgress()
+        self._ignored = logs.SparseWarnings(log)
+        self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
+        self._is_alone = self._is_over = False  #: the supervisor is lost for good; all is done
+        self._watch_order: Message | None = None
+        self._watcher: int | None = None  #: the pid of the process that watches the batch host
+        self._selector = selectors.DefaultSelector()
+        self._helpers = Helpers(self._selector)
+        self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
+        self._processes = Processes(self._selector, self._send_and_keep, imports)
+        self._copies = CopyKeeper(self._helpers, self._processes, self._send, secret)
+
+    def serve(self) -> None:
+        """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
+        # Signals wake the selector through this socket pair, so that an ended rank is noticed at once.
+        waker, woken = socket.socketpair()
+        for end in (waker, woken):
+            end.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, *SIGNALS):
+            signal.signal(number, lambda *_: None)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._processes.pass_on(woken.recv(4096)))
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
+        self._open_connection(again=False)
+        if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
+            self._helpers.ask_if_possible(GPUS_COMMAND, self._processes.take_gpus)
+        next_heartbeat = 0.0
+        try:
+            while not self._is_over:
+                for key, _ in self._selector.select(HEARTBEAT_S):
+                    key.data()
+                self._reap()
+                now = time.monotonic()
+                # The supervisor that was to take over has sent nothing.
+                if now >= self._give_up_at:
+                    self._be_alone()
+                self._watch_the_batch_host()
+                if now >= next_heartbeat:
+                    next_heartbeat = now + HEARTBEAT_S
+                    digest = self._progress.digest()
+                    sample = self._monitor.take_sample()
+                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
+                    self._monitor.look_at_the_clock()
+                    self._processes.look_at_the_clock()
+        finally:
+            self._processes.end_all()
+
+    def _open_connection(self, *, again: bool) -> None:
+        """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
+        self._connection, self._link = self._connect(), AuthenticatedLink(self._secret, "agent")
+        self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
+        self._connection.sendall(self._link.greeting)
+        here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
+        relay = self._copies.listen(self._connection.getsockname()[0])
+        self._send({"is": "here", **self._who, "again": again, "relay": relay, **here})
+        for message in [*self._kept, *self._main_reports.values()]:
+            self._send(message)
+
+    def _send(self, message: Message) -> None:
+        if not self._is_alone:
+            try:
+                self._connection.sendall(self._link.send(message))
+            except OSError:
+                self._lose_supervisor()
+
+    def _send_and_keep(self, message: Message) -> None:
+        """Send ``message``, and send it again to a supervisor that takes over."""
+        attempt = message.get("attempt")  # those of earlier attempts are of no more use
+        self._kept = [kept for kept in self._kept if attempt is None or kept.get("attempt", attempt) >= attempt]
+        self._kept.append(message)
+        self._send(message)
+
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            orders, answer = self._link.receive(data)
+            if answer:
+                self._connection.sendall(answer)
+        except BlockingIOError:
+            return  # it was the one before that had something to read
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_supervisor()
+            return
+        # Only authenticated messages count as a sign of life.
+        if self._link.is_genuine:
+            self._heard, self._give_up_at = time.monotonic(), math.inf
+        for order in orders:
+            self._handle(order)
+
+    def _handle(self, order: Message) -> None:
+        match order["do"]:
+            case "warm":
+                self._processes.warm()
+            case "check":
+                self._check(order)
+            case "connections":
+                self._answer(order, addresses=sorted(connections.unanswered()))
+            case "start":
+                # First, since files of a copy may have been removed since the last start.
+                self._copies.check()
+                self._processes.start(order)
+            case "signal":
+                self._processes.signal(order["attempt"], signal.Signals(order["number"]))
+            case "tell":
+                self._processes.write_to_store(order["attempt"], order["text"])
+            case "end_store":
+                self._processes.end_store(order["attempt"])
+            case "stacks":
+                self._digest_stacks(order)
+            case "hear_ranks":
+                # The answer says that all reports have been passed on: the step's end must come after them.
+                self._take_reports()
+                self._answer(order)
+            case "watch":
+                self._watch_order = order
+            case "stage":
+                self._copies.stage(order)
+            case "leave":
+                self._is_over = True
+
+    # ----------------------------------------------------------------------------------------------- the supervisor
+
+    def _lose_supervisor(self) -> None:
+        """Connect again. Where the guard is gone, too, the port is closed and no supervisor will come."""
+        if self._is_alone:
+            return
+        self._selector.unregister(self._connection)
+        self._connection.close()
+        if not self._link.is_genuine:  # it was the one that was to take over
+            self._be_alone()
+            return
+        log.warning("the supervisor is gone: looking for another one")
+        try:
+            self._open_connection(again=True)
+            self._heard = time.monotonic()
+            self._give_up_at = self._heard + TAKE_OVER_S
+        except OSError as error:
+            log.warning("there is none: %s", error)
+            self._be_alone()
+
+    def _be_alone(self) -> None:
+        """End the ranks. The agent ends, too, unless it has an order to watch the batch host."""
+        if not self._is_alone:
+            log.warning("no supervisor is left: ending the ranks")
+            self._is_alone, self._give_up_at = True, math.inf
+            if self._connection.fileno() >= 0:
+                self._selector.unregister(self._connection)
+                self._connection.close()
+            self._processes.end_all()
+            self._selector.unregister(self._inbox)
+            self._inbox.close()  # ranks that srun has started end by themselves
+            self._is_over = self._watch_order is None
+
+    def _watch_the_batch_host(self) -> None:
+        """Watch the batch host while the supervisor is silent or gone. End the watch when it is back."""
+        order = self._watch_order
+        if order is None:
+            return
+        silent_s = time.monotonic() - self._heard
+        is_silent = self._is_alone or silent_s > SILENT_S
+        if self._watcher is not None and not is_silent:
+            os.kill(self._watcher, signal.SIGKILL)
+            self._watcher = None
+        elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
+            log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
+            with contextlib.suppress(OSError):  # no memory or no processes are left: tried again within a second
+                self._watcher = self._helpers.start(order["command"])
+
+    def _answer(self, order: Message, **fields: object) -> None:
+        self._send({"is": "answer", "request": order["request"], **fields})
+
+    def _check(self, order: Message) -> None:
+        began = time.time()
+
+        def take(text: bytes) -> None:
+            self._answer(order, text=text.decode(errors="replace"), began=began, ended=time.time())
+
+        try:
+            self._helpers.ask(order["command"], take, awaits_end=False)
+        except OSError as error:
+            take(f"they cannot be started: {error}".encode())
+
+    # ----------------------------------------------------------------------------------------------------- the ranks
+
+    def _take_reports(self) -> None:
+        """Take what ranks have reported, and pass on what cannot wait for the next digest."""
+        first: dict[int, list[int]] = {}
+        for text in [] if self._is_alone else self._inbox.take():
+            report = progress.parse(text)
+            if report is None:
+                self._ignored.warn("a report that is none was ignored: %.80r", text)
+                continue
+            # A rank's first report is told at once, not with the next digest.
+            if self._progress.hear(report):
+                first.setdefault(report.attempt, []).append(report.rank)
+            # Rank 0's reports are passed on whole, and the last of each kind kept for a supervisor that takes over.
+            if report.rank == 0:
+                message: Message = {"is": "report", "text": text.decode()}
+                self._main_reports |= {
+                    kind: message for kind in ("fields", "result") if getattr(report, kind) is not None
+                }
+                self._send(message)
+        for attempt, ranks in first.items():
+            self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
+
+    def _digest_stacks(self, order: Message) -> None:
+        """Read the stacks of ranks in a separate process: a file server may not answer."""
+        given = [Standing(*standing) for standing in order["standings"]]
+        standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
+        pids = self._processes.pids_of_ranks(order["attempt"])
+        asked = {**order, "standings": [astuple(rank) for rank in standings], "pids": pids}
+
+        def take(text: bytes) -> None:
+            with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
+                self._answer(order, groups=json.loads(text))
+
+        self._helpers.ask_if_possible(STACKS_COMMAND, take, json.dumps(asked).encode())
+
+    def _reap(self) -> None:
+        """Reap ended processes. The agent is also the new parent of those that a rank has left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._helpers.pids.discard(pid)
+            if pid in self._processes:
+                self._take_reports()  # so the last reports of the process are sent before its end
+                self._processes.note_end(pid, status, self._helpers.pids)
+            elif pid == self._watcher:
+                self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
+                self._is_over |= status == 0
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=CONNECT_S)
+    connection.settimeout(None)
+    connections.notice_death(connection, GONE_S)
+    return connection
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Connect to the supervisor, and serve it."""
+    ignore_signals()  # until there may be ranks to pass them on to
+    fsio.keep_private()
+    secret_file, logs_dir, host, port, start = arguments[:5]
+    name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    try:
+        secret = Path(secret_file).read_bytes()
+    except OSError as error:
+        sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
+    # Redirect stdout and stderr, the zygote's too. Where the file cannot be written they go nowhere. srun's --output is
+    # not used: with it Slurm starts nothing on such a node, and the reason would not be known.
+    log_path = Path(logs_dir) / f"agent-{name}.log"
+    try:
+        file = fsio.open_private(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        print(f"{log_path}: {error.strerror}", file=sys.stderr)
+        file = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(file, output)
+    os.close(file)
+    logs.setup(f"agent {name}")
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
+    # Here, and not in each rank: a fork whose variables differ from the zygote's may not run a script.
+    os.environ.update(caches.environment(os.environ))
+    host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
+    try:
+        inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
+        who = {"host": name, "start": int(start)}
+        Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
+    except StrangerError as error:
+        sys.exit(f"{host}:{port} is not the supervisor: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,190 @@
+"""Finds the modules that ranks import before their first step, for the zygote.
+
+Rank 0 writes their names into the run folder after its first step (:func:`note`). They are installed packages and the
+standard library, never a user's own modules. The zygote imports them while the ranks train (:func:`learn`), and at the
+start of the run's next job.
+
+Not every package can be imported before the fork. One that reads a rank's variables when it is imported would get the
+zygote's. One that starts a thread or opens the GPU would be broken in a fork. A trial process imports them first, and
+packages that do any of this are left to the ranks. A C extension's reads by getenv() are not noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio
+from toolkit.nodes.agent.die_with_parent import die_with
+from toolkit.records import TEXT, ListOf, Null, Record, read_or
+
+NAME = "imports.json"
+#: A trial that takes longer is given up, and nothing is learnt.
+TRIAL_S = 120
+
+#: The modules that this process had when it was forked; None in a fresh interpreter.
+inherited: frozenset[str] | None = None
+
+
+def note(path: Path) -> None:
+    """Write the names of the installed modules that this process imported after its fork.
+
+    Do nothing in a fresh interpreter, and where the file has them already.
+    """
+    if inherited is None:
+        return
+    noted, _ = _read(path)
+    # Modules of the standard library and of installed packages; an editable install is a user's own.
+    folders = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = tuple(f"{folder}{os.sep}" for folder in folders if folder)
+    new: list[str] = []
+    for name, module in [*sys.modules.items()]:
+        spec = getattr(module, "__spec__", None)
+        if spec is None or spec.name != name or name in inherited or name in noted:
+            continue
+        if str(spec.origin or "").startswith(installed):
+            new.append(name)
+    if new:
+        _write(path, [*noted, *new], None)
+
+
+def learn(path: Path, varying: Collection[str]) -> list[str]:
+    """Import the modules of the file, and return those imported.
+
+    Packages that a trial found harmful are left out. ``varying`` are the environment variables in which the ranks
+    differ. They are known once a rank has been forked; before, there is no trial. The trial's outcome is added to the
+    file, and not tried again.
+    """
+    modules, left_out = _read(path)
+    wanted = [name for name in modules if name not in sys.modules]
+    if left_out is None and not varying:
+        return []
+    if wanted and left_out is None:
+        left_out = _try(wanted, varying)
+        _write(path, modules, left_out)
+    harmless = [name for name in wanted if _package(name) not in (left_out or [])]
+    return [name for name in harmless if import_quietly(name)]
+
+
+def import_quietly(name: str) -> bool:
+    """Import the module. Return False where that fails, for any reason: the ranks will report the error."""
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit):
+        return False
+    return True
+
+
+_SHAPE = Record({"modules": ListOf(TEXT), "left_out": Null(ListOf(TEXT))})
+
+
+def _read(path: Path) -> tuple[list[str], list[str] | None]:
+    """Return the modules, and the packages that are left out. The latter are None before the first trial."""
+    fields = read_or(path, _SHAPE, {})
+    return fields.get("modules", []), fields.get("left_out")
+
+
+def _write(path: Path, modules: Sequence[str], left_out: Sequence[str] | None) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the next restart is a little slower
+        fsio.write_json(path, {"modules": modules, "left_out": left_out}, durable=False)
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _try(modules: Sequence[str], varying: Collection[str]) -> list[str]:
+    """Return the packages that may not be imported before the fork. A separate process imports them all."""
+    packages = list(dict.fromkeys(map(_package, modules)))
+    reading, writing = os.pipe()
+    # The trial is a fork, so that a harmful import leaves the zygote as it was.
+    zygote, trial = os.getpid(), os.fork()
+    if trial == 0:
+        die_with(zygote, signal.SIGKILL)
+        signal.alarm(TRIAL_S)
+        with contextlib.suppress(BaseException):  # without an answer all are left out
+            os.write(writing, json.dumps(_harmful(packages, modules, varying)).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(trial, 0)
+    try:
+        return [str(package) for package in json.loads(text)]
+    except ValueError:  # it crashed, or took too long
+        return packages
+
+
+def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collection[str]) -> list[str]:
+    """Return the harmful packages, importing the last one first.
+
+    The packages that a package imports come after it, and so are judged by themselves.
+    """
+    found: list[str] = []
+    for package in reversed(packages):
+        before, threads = set(sys.modules), _threads()
+        with _watched(varying) as reads:
+            imported = [import_quietly(name) for name in modules if _package(name) == package]
+        has_opened_gpu = has_gpu()  # asked once: it takes a fork of all that is imported
+        if reads or not all(imported) or _threads() != threads or has_opened_gpu:
+            found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
+        if has_opened_gpu:  # the packages after it can no longer be judged
+            return list(packages)
+    return found
+
+
+@contextlib.contextmanager
+def _watched(varying: Collection[str]) -> Iterator[list[str]]:
+    """Yield a list that gets each read of these environment variables.
+
+    A loop over all variables counts as a read, too.
+    """
+    reads: list[str] = []
+    kind = type(os.environ)
+    get, iterate = kind.__getitem__, kind.__iter__
+
+    def getitem(self: os._Environ[str], key: str) -> str:
+        if key in varying:
+            reads.append(key)
+        return get(self, key)
+
+    def iterate_all(self: os._Environ[str]) -> Iterator[str]:
+        reads.append("all")
+        return iterate(self)
+
+    # Methods are looked up in the class, so the class of os.environ is changed for the trial.
+    kind.__getitem__, kind.__iter__ = getitem, iterate_all  # type: ignore[method-assign]
+    try:
+        yield reads
+    finally:
+        kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
+
+
+def _threads() -> int:
+    """Return how many threads this process has, native ones included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def has_gpu() -> bool:
+    """True if a fork of this process could not use its GPU.
+
+    A GPU has been opened, or CUDA was asked how many there are. ``torch.cuda.is_available()`` asks that where NVML does
+    not answer. Without a GPU it does no harm.
+    """
+    torch: Any = sys.modules.get("torch")
+    is_in_bad_fork = getattr(torch and torch._C, "_cuda_isInBadFork", None)  # only torch builds with CUDA have it
+    if is_in_bad_fork is None:
+        return False
+    # torch tells it only to a fork.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_in_bad_fork()))
+    return bool(os.waitpid(pid, 0)[1]) and torch.cuda.device_count() > 0

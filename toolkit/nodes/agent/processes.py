@@ -1,0 +1,381 @@
+"""The processes of attempts on one node: ranks, and on the batch host the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from toolkit import fsio, logs, node_memory, staging
+from toolkit.nodes.agent import cpus, state_memory
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.agent.helpers import parsed, start_child
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.zygote import ForkOrder, opened
+from toolkit.nodes.agent.zygote_client import ZygoteClient
+from toolkit.records import COUNT, ListOf
+
+#: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
+LEARN_AFTER_S = 20.0
+
+log = logs.get(__name__)
+
+
+@dataclass
+class _Child:
+    attempt: int
+    rank: int | None  #: None: the attempt's store
+    ooms: int  #: out-of-memory kills that the node's control group had counted at its start
+    gets_signals: bool  #: those that Slurm sends a job; else the agent passes them on
+    stdin: int | None = None
+    stdout: int | None = None
+
+    def relay(self, selector: selectors.BaseSelector, send: Callable[[Message], None]) -> None:
+        """Send what the process has written; close its output at the end."""
+        assert self.stdout is not None
+        data = os.read(self.stdout, 1 << 16)
+        if data:
+            send({"is": "output", "attempt": self.attempt, "text": data.decode(errors="replace")})
+        else:
+            self.close_output(selector)
+
+    def close_output(self, selector: selectors.BaseSelector) -> None:
+        """Read no more of what the process writes."""
+        assert self.stdout is not None
+        selector.unregister(self.stdout)
+        os.close(self.stdout)
+        self.stdout = None
+
+
+@dataclass
+class NodeCopies:
+    """The copies on this node that processes are started with, see :mod:`toolkit.staging`."""
+
+    paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
+    awaited_by: float | None = None  #: until when nothing is started, to wait for copies
+
+    def expect(self, wait_s: float) -> None:
+        """Have nothing started until copies are there, or ``wait_s`` have passed."""
+        self.awaited_by = time.monotonic() + wait_s
+
+    def put_aside(self, wait_s: float) -> dict[str, str]:
+        """Return the copies, and use none until it is known which are whole."""
+        paths, self.paths = self.paths, {}
+        self.expect(wait_s)
+        return paths
+
+    def environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the variables of a process that uses the copies."""
+        return staging.environment(self.paths, environ) if self.paths else environ
+
+    def program(self, program: str) -> str:
+        """Return the path of ``program`` in the environment's copy; ``program`` itself without a copy."""
+        copy = staging.moved(Path(program), self.paths)
+        return program if copy == Path(program) else str(copy)
+
+
+class Processes:
+    """Starts processes, signals them and reports their ends. They are forks of a zygote or fresh programs."""
+
+    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
+        """Take the file of what a zygote learns as ``imports``, see :mod:`toolkit.nodes.agent.preimports`."""
+        self._selector, self._send = selector, tell
+        self._imports = imports  #: None once its modules have spoiled a zygote
+        self._children: dict[int, _Child] = {}  #: the living ones, by pid
+        self._waiting: list[Message] = []  #: orders that wait for the zygote
+        self._zygote: ZygoteClient | None = None
+        self._is_wanted = False  #: a zygote for ranks, as soon as nothing is being copied
+        self.copies = NodeCopies()
+        self._memory = state_memory.NodeFiles()
+        self._ranks_since = self._learn_at = float("inf")
+        self.attempt: int | None = None  #: the last one that started something here
+        self.ranks = 0  #: the number of its ranks that were to start here
+        self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
+
+    def take_gpus(self, text: bytes) -> None:
+        """Take what ``nodes/agent/gpus.py`` has printed: the CPUs near each GPU, or nothing."""
+        self.near_gpus = parsed(text or b"[]", ListOf(ListOf(COUNT))) or []
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._children
+
+    @property
+    def live(self) -> bool:
+        """True while any process lives."""
+        return bool(self._children)
+
+    def pids_of_ranks(self, attempt: int) -> dict[int, int]:
+        """Return the process of each living rank of an attempt. Ranks that srun has started are not known here."""
+        return {c.rank: pid for pid, c in self._children.items() if c.attempt == attempt and c.rank is not None}
+
+    # ----------------------------------------------------------------------------------------------------- starting
+
+    def warm(self) -> None:
+        """Have a zygote ready, of the environment's copy if one is being made."""
+        self._is_wanted = True
+        if self.copies.awaited_by is None:
+            self._wanted_zygote()
+
+    def _wanted_zygote(self) -> ZygoteClient:
+        """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
+        if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
+            environ = self.copies.environment(os.environ)
+            # Where ranks gain nothing by a fork, the store alone is forked.
+            forks, python = "ranks" if self._is_wanted else "store", self.copies.program(sys.executable)
+            self._zygote = zygote = ZygoteClient(self._imports, python, environ, forks=forks)
+            self._selector.register(zygote.socket, selectors.EVENT_READ, lambda: self._hear_zygote(zygote))
+        return self._zygote
+
+    def use_copies(self, copies: Mapping[str, str]) -> None:
+        """Have what is started from now on use these copies. A zygote of another place has imported, and stays."""
+        self.copies.paths |= copies
+        self.copies.awaited_by = None
+        if self._zygote and self._zygote.is_of_a_copy and self.copies.program(sys.executable) == sys.executable:
+            self._end_zygote()  # its copy has lost files
+        if self._is_wanted:
+            self._wanted_zygote()
+        self._start_waiting()
+
+    def look_at_the_clock(self) -> None:
+        """Do what is due. To be called every second."""
+        now, zygote = time.monotonic(), self._zygote
+        if self.copies.awaited_by is not None and now >= self.copies.awaited_by:
+            self.use_copies({})
+        if zygote and not zygote.has_ended:
+            zygote.end_if_silent()
+        # Have the zygote import what the ranks had to, once these have trained for a while.
+        if self._imports and zygote and zygote.can_fork and self._children and now >= self._learn_at:
+            self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
+            zygote.learn()
+
+    def _hear_zygote(self, zygote: ZygoteClient) -> None:
+        if zygote is not self._zygote:
+            return  # it was ended after the selector had looked
+        was_ready = zygote.was_ready
+        if not zygote.hear():
+            self._selector.unregister(zygote.socket)
+            if zygote.is_of_a_copy and not was_ready:
+                log.warning("a process of the copied environment cannot be started: another one does without copies")
+                self.copies.paths, self._zygote = {}, None
+                self._wanted_zygote()
+                return
+        elif not was_ready:
+            is_of_a_copy, has_torch = zygote.is_of_a_copy, zygote.has_torch
+            self._send({"is": "imported", **zygote.took, "is_of_a_copy": is_of_a_copy, "has_torch": has_torch})
+        # A module that a rank imported has spoiled the zygote: start another that learns nothing.
+        if not zygote.can_fork and self._imports and zygote.has_learnt:
+            log.warning("importing what the ranks import has failed: another zygote does without")
+            self._imports = None
+            self._end_zygote()
+            self._wanted_zygote()
+            return
+        self._start_waiting()
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None and not self._zygote.has_ended:
+            self._selector.unregister(self._zygote.socket)
+            self._zygote.end()
+        self._zygote = None
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self.start(order)
+
+    def start(self, order: Message) -> None:
+        """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
+        if self.copies.awaited_by is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
+            self._waiting.append(order)
+        else:
+            self._start(order)
+
+    def _start(self, order: Message) -> None:
+        ranks = sum(process["rank"] is not None for process in order["processes"])
+        if order["attempt"] != self.attempt:
+            self.attempt, self.ranks = order["attempt"], 0
+        self.ranks += ranks
+        # The agent holds the memory files of the ranks' state, so that they outlive the ranks.
+        memory = self._memory.hold(ranks) if ranks else ""
+        if ranks:
+            self._ranks_since = time.monotonic()
+            self._learn_at = self._ranks_since + LEARN_AFTER_S
+        # Each process gets its own CPUs, variables, log and, for the store, pipes.
+        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
+        for process, own_cpus in zip(order["processes"], sets, strict=True):
+            child = _Child(order["attempt"], process["rank"], node_memory.oom_kills(), order["gets_signals"])
+            environ = {**os.environ, **order["environ"], **process["environ"]}
+            for name in order["unset"]:
+                environ.pop(name, None)
+            environ.update(self.copies.environment(environ))
+            if child.rank is not None:
+                environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
+            files = [os.devnull, process["log"], process["log"]]
+            theirs: list[int] = []
+            try:
+                if child.rank is None:
+                    _make_pipes(child, files, theirs)
+                fsio.make_dir(Path(process["log"]).parent, parents=1)
+                pid = self._start_one(
+                    ForkOrder(
+                        module=order["module"],
+                        command=order["command"],
+                        environ=environ,
+                        files=files,
+                        cpus=own_cpus,
+                        agent=os.getpid(),
+                    )
+                )
+            except OSError as error:
+                for pipe in filter(None, (child.stdin, child.stdout)):
+                    os.close(pipe)
+                self._send({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
+                continue
+            finally:
+                # The child has its ends of the pipes now; open here, they would hide its end.
+                for file in theirs:
+                    os.close(file)
+            self._children[pid] = child
+            if child.stdout is not None:
+                self._selector.register(
+                    child.stdout, selectors.EVENT_READ, partial(child.relay, self._selector, self._send)
+                )
+
+    def _start_one(self, order: ForkOrder) -> int:
+        # A fork of the zygote is faster; without a zygote start a fresh program.
+        if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
+            pid = self._zygote.fork(order)
+            if pid is not None:
+                return pid
+        return _start_program(order, self.copies.program(order["command"][0]))
+
+    # ----------------------------------------------------------------------------------------------------- the store
+
+    def write_to_store(self, attempt: int, text: str) -> None:
+        """Write ``text`` to the store's standard input; close it if ``text`` is empty."""
+        for child in self._stores(attempt).values():
+            if child.stdin is None:
+                continue
+            with contextlib.suppress(OSError):  # its end is reported a moment later
+                os.write(child.stdin, text.encode())
+            if not text:
+                os.close(child.stdin)
+                child.stdin = None
+
+    def end_store(self, attempt: int) -> None:
+        """Kill the store, also one that has not started."""
+        self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
+        for pid in self._stores(attempt):
+            _signal_session(pid, signal.SIGKILL)
+
+    def _stores(self, attempt: int) -> dict[int, _Child]:
+        return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def pass_on(self, numbers: bytes) -> None:
+        """Send the ranks the signals that Slurm has sent the agent. Skip ranks that get them from Slurm."""
+        for number in [signal.Signals(number) for number in numbers if number in SIGNALS]:
+            for pid, child in self._children.items():
+                if child.rank is not None and not child.gets_signals:  # a second one ends some scripts at once
+                    log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
+                    _signal_session(pid, number)
+
+    def signal(self, attempt: int, number: signal.Signals) -> None:
+        """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
+        if number is signal.SIGKILL:
+            for order in [order for order in self._waiting if order["attempt"] == attempt]:
+                # An order that waits for the zygote has no processes: withdraw it, and report its ranks as killed.
+                if order["processes"][0]["rank"] is not None:
+                    self._waiting.remove(order)
+                    for rank in order["processes"]:
+                        self._send_ended(attempt, rank["rank"], -number, no_memory=False)
+        for pid, child in self._children.items():
+            if child.attempt == attempt and child.rank is not None:
+                _signal_session(pid, number)
+
+    def end_all(self) -> None:
+        """Kill all processes, and the zygote."""
+        for pid in self._children:
+            _signal_session(pid, signal.SIGKILL)
+        if self._zygote is not None:
+            self._zygote.end()
+
+    def note_end(self, pid: int, status: int, helpers: Collection[int]) -> None:
+        """Take the wait status of a process, and report its end. ``helpers`` are no strays."""
+        child = self._children.pop(pid)
+        _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
+        # Take the last that it has written; a process that it has left behind may hold the other end.
+        if child.stdout is not None:
+            os.set_blocking(child.stdout, False)
+            with contextlib.suppress(BlockingIOError):
+                while child.stdout is not None:
+                    child.relay(self._selector, self._send)
+            if child.stdout is not None:
+                child.close_output(self._selector)
+        if child.stdin is not None:
+            os.close(child.stdin)
+        # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
+        code = os.waitstatus_to_exitcode(status)
+        no_memory = code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
+        self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
+        # Once no process of an attempt is left, all other children are strays.
+        if not self._children:
+            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
+
+    def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
+        how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
+        self._send({"is": "ended", **how, "time": time.time()})
+
+
+def _start_program(order: ForkOrder, program: str) -> int:
+    """Start ``program`` with the order's arguments, and return its pid. Raises OSError."""
+
+    def prepare() -> None:
+        if order["cpus"] is not None:
+            os.sched_setaffinity(0, order["cpus"])
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    command = [program, *order["command"][1:]]
+    with opened(order["files"]) as (stdin, stdout, stderr):
+        files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
+
+
+def _make_pipes(child: _Child, files: list[str], theirs: list[int]) -> None:
+    """Make pipes for a child's standard input and output. Raises OSError.
+
+    ``child`` gets our ends, ``theirs`` the others, to be closed once the child has them. ``files`` gets the paths of
+    these, which a fork of the zygote can open, too.
+    """
+    reading, child.stdin = os.pipe()
+    theirs.append(reading)
+    child.stdout, writing = os.pipe()
+    theirs.append(writing)
+    files[:2] = [f"/proc/{os.getpid()}/fd/{file}" for file in theirs]
+
+
+def _end_strays(own: Collection[int]) -> None:
+    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            if pid not in own:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _signal_session(leader: int, number: signal.Signals) -> None:
+    """Signal the session, or only its leader. Until a fork has made its session it has no group of its own."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(leader, number)
+    except PermissionError:
+        pass

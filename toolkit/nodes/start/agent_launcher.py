@@ -1,0 +1,316 @@
+"""Starts the store and ranks of every attempt through the agents of the job's nodes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from toolkit import logs
+from toolkit.errors import EXIT_FAILED
+from toolkit.nodes.agent import reports
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import foreign
+from toolkit.nodes.start.agent_ranks import AgentRanks, AgentStore
+from toolkit.nodes.start.agents import Agents, AgentUser, Awaited
+from toolkit.nodes.start.launcher import Events, RunningRanks, Store
+from toolkit.nodes.start.rank_places import places_by_host, srun_environment, srun_rank_environment
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.container import Container
+from toolkit.slurm.environment import GPU_REQUEST
+from toolkit.slurm.placement import rank_environment
+
+#: The command that starts a module of the toolkit.
+MODULE = (sys.executable, "-P", "-m")
+#: The agents of a supervisor that has died connect to the next one within this time.
+COME_BACK_S = 5.0
+#: A module that becomes a command of the user's.
+FOREIGN_MODULE = "toolkit.nodes.start.foreign"
+#: Each node passes a package on to this many others.
+FAN_OUT = 2
+
+log = logs.get(__name__)
+
+
+class CopyingListener(Protocol):
+    """Hears of imports and copies, see :mod:`toolkit.nodes.start.staging`. Called in the links' thread."""
+
+    def note_imported(self, host: str, message: Message) -> None:
+        """Note that the zygote of ``host`` has imported what ranks import."""
+
+    def note_staged(self, host: str, message: Message) -> None:
+        """Note that ``host`` has carried out an order to copy."""
+
+    def note_lost(self, host: str) -> None:
+        """Note that ``host`` has no agent."""
+
+
+@dataclass
+class CopyOrder:
+    """An order to copy, with the tree by which nodes take packages from each other.
+
+    Each node gets the next place in the tree when the order is sent to it.
+    """
+
+    message: Message
+    places: list[Message | None] = field(default_factory=list)
+
+    def place(self, relay: Message | None) -> list[Message]:
+        """Give the next node its place, and return the nodes above it, the nearest first."""
+        place, above = len(self.places), list[Message | None]()
+        self.places.append(relay)
+        while place > 0:
+            place = (place - 1) // FAN_OUT
+            above.append(self.places[place])
+        return [node for node in above if node is not None]
+
+
+class AgentLauncher(AgentUser):
+    """Starts ranks through the agents of the job's nodes: a :class:`~toolkit.nodes.start.launcher.Launcher`.
+
+    ``settings`` tells what the ranks get from the agents because Slurm does not give it to them: CPUs of their own, and
+    the signals for the job. Without Slurm the agents give neither: a signal reaches only the process it was sent to.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        agents: Agents,
+        container: Container | None = None,
+        settings: Callable[[], Settings] = lambda: Settings(signals_all=True),
+    ) -> None:
+        self._run, self._allocation, self._container = run, allocation, container
+        self._agents, self._settings = agents, settings
+        self._ranks: AgentRanks | None = None
+        self._store: AgentStore | None = None
+        self._store_order: Message | None = None  #: not sent yet
+        self._is_warm: bool | None = None  #: None until agents can connect
+        self._orders_to_copy: list[CopyOrder] = []  #: also for agents that connect later
+        self._has_to_copy_first = False
+        self.copying: CopyingListener | None = None
+
+    # ------------------------------------------------------------------------------------------ for the supervisor
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
+        if self._is_warm is None:
+            self._open(command, environ, events)
+            self._agents.links.start()
+        self._agents.links.call(lambda: self._agents.ensure({self._allocation.hosts[0], *hosts}))
+
+    def _open(
+        self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
+    ) -> None:
+        # Agents of ranks that are forked keep a zygote ready, which has imported torch.
+        self._is_warm = self._is_forked(command)
+        self._agents.open(environ, events, self, awaited)
+
+    def take_over(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> tuple[RunningRanks, Store] | None:
+        # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
+        ranks_of = dict.fromkeys(self._allocation.hosts, 0) | dict(zip(allocation.hosts, allocation.tasks, strict=True))
+        awaited = Awaited(attempt, ranks_of, store_host=self._allocation.hosts[0])
+        self._open(command, environ, events, awaited)
+        links = self._agents.links
+        store = AgentStore(attempt, self._allocation.hosts[0], events, links)
+        ranks = AgentRanks(attempt, allocation, events, links)
+        self._ranks, self._store = ranks, store
+        links.start()
+        if awaited.wait(COME_BACK_S):
+            # All ranks are there and go on. Start agents where one is missing.
+            links.call(lambda: self._agents.ensure(allocation.hosts))
+            return ranks, store
+        # Some ranks are missing: end the others, too.
+        log.warning("not all ranks of attempt %d are there: starting anew", attempt)
+        self._ranks = self._store = None
+        self._agents.dismiss_all()
+        return None
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> Store:
+        links = self._agents.links
+        module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
+        command = self._container.command(module) if self._container else [*MODULE, *module]
+        process: Message = {"rank": None, "environ": {}, "log": str(self._run.attempt_logs(attempt) / "store.log")}
+        store = AgentStore(attempt, self._allocation.hosts[0], events, links)
+        order = self._order(attempt, command, environ, [process])
+        links.call(lambda: self._begin_store(store, order))
+        return store
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> RunningRanks:
+        assert isinstance(store, AgentStore)
+        links = self._agents.links
+        ranks = AgentRanks(attempt, allocation, events, links)
+        # The order of each node holds all its ranks, so one message starts them.
+        cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
+        environ = {**environ, reports.VARIABLE: self._agents.reports_token}
+        common = srun_environment(allocation)
+        if common:  # the agents' step does without them, and scripts read them
+            common |= {name: environ[name] for name in GPU_REQUEST if name in environ}
+        for host, places in places_by_host(allocation).items():
+            processes = []
+            for place in places:
+                own = rank_environment(place) | (srun_rank_environment(place) if common else {})
+                log_path = self._run.rank_log(attempt, place.rank)
+                processes.append({"rank": place.rank, "environ": own, "log": str(log_path)})
+            order = self._order(attempt, command, environ, processes, cpus)
+            order["environ"] |= common  # all of it, because the agent's own variables describe the agents' step
+            ranks.orders[host] = order
+        links.call(lambda: self._begin(ranks, store))
+        return ranks
+
+    @property
+    def silent_hosts(self) -> frozenset[str]:
+        """Return the hosts whose agents are connected and have sent nothing for a while."""
+        return self._agents.silent_hosts
+
+    def await_copies(self) -> None:
+        """Delay all zygotes until :meth:`stage` has been called. They would import from the shared disk."""
+        self._has_to_copy_first = True
+
+    def stage(self, request: Message | None, *, wait_s: float) -> None:
+        """Have all agents carry out a ``CopyRequest``, if there is one.
+
+        Processes that they start wait for it at most ``wait_s``.
+        """
+
+        def send() -> None:
+            links = self._agents.links
+            if request is not None:
+                self._orders_to_copy.append(CopyOrder({"do": "stage", "request": request, "wait_s": wait_s}))
+                here = links.hosts
+                for host in [host for host in self._allocation.hosts if host in here]:
+                    self._send_to_copy(self._orders_to_copy[-1], host)
+            if self._is_warm and self._has_to_copy_first:
+                links.send_all({"do": "warm"})
+            self._has_to_copy_first = False
+
+        self._agents.links.call(send)
+
+    def _order(
+        self,
+        attempt: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        processes: Sequence[Message],
+        cpus: int | None = None,
+    ) -> Message:
+        # Only the differences from the agents' environment are sent.
+        changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
+        return {
+            "do": "start",
+            "attempt": attempt,
+            "module": list(command[3:]) if self._is_forked(command) else None,
+            "command": list(command),
+            "environ": changed,
+            "unset": [name for name in self._agents.environ if name not in environ],
+            "processes": processes,
+            "cpus_per_task": cpus,
+            "gets_signals": self._settings().signals_all,
+        }
+
+    def _is_forked(self, command: Sequence[str]) -> bool:
+        return tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
+
+    @cached_property
+    def _command_gains(self) -> bool:
+        return foreign.gains_by_fork(self._run)
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _begin_store(self, store: AgentStore, order: Message) -> None:
+        self._store, self._store_order = store, order
+
+    def _begin(self, ranks: AgentRanks, store: AgentStore) -> None:
+        self._ranks = ranks
+        self._agents.ensure({self._allocation.hosts[0], *ranks.hosts})
+
+        def set_port() -> None:
+            for order in ranks.orders.values():
+                order["environ"]["MASTER_PORT"] = str(store.port)
+            ranks.may_begin = True
+            self._send_orders(self._agents.links.hosts)
+
+        store.when_ready(set_port)
+        self._send_orders(self._agents.links.hosts)
+
+    def _send_to_copy(self, order: CopyOrder, host: str) -> None:
+        above = order.place(self._agents.relays.get(host))
+        is_above = len(order.places) * FAN_OUT - 1 < len(self._allocation.hosts)
+        self._agents.links.send(host, {**order.message, "above": above, "is_above": is_above})
+
+    def _send_orders(self, hosts: Collection[str]) -> None:
+        """Send the waiting orders to the agents of ``hosts``, which are connected."""
+        here, links = self._allocation.hosts[0], self._agents.links
+        if self._store is not None and self._store_order is not None and here in hosts:
+            if not self._store.is_closing:
+                links.send(here, self._store_order)
+            self._store_order = None
+        if self._ranks is not None and self._ranks.may_begin:
+            for host in self._ranks.orders.keys() & hosts:
+                links.send(host, self._ranks.orders.pop(host))
+
+    # what the agents tell, see AgentUser
+
+    def agent_connected(self, host: str) -> None:
+        self._agents.ready[host, "connected"] = time.time()
+        for order in self._orders_to_copy:
+            self._send_to_copy(order, host)
+        if self._is_warm and not self._has_to_copy_first:  # also on a spare
+            self._agents.links.send(host, {"do": "warm"})
+        self._send_orders([host])
+
+    def take_message(self, host: str, message: Message) -> None:
+        if message["is"] == "imported":
+            self._agents.ready[host, "imported"] = time.time()
+            self._agents.has_torch[host] = message["has_torch"]
+        if message["is"] in ("imported", "staged"):
+            if self.copying is not None:
+                hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged
+                hear(host, message)
+            return
+        store, ranks = self._store, self._ranks
+        # Messages of an earlier attempt's store are ignored; the ranks check their own.
+        if message["is"] == "output":
+            if store is not None and message["attempt"] == store.attempt:
+                store.take(message["text"])
+        elif message["rank"] is None:
+            if store is not None and message["attempt"] == store.attempt:
+                store.end(message.get("code", EXIT_FAILED), out_of_memory=message.get("out_of_memory", False))
+        elif ranks is not None:
+            ranks.take(host, message)
+
+    def agent_ended(self, host: str, why: str) -> None:
+        if self.copying is not None:
+            self.copying.note_lost(host)
+        if self._ranks is not None:
+            self._ranks.lose(host, why)
+        if host == self._allocation.hosts[0] and self._store is not None:
+            self._store.end(EXIT_FAILED)
+
+    def agent_missing(self, host: str, why: str) -> None:
+        if self.copying is not None:
+            self.copying.note_lost(host)
+        if self._ranks is not None:
+            self._ranks.never_began(host, why)
+        if host == self._allocation.hosts[0] and self._store is not None:
+            self._store_order = None
+            self._store.end(EXIT_FAILED)

@@ -1,0 +1,118 @@
+"""Runs any torchrun-style script as the ranks, unmodified: ``python -m toolkit.nodes.start.foreign CONFIG``.
+
+It becomes the command that the run's config holds. The command finds what torchrun would have set (RANK,
+WORLD_SIZE, MASTER_ADDR, a store that an agent hosts, an error file), and nothing else of the toolkit's: no snapshot on
+its path, no handlers, no wrapper process. A Python program runs in this very process if that is a fork that has
+imported torch; any other program replaces it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import error_file, fsio, records, rundir, secret_values
+from toolkit.config import script_arguments
+from toolkit.errors import RequestError, ToolkitError
+from toolkit.nodes.agent import zygote
+from toolkit.nodes.start import python_command
+from toolkit.records import TEXT, ListOf
+from toolkit.rundir import RunDir
+from toolkit.slurm import placement
+from toolkit.slurm.rank_environment import environment
+from toolkit.slurm.variables import whole_number
+from toolkit.staging import caches
+
+
+def gains_by_fork(run: RunDir) -> bool:
+    """True if ranks of ``run`` that are forked become its command sooner."""
+    try:
+        return python_command.gains_by_fork(read_command(run))
+    except ToolkitError:  # its ranks will report it
+        return False
+
+
+def read_command(run: RunDir) -> list[str]:
+    """Return the command that the ranks become. Raises RequestError where none is recorded, or it is damaged."""
+    config = configs.load_config(run.config, site=False)
+    # Earlier versions wrote the command beside the config.
+    words = config.argv or records.read(run.path / "command.json", ListOf(TEXT))
+    if not words:
+        raise RequestError(f"{run.config}: argv: is missing: this run was not made by `toolkit exec`")
+    return script_arguments.with_options(words, config.args)
+
+
+def restart_words(words: Sequence[str]) -> list[str]:
+    """Return the words that a restarted command gets. ``{newest:ckpt/*.pt}`` is the newest file that matches.
+
+    Return none where no file matches: there is nothing to go on from.
+    """
+    newest = {}
+    for pattern in script_arguments.NEWEST.findall(" ".join(words)):
+        paths = glob.glob(pattern, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
+        if not paths:
+            print(f"toolkit exec: no file matches {pattern}: restarted without --on-restart", file=sys.stderr)
+            return []
+        newest[pattern] = max(paths, key=_changed)
+    return [script_arguments.NEWEST.sub(lambda match: newest[match[1]], word) for word in words]
+
+
+def _changed(path: str) -> tuple[float, str]:
+    try:
+        return Path(path).stat().st_mtime, path
+    except OSError:  # removed since
+        return 0.0, path
+
+
+def main(run: RunDir) -> None:
+    """Become the command, as one rank of ``run``. End the process, with one line, if the command cannot be started."""
+    place = placement.derive(os.environ, socket.gethostname())
+    cpus = whole_number(os.environ, "OMP_NUM_THREADS", 1)
+    try:
+        config, command = configs.load_config(run.config, site=False), read_command(run)
+        secret_values.give_to_rank(config.secrets)
+    except ToolkitError as error:
+        error_file.write(error, place.rank)
+        sys.exit(f"toolkit exec: {error}")
+    environ = {**os.environ, **environment(place, os.environ, cpus), **caches.environment(os.environ)}
+    attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
+    # Set what torchrun would set beside the rank's numbers.
+    environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
+    environ["TORCHELASTIC_RUN_ID"] = run.id
+    environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see `toolkit.run.rank.main`
+    environ[rundir.RANK_VARIABLE] = run.mark_of_rank(attempt, place.rank)
+    environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
+    fsio.restore_umask()
+    environ = without_snapshot(environ, run.code)
+    if attempt > 1:
+        command += restart_words(config.on_restart)
+    # In a fork that has imported torch, run the program here; else replace this process.
+    python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None
+    if python is not None:
+        why = python_command.obstacle(python, environ)
+        if why is None:
+            zygote.show(command, {k: v for k, v in environ.items() if os.environ.get(k) != v})
+            python_command.become(python, command, environ)
+            return
+        print(f"toolkit exec: starting a fresh interpreter: {why}", file=sys.stderr)
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        sys.exit(f"toolkit exec: {command[0]}: cannot be started on {place.host}: {error.strerror}")
+
+
+def without_snapshot(environ: dict[str, str], code: Path) -> dict[str, str]:
+    """Return the variables with the user's own import path. The script's folder is first, our copy gone."""
+    cleaned = {name: value for name, value in environ.items() if name != "PYTHONSAFEPATH"}
+    paths = [path for path in cleaned.pop("PYTHONPATH", "").split(os.pathsep) if path and path != str(code)]
+    return {**cleaned, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
+if __name__ == "__main__":
+    main(RunDir(Path(sys.argv[1]).parent))

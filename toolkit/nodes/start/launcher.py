@@ -1,0 +1,167 @@
+"""The interface between the supervisor and its launchers, which start an attempt's ranks and store.
+
+Every launcher puts events into the supervisor's queue: :class:`RanksExited` as soon as a rank ends badly,
+:class:`AllRanksEnded` when all have ended and their reports are in the queue. Nothing polls.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from toolkit.nodes.agent.progress import Digest, RankReport
+from toolkit.nodes.allocation import Allocation
+
+#: Slurm's words for a step that fits no job of this request.
+_REFUSED = re.compile(
+    "Insufficient GRES|Invalid generic resource|Invalid GRES|Requested node configuration is not available"
+)
+
+
+@dataclass(frozen=True)
+class RanksExited:
+    """Ranks that ended on ``host`` with another exit code than 0.
+
+    ``signal`` is the one that killed them, or None. ``with_agent``: all ranks of the node ended at once, and the node
+    may be dead.
+    """
+
+    ranks: tuple[int, ...]
+    host: str
+    how: str
+    signal: int | None
+    time: float
+    exit_code: int | None = None
+    out_of_memory: bool = False
+    with_agent: bool = False
+
+
+@dataclass(frozen=True)
+class RanksFinished:
+    """Ranks that ended with exit code 0. srun does not report them: only agents do."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeFailed:
+    """A node of the attempt does not answer, or srun has lost it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class LaunchFailed:
+    """Slurm could not start these ranks on ``host``; no ranks: it refused the whole step."""
+
+    ranks: tuple[int, ...]
+    host: str | None
+    why: str
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the job's own request is at fault: no other node, and no later try, would help."""
+        return _REFUSED.search(self.why) is not None
+
+
+@dataclass(frozen=True)
+class AllRanksEnded:
+    """All ranks have ended; 0 if each did so with exit code 0."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class FirstReports:
+    """Ranks on ``host`` have reported for the first time in the attempt."""
+
+    attempt: int
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of the ranks on ``host``; sent once a second."""
+
+    host: str
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class MainReport:
+    """Rank 0's report of the run, or the run's result."""
+
+    report: RankReport
+
+
+Events = SimpleQueue[Any]
+
+
+class RunningRanks(Protocol):
+    """The running ranks of one attempt."""
+
+    tells_each_end: bool  #: True if RanksExited or RanksFinished comes of every rank that ends
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send every rank a signal, without waiting; SIGKILL ends all at once."""
+
+    def abandon(self) -> None:
+        """Stop waiting for ranks that cannot be reached, and send nothing more."""
+
+
+class Store(Protocol):
+    """The store of one attempt."""
+
+    def propose(self, kind: str, by: str) -> None:
+        """Have the ranks agree on a step for ``kind``."""
+
+    def close(self) -> None:
+        """End the store."""
+
+
+class Launcher(Protocol):
+    """Starts the store and the ranks of an attempt."""
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """Start the agents of all nodes, those of ``hosts`` first.
+
+        Prepare them for ranks that run ``command``. Called once, before all other methods. Returns at once.
+        """
+
+    def take_over(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> tuple[RunningRanks, Store] | None:
+        """Go on with the ranks of an attempt whose supervisor has died. Return None where not all of them are there.
+
+        Called before all other methods. ``prepare`` is then called only if the result was None.
+        """
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> Store:
+        """Start the store on this node, at its address ``host``."""
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> RunningRanks:
+        """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,191 @@
+"""The preflight: each agent checks its node once, and their answers are compared.
+
+The checks run beside the import of torch on each node, so they do not delay a start where they end before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from toolkit import fsio
+from toolkit.health import CheckAnswer, CheckRequest, Finding, bare_python, storage
+from toolkit.health.verdict import Heard, NodesReport, judge, prevented
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.launcher import Events
+
+#: A node that has not answered within this time is unknown.
+LIMIT_S = 30.0
+#: Once all nodes that ranks are to start on have answered, the spares get this much longer.
+SPARES_LIMIT_S = 2.0
+#: The limit of the caller's own work on the shared folder.
+FOLDER_LIMIT_S = 4.0
+T = TypeVar("T")
+
+
+def check_nodes(
+    folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S
+) -> NodesReport:
+    """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
+
+    ``folder`` is the run's, on the file system that all nodes share. A node without tasks is a spare, which must be
+    able to replace any of the others. ``events`` is the queue of the agents' events. Any other event, such as a signal,
+    ends the wait, and is in the queue again on return.
+    """
+    hosts, tasks = job.hosts, job.tasks
+    began = time.monotonic()
+    shared = SharedFolder(folder)
+    try:
+        in_the_way = shared.prepare()
+        if in_the_way is not None:
+            return prevented(hosts, in_the_way, time.monotonic() - began)
+        # A spare is checked for as many CPUs as the largest node needs.
+        cpus = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
+        needs = list(zip(cpus, job.gpus_of.values(), strict=True))
+        command_of = {
+            (cpus, gpus): command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True))
+            for cpus, gpus in set(needs)
+        }
+        orders = {host: {"do": "check", "command": command_of[need]} for host, need in zip(hosts, needs, strict=True)}
+        number = agents.request(orders, events)
+        spares = {host for host, count in zip(hosts, tasks, strict=True) if count == 0}
+        nodes, errors = _listen(hosts, spares, events, began + limit_s)
+        agents.withdraw(number)
+        shared.read_answers(nodes)
+        return judge(nodes, time.monotonic() - began, errors)
+    # Removed in a thread: the folder's file system may hang.
+    finally:
+        threading.Thread(target=shared.remove, daemon=True).start()
+
+
+def command(request: CheckRequest) -> list[str]:
+    """Return the command that makes the checks of ``request`` on its own node."""
+    return bare_python("toolkit.health.__main__", json.dumps(asdict(request)))
+
+
+def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: float) -> tuple[list[Heard], list[str]]:
+    """Return each host's answer by ``deadline`` (monotonic), and the errors of no single node."""
+    nodes = {host: Heard(host) for host in hosts}
+    awaited, errors = set(hosts), list[str]()
+    while awaited:
+        # Only spares are missing: ranks can start without them.
+        if awaited <= spares < nodes.keys():
+            deadline = min(deadline, time.monotonic() + SPARES_LIMIT_S)
+            spares = set(nodes)  # the deadline is set once
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            break
+        match event:
+            case NodeAnswered(host, {"text": text}):
+                _take(nodes[host], text, event)
+            case NodeAnswered():  # an answer to an earlier request
+                continue
+            case NodeSilent(host, why, is_certain):
+                nodes[host].failure = why if is_certain else ""
+                errors += [] if is_certain else [f"{host}: {why}"]
+            # An error of the agents' thread is raised here; any other event belongs to the caller.
+            case Exception():
+                raise event
+            case _:
+                events.put(event)
+                break
+        awaited.discard(event.host)
+    return list(nodes.values()), errors
+
+
+def _take(node: Heard, text: str, answered: NodeAnswered) -> None:
+    try:
+        answer = CheckAnswer.parse(text)
+    except (ValueError, TypeError, KeyError):
+        node.failure = text.strip() or "its checks ended without a word; see its agent's log"
+        return
+    began, ended = answered.message["began"], answered.message["ended"]
+    node.take(answer, answered.asked, answered.received, began, ended)
+
+
+class SharedFolder:
+    """A folder in the run's. This process writes a token that every node reads, and every node writes one."""
+
+    def __init__(self, parent: Path) -> None:
+        self.path = parent / f".preflight-{secrets.token_hex(4)}"
+        self.token = secrets.token_hex(16)
+
+    def prepare(self) -> str | None:
+        """Write the token; return what prevented it, or None."""
+        try:
+            _within(FOLDER_LIMIT_S, self._write)
+        except OSError as error:
+            return f"{self.path.parent}: cannot be written to from {socket.gethostname()}: {error.strerror or error}"
+        return None
+
+    def _write(self) -> None:
+        fsio.make_dir(self.path, parents=0)
+        fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
+
+    def read_answers(self, nodes: Sequence[Heard]) -> None:
+        """Add a finding to each node whose file is not visible here."""
+        try:
+            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen(nodes))
+        except OSError:  # it hangs here, since the request
+            unseen = set()
+        text = (
+            f"what it writes to {self.path.parent} is not seen on {socket.gethostname()}: it has another folder there, "
+            "or a stale one; have its file system mounted anew"
+        )
+        for node in nodes:
+            if node.name in unseen:
+                node.find(Finding("shared folder", "bad", "differs", text))
+
+    def _unseen(self, nodes: Sequence[Heard]) -> set[str]:
+        """Return the nodes that have written a file which is not visible. One listing covers nearly all of them.
+
+        With thousands of nodes a look at each file would take seconds.
+        """
+        deadline = time.monotonic() + storage.SEEN_WITHIN_S
+        listed, unseen = {path.name for path in self.path.iterdir()}, set[str]()
+        for node in nodes:
+            found = [finding.severity for finding in node.findings or () if finding.check == "shared folder"]
+            if "ok" in found and node.name not in listed:
+                text = storage.read_soon(self.path / node.name, self.token, deadline - time.monotonic())
+                if text != self.token:
+                    unseen.add(node.name)
+        return unseen
+
+    def remove(self) -> None:
+        """Remove the folder. An error is ignored: it is a few bytes in the run folder."""
+        with contextlib.suppress(OSError):
+            _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """Return ``call()``. Raises its OSError, or TimeoutError (which is one) after ``limit_s``: the call may hang on."""
+    answers: SimpleQueue[T | OSError] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(call())
+        except OSError as error:
+            answers.put(error)
+
+    # The thread is left behind if the call hangs.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer = answers.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s") from None
+    if isinstance(answer, OSError):
+        raise answer
+    return answer

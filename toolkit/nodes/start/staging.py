@@ -1,0 +1,300 @@
+"""Has the Python environment and data copied to the nodes' own disks, see `toolkit.staging`.
+
+Data are what ``data.stage`` names. They, and with ``cluster.stage: always`` the environment, are copied before the
+ranks start. With ``auto`` the first start on a shared disk only measures how long its imports wait for that disk. Where
+copying pays, it is done in the background, for later starts. Later jobs wait for copies, but never longer than their
+imports would wait for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+
+from toolkit import fsio, logs
+from toolkit.config import JobConfig
+from toolkit.json_record import FileRecord
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.children import start_child
+from toolkit.nodes.start.launcher import Events, Launcher
+from toolkit.rundir import RunDir
+from toolkit.staging import disks, package
+from toolkit.staging.copying import CopyRequest
+from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
+
+#: What a start must gain at the least for ``auto`` to copy an environment.
+LEAST_GAIN_S = 2.0
+#: How fast a node copies an environment, until that has been measured.
+COPY_BYTES_A_SECOND = 200e6
+#: In the background everything else comes first.
+BACKGROUND_NICE = 19
+LOOK_EVERY_S = 0.2
+#: Ranks wait no longer for data, and with ``always`` for the environment: a disk of a node may hang.
+MOST_WAIT_S = 1800.0
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class ImportFigures(FileRecord):
+    """What has been measured of one environment, beside its packages. Each is the slowest node's."""
+
+    import_s: float | None = None  #: from the shared disk
+    waited_s: float | None = None  #: of this the wait for files
+    copied_s: float | None = None  #: a new copy
+    import_of_copy_s: float | None = None
+
+    @property
+    def pays(self) -> bool:
+        """True if a copy saves a node more time than it takes to make.
+
+        It must save ``LEAST_GAIN_S`` or more. The time to make a copy counts once it has been measured.
+        """
+        waited_s = self.waited_s or 0.0
+        return waited_s >= LEAST_GAIN_S and (self.copied_s is None or self.copied_s < waited_s)
+
+
+def environment_source() -> PackageSource | None:
+    """Return this environment; None if it cannot be moved to another folder."""
+    prefix, program = Path(sys.prefix), Path(sys.executable)
+    is_movable = (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
+    if not is_movable or not program.is_relative_to(prefix):
+        return None
+    return PackageSource(str(prefix), str(program.relative_to(prefix)))
+
+
+class NodeStaging:
+    """Decides what is copied, and follows the copying. See the module. ``tell`` gets a line for each result."""
+
+    def __init__(
+        self, run: RunDir, config: JobConfig, allocation: Allocation, launcher: Launcher, tell: Callable[[str], None]
+    ) -> None:
+        self._run, self._config, self._launcher, self._tell = run, config, launcher, tell
+        self._hosts = {*allocation.without(config.cluster.spare_nodes).hosts}
+        self._has_gpus = allocation.gpus_per_node > 0
+        self._cache = run.path.parent.parent / ".stage"
+        self._environment = environment_source()
+        self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
+        self._first: list[PackageSource] = []  #: what ranks wait for
+        self._limit_s = MOST_WAIT_S  #: the longest time that ranks wait for it
+        self._deadline = math.inf  #: the end of that time, monotonic
+        self._measures = False
+        self._figures = ImportFigures()
+        self._packages: dict[str, Package] = {}
+        self._is_packed = threading.Event()
+        self._imported: dict[str, Message] = {}  #: by host
+        self._copied: dict[str, Message] = {}
+        self._lost: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------ for the supervisor
+
+    def decide(self) -> None:
+        """Decide what the ranks wait for. To be called before the agents are started."""
+        if not isinstance(self._launcher, AgentLauncher):
+            self._refuse("the ranks are started by srun, not by the agents")
+        elif self._config.cluster.container is not None:
+            self._refuse("the ranks use what is in the image of cluster.container")
+        else:
+            self._launcher.copying = self
+            self._decide_environment()
+            self._first += self._data
+            if self._data:
+                self._limit_s = MOST_WAIT_S
+            if self._first:
+                self._deadline = time.monotonic() + self._limit_s
+                self._launcher.await_copies()
+
+    def _decide_environment(self) -> None:
+        stage, source = self._config.cluster.stage, self._environment
+        if stage == "never":
+            return
+        try:
+            package.refuse_cache_of_others(self._cache)
+        except (StagingError, OSError) as error:
+            self._note(f"the environment is not copied to the nodes: {error}", is_problem=True)
+            return
+        if source is None:
+            if stage == "always":
+                log.warning("the environment is not copied: %s is neither a venv nor one of conda's", sys.prefix)
+            return
+        try:
+            self._figures = ImportFigures.read_or_none(self._figures_file) or self._figures
+        except OSError as error:
+            log.warning("%s: cannot be read: %s", self._figures_file, error)
+        # With ``auto`` a start waits for a copy only if earlier starts have measured that one pays.
+        if stage == "always":
+            self._first.append(source)
+        elif not disks.is_shared(Path(source.path)):
+            log.info("the environment is not copied: %s is on a disk of this node", source.path)
+        elif self._figures.copied_s is not None and self._figures.pays:
+            self._first.append(source)
+            self._limit_s = self._figures.waited_s or 0.0
+        else:
+            self._measures = True
+
+    def _refuse(self, why: str) -> None:
+        if self._config.cluster.stage == "always" or self._data:
+            self._note(f"nothing is copied to the nodes: {why}", is_problem=True)
+
+    def begin(self) -> None:
+        """Begin to pack and to copy. To be called when the agents can be reached."""
+        if self._first:
+            self._in_thread(self._first, is_awaited=True)
+
+    def wait(self, hosts: Collection[str], events: Events) -> None:
+        """Wait until ``hosts`` have their copies, or the gain is used up. A signal in ``events`` ends the wait."""
+        if not self._first:
+            return
+        while not self._is_done(hosts) and time.monotonic() < self._deadline:
+            with contextlib.suppress(Empty):
+                events.put(events.get(timeout=LOOK_EVERY_S))
+                break
+        if self._is_done(hosts):
+            self._summarize(hosts)
+        elif isinstance(self._launcher, AgentLauncher):
+            limit = f", within {self._limit_s:.0f} s" if time.monotonic() >= self._deadline else ""
+            self._note(f"the copies are not there in time{limit}: this start does without", is_problem=True)
+            self._launcher.stage(None, wait_s=0.0)
+
+    def _is_done(self, hosts: Collection[str]) -> bool:
+        silent = self._launcher.silent_hosts if isinstance(self._launcher, AgentLauncher) else frozenset[str]()
+        done = self._copied.keys() | self._lost | silent
+        return self._is_packed.is_set() and (not self._packages or {*hosts} <= done)
+
+    # ------------------------------------------------------------------------------------------------------ packing
+
+    def _in_thread(self, sources: Sequence[PackageSource], *, is_awaited: bool, most_bytes: int | None = None) -> None:
+        def carry_out() -> None:
+            nice = 0 if is_awaited else BACKGROUND_NICE
+            request = PackRequest(str(self._cache), tuple(sources), self._has_gpus, most_bytes, nice)
+            packages: list[Package] = []
+            try:
+                packages = self._pack(request)
+            finally:  # the start waits for this
+                self._packages |= {each.key: each for each in packages}
+                assert isinstance(self._launcher, AgentLauncher)
+                copying = CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice).to_json()
+                left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
+                self._launcher.stage(copying if packages else None, wait_s=left_s)
+                self._is_packed.set()
+
+        threading.Thread(target=carry_out, daemon=True).start()
+
+    def _pack(self, request: PackRequest) -> list[Package]:
+        """Have the packages made by a separate process: they may take minutes."""
+        command = [sys.executable, "-P", "-m", "toolkit.staging.package"]
+        packages: list[Package] = []
+        try:
+            packer = start_child(
+                command, os.environ, end_by=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            output, _ = packer.communicate(json.dumps(request.to_json()))
+        except OSError as error:
+            self._note(f"nothing is copied to the nodes: {error}", is_problem=True)
+            return []
+        # The packer prints one line for each source: its package, or why it cannot be copied.
+        answers = [json.loads(line) for line in output.splitlines()]
+        for answer in answers:
+            if "problem" in answer:
+                self._note(f"{answer['source']} is not copied to the nodes: {answer['problem']}", is_problem=True)
+            else:
+                packages.append(Package.from_json(answer["package"]))
+        if packer.returncode != 0:
+            self._note(f"packing for the nodes has failed with exit code {packer.returncode}", is_problem=True)
+        return packages
+
+    # -------------------------------------------------------------------------------------------- of the links' thread
+
+    def note_imported(self, host: str, message: Message) -> None:
+        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+        self._imported[host] = message
+        if not self._hosts <= self._imported.keys() | self._lost:
+            return
+        # Files are written in a thread of their own: the shared disk may be slow.
+        if all(message["is_of_a_copy"] for message in self._imported.values()):
+            threading.Thread(target=self._note_gain, daemon=True).start()
+        elif self._measures:
+            self._measures = False
+            threading.Thread(target=self._judge_imports, daemon=True).start()
+
+    def note_staged(self, host: str, message: Message) -> None:
+        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+        is_first = host not in self._copied
+        self._copied[host] = message
+        for problem in message["problems"]:
+            log.warning("node %s: %s: it uses the original", host, problem)
+        for key in message.get("damaged", ()):
+            package.discard(self._packages[key])
+        if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
+            threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
+
+    def note_lost(self, host: str) -> None:
+        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+        self._lost.add(host)
+
+    # ---------------------------------------------------------------------------------------------------- the figures
+
+    @property
+    def _figures_file(self) -> Path:
+        name = hashlib.sha256(os.fsencode(sys.prefix)).hexdigest()[:16]
+        return self._cache / f"imports-{name}.json"
+
+    def _keep_figures(self, **figures: float) -> None:
+        self._figures = self._figures.replace(**figures)
+        try:
+            fsio.make_dir(self._cache, parents=0)
+            package.refuse_cache_of_others(self._cache)
+            fsio.write_json(self._figures_file, self._figures.to_file())
+        except (StagingError, OSError) as error:
+            log.warning("%s: cannot be written: %s", self._figures_file, error)
+
+    def _judge_imports(self) -> None:
+        """Copy the environment in the background if that pays."""
+        slowest = max(self._imported.values(), key=lambda message: float(message["waited_s"]))
+        self._keep_figures(import_s=slowest["import_s"], waited_s=slowest["waited_s"])
+        assert self._environment is not None
+        text = f"imports took {slowest['import_s']:.1f} s, of this {slowest['waited_s']:.1f} s in wait for files"
+        if not self._figures.pays:
+            self._note(f"the environment is not copied to the nodes: {text}")
+            return
+        self._note(f"copying the environment to the nodes for later starts: {text}")
+        most = None if self._figures.copied_s else int((self._figures.waited_s or 0.0) * COPY_BYTES_A_SECOND)
+        self._in_thread([self._environment], is_awaited=False, most_bytes=most)
+
+    def _note_gain(self) -> None:
+        took_s = max(message["import_s"] for message in self._imported.values())
+        self._keep_figures(import_of_copy_s=took_s)
+        before = "" if self._figures.import_s is None else f", {self._figures.import_s:.1f} s from the shared disk"
+        self._note(f"imports took {took_s:.1f} s from the nodes' copies{before}")
+
+    def _summarize(self, hosts: Collection[str]) -> None:
+        """Tell what was copied, and how long that took."""
+        copied = {host: self._copied[host] for host in hosts if host in self._copied}
+        if not copied or not self._packages:
+            return
+        took_s = max(message.get("took_s", 0.0) for message in copied.values())
+        if took_s and self._environment is not None and any(each.program for each in self._packages.values()):
+            self._keep_figures(copied_s=took_s)
+        without = sum(bool(message["problems"]) for message in copied.values())
+        names = ", ".join(f"{each.source} ({fsio.size_text(each.bytes)})" for each in self._packages.values())
+        text = f"nodes with a copy: {len(copied) - without} of {len(copied)}, "
+        text += f"made within {took_s:.1f} s" if took_s else "all from an earlier start"
+        self._note(f"{names}: {text}", is_problem=bool(without))
+
+    def _note(self, text: str, *, is_problem: bool = False) -> None:
+        (log.warning if is_problem else log.info)("%s", text)
+        self._tell(text)

@@ -1,0 +1,172 @@
+"""What to do next about a run: the one place for advice, a function of the run's facts.
+
+`toolkit why`, `status`, `--follow`, `Run.result`, the report and the supervisor's log print what :func:`next_step`
+returns. A command in it is complete and does what is said when it is typed as it stands: ``tests/dist/test_advice.py``
+types each of them, in the situation that it is given for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit import config as configs
+from toolkit.checkpoint.folder import newest_step
+from toolkit.config import JobConfig
+from toolkit.errors import ConfigError
+from toolkit.run.attempt.budgets import may_be_chance
+from toolkit.run.attempt.facts import THEN_PRINTED
+from toolkit.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.rundir import RunDir
+
+#: The state of a run that has ended without a result.
+LOST = "lost"
+#: Errors about the config or the surroundings, by their class.
+_REFUSALS = ("ConfigError", "RequestError", "PlacementError", "DataMissingError", "OnePassError")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The facts about a run that advice depends on."""
+
+    run: str
+    state: str  #: a state of :class:`RunState`, or ``lost``
+    saved: int | None = None  #: the step of the newest checkpoint
+    is_script: bool = False  #: of `toolkit exec`: it has checkpoints of its own, and its sources are not copied
+    has_copy: bool = True  #: of its sources
+    has_curves: bool = True
+    mended_by: str = ""  #: overrides without which a resume would end in the same way
+    refusal: bool = False  #: its last attempt found its config or its surroundings wrong
+    where: str | None = None  #: the line from which the exception of its last attempt comes
+
+
+def next_step(facts: Situation) -> str:
+    """Return what to do next, as a sentence without a full stop."""
+    if facts.state == RunState.COMPLETED:
+        return f"nothing to do{f'; `toolkit tensorboard {facts.run}` shows the curves' if facts.has_curves else ''}"
+    if facts.state in (RunState.STOPPED, RunState.CANCELLED):
+        return _resume(facts)
+    if facts.state == LOST:
+        return f"nothing brings it back by itself; {_resume(facts)}"
+    if facts.state == RunState.UNREADABLE:
+        return f"{_resume(facts)}, if it had not come to its end"
+    if facts.state == RunState.REQUEUED:
+        waits_for = f"what it waits for: `toolkit status {facts.run}`"
+        return f"nothing to do; it goes on when Slurm starts the job again ({waits_for})"
+    if facts.state != RunState.FAILED:
+        return f"`toolkit status {facts.run}` says how it stands"
+    if facts.mended_by:
+        return _resume(facts, facts.mended_by)
+    if facts.refusal:
+        return f"mend what the error names (a key: KEY=VALUE behind the command), then {_resume(facts)}"
+    if facts.where is None:
+        return f"mend the cause, then {_resume(facts)}"
+    return f"mend {facts.where}, then {_resume(facts, '' if facts.is_script or not facts.has_copy else '--code')}"
+
+
+def _resume(facts: Situation, words: str = "") -> str:
+    """Return ``toolkit resume`` with ``words``, and what it does."""
+    command = " ".join(filter(None, ["toolkit resume", facts.run, words]))
+    if facts.is_script:
+        return f"`{command}` starts the script again, which goes on from its own checkpoints if it looks for them"
+    does = "begins anew: there is no checkpoint" if facts.saved is None else "goes on from the last checkpoint"
+    return f"`{command}` {does}{', with the code that the project has then' if words == '--code' else ''}"
+
+
+def situation_of(run: RunDir, state: str | None = None) -> Situation:
+    """Return the facts by the run's own files. ``state`` is what else is known of its state; by default its result's.
+
+    Damaged files count as missing.
+    """
+    damage: list[str] = []
+    result, status = run.result(damage), run.status(damage)
+    attempts = run.attempts(damage)
+    known = state or (result.state if result is not None else status.state) or "unknown"
+    known = known.split(" ")[0].rstrip("?")
+    config = _config(run)
+    last = attempts[-1] if attempts else None
+    failure = last.first_failure if last is not None and known == RunState.FAILED else None
+    is_clear = failure is not None and not may_be_chance(failure.how) and THEN_PRINTED not in failure.how
+    return Situation(
+        run.id,
+        known,
+        newest_step(run.checkpoints),
+        is_script=config is not None and config.job == configs.FOREIGN_JOB,
+        has_copy=run.code.is_dir(),
+        has_curves=run.tensorboard.is_dir() and any(run.tensorboard.iterdir()),
+        mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
+        refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
+        where=failure.where if failure is not None and is_clear else None,
+    )
+
+
+def of_restarts(run: RunDir, attempt: int) -> str:
+    """Return what a reader should know of a script in its second or a later attempt; empty for other runs.
+
+    Whether it goes on from a checkpoint of its own cannot be seen. One that does not ends as completed, too.
+    """
+    config = _config(run) if attempt > 1 else None
+    if config is None or config.job != configs.FOREIGN_JOB:
+        return ""
+    # It is told, or it has the toolkit's checkpoints.
+    is_told = config.on_restart or any("TOOLKIT_ATTEMPT" in word for word in config.argv)
+    if is_told or any(line.step_end is not None for line in run.attempts([])):
+        return ""
+    return (
+        "a script that is started again goes on only if it looks for its own checkpoint; else it begins anew, and ends "
+        "as completed, too. One that has to be told: `toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- CMD`"
+    )
+
+
+def after_request(run: RunDir, how: str) -> str:
+    """Return what brings a run back that was just asked to ``stop`` or to ``cancel``."""
+    if run.result() is not None or how == "cancel":
+        return of(run, None if run.result() is not None else RunState.CANCELLED)
+    return f"when it has ended, `toolkit resume {run.id}` goes on from there"
+
+
+def of(run: RunDir, state: str | None = None) -> str:
+    """Return what to do next about ``run``."""
+    return next_step(situation_of(run, state))
+
+
+def _config(run: RunDir) -> JobConfig | None:
+    try:
+        return configs.load_config(run.config, site=False)
+    except ConfigError:
+        return None
+
+
+def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
+    """Return the overrides that a run needs which had too little memory or time. Empty for other failures."""
+    usage = run.usage([]).jobs
+    is_slurm = last.job_id is not None
+    if last.cause == "timeout" and is_slurm and config.cluster.time_min:
+        return f"cluster.time_min={2 * config.cluster.time_min}"
+    if last.cause != "out_of_memory":
+        return ""
+    how = "" if last.first_failure is None else last.first_failure.how
+    if any(word in how for word in ("CUDA", "HIP", "OutOfMemoryError")):
+        # Half of the samples at a time, and the same steps.
+        pieces, share = config.train.accumulate * 2, config.data.global_batch_size // max(1, last.world_size or 1)
+        return f"train.accumulate={pieces}" if share >= pieces and not _has_loop(config, run) else ""
+    asked = usage[-1].memory_bytes if usage else None
+    given = config.cluster.mem_gb or (None if asked is None else math.ceil(asked / (1 << 30)))
+    return f"cluster.mem_gb={2 * given:g}" if given and is_slurm else ""
+
+
+def _has_loop(config: JobConfig, run: RunDir) -> bool:
+    """True for a script or loop of the user's, which does not read ``train.accumulate``."""
+    try:
+        return config.job == configs.FOREIGN_JOB or configs.is_loop(config.job, run.code)
+    except ConfigError:
+        return True
+
+
+def end_words(status: RunStatus, state: RunState, attempts: int) -> str:
+    """Return how a run ended that was stopped or cancelled while it had no supervisor."""
+    if status.state is RunState.REQUEUED:
+        return f"{state} while it waited to go on"
+    if attempts or (status.state is not None and not status.state.is_waiting):
+        return f"{state} after its supervisor had ended"
+    return f"{state} before it started"

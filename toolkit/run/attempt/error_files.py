@@ -1,0 +1,113 @@
+"""What failing ranks wrote about their end: our files, and those of torch.distributed.elastic's ``record``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from toolkit import records, tracebacks
+from toolkit.errors import EXIT_REQUEST
+from toolkit.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
+from toolkit.run.attempt.facts import RankFailure
+from toolkit.slurm.network import plain_address
+
+_DIGITS = Leaf(
+    "a time in seconds", lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,11}", value) is not None
+)
+_TORCHS = Record(
+    {
+        "message": Maybe(TEXT),
+        "extraInfo": Maybe(Record({"py_callstack": Maybe(TEXT), "timestamp": Maybe(Either(_DIGITS, MOMENT))})),
+    }
+)
+_ERROR_FILE = Record(
+    {
+        **dict.fromkeys(("type", "host", "traceback"), Maybe(TEXT)),
+        "message": Maybe(Either(TEXT, _TORCHS)),
+        "time": Maybe(MOMENT),
+        "exit_code": Maybe(COUNT),
+        "comes_again": Maybe(FLAG),
+    }
+)
+#: Error texts about lack of memory, a GPU's or the node's: of torch, CUDA, ROCm, NCCL, numpy, C++ and the kernel.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemory|(?:CUDA|HIP) out of memory|error: out of memory|'out of memory'|\bMemoryError\b|_ArrayMemoryError"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc|\[Errno 12\]|Cannot allocate memory"
+    r"|(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY|(?:cuda|hip)ErrorMemoryAllocation"
+)
+_NAME = re.compile(r"error-(\d{1,9})\.json")
+
+#: Error texts of CUDA, NCCL and their drivers about this node's devices. A failed assertion in a kernel, a wrong
+#: argument and lack of memory are the program's fault, and ncclRemoteError is about some other node.
+_DEVICE_ERROR = re.compile(
+    r"(?:CUDA|HIP) error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
+    r"|no kernel image|out of memory|operation not)"
+    r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No CUDA GPUs are available|CUDA unknown error"
+    r"|CUDA driver initialization failed|Unexpected error from cudaGetDeviceCount"
+    r"|ncclSystemError|ncclUnhandledCudaError"
+    # gloo: the node's own kernel refuses a connection. It names no address.
+    r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
+)
+#: Error texts about another process that ended first: a peer that closed a connection, or a launcher's child.
+_CONSEQUENCE = re.compile(
+    r"(?i)connection (?:was )?(?:closed|reset)|broken pipe|reset by peer|ncclRemoteError"
+    r"|ChildFailedError|ProcessExitedException|CalledProcessError"
+)
+#: Texts of a connection that could not be made, with the other end's address: NCCL's ``1.2.3.4<5678>``, the store's
+#: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. A broken connection is not among them: the other end may have ended
+#: for its own reasons.
+_UNREACHED = re.compile(
+    r"connect to (?P<nccl>[\da-fA-F.:]+)(?:%\w+)?<\d+> (?:returned|failed)"
+    r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
+    r"|timed out connecting: .*?remote=\[?(?P<gloo>[\da-fA-F.:]+?)\]?:\d+"
+)
+
+
+def is_consequence(how: str) -> bool:
+    """True for an error that says that another process ended first."""
+    return _CONSEQUENCE.search(how) is not None
+
+
+def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
+    """Return what the ranks of an attempt wrote about their own ends.
+
+    ``damage`` is as in :meth:`RunDir.status`.
+    """
+    return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
+
+
+def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
+    """Return what a rank wrote about its own end. The format is the toolkit's or torch's.
+
+    A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
+    """
+    fields = records.read_or(path, _ERROR_FILE, {}, damage)
+    inner = fields.get("message")
+    if isinstance(inner, dict):  # torch's format
+        info = inner.get("extraInfo", {})
+        torchs = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
+        fields = {name: value for name, value in torchs.items() if value is not None}
+    how = str(fields.get("message", "no message"))
+    if "type" in fields:
+        how = f"{fields['type']}: {fields.get('message', '')}"
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    memory = _OUT_OF_MEMORY.search(how) is not None
+    # The address to which it could not connect, where the error names one.
+    unreached, other_end = None, _UNREACHED.search(how)
+    with contextlib.suppress(ValueError):
+        unreached = other_end and plain_address(next(filter(None, other_end.groups())))
+    return RankFailure(
+        int(match[1]),
+        host=fields.get("host", "?"),
+        how=how,
+        time=float(fields.get("time") or path.stat().st_mtime),
+        traceback=fields.get("traceback", ""),
+        out_of_memory=memory,
+        blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
+        is_consequence=is_consequence(how),
+        unreached=unreached,
+        comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),
+        where=tracebacks.place(fields.get("traceback", "")),
+    )

@@ -1,0 +1,216 @@
+"""Which of the job's nodes an attempt runs on.
+
+Spares replace nodes that died, fail repeatedly, are sick or are drained. Bad nodes are remembered in the run's
+``nodes.json``. So a requeued job is kept off them and, where Slurm gives it such a node all the same, uses it last.
+`toolkit resume` forgets them: the user who calls it has had the time to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio, logs, records
+from toolkit.config import JobConfig
+from toolkit.json_record import JsonRecord, shape_of
+from toolkit.nodes.allocation import Allocation
+from toolkit.records import MapOf
+from toolkit.run.job import node_history
+from toolkit.run_files import Moment
+from toolkit.rundir import RunDir
+
+#: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
+SUSPICIONS_TO_CONDEMN = 2
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class BadNode(JsonRecord):
+    """Why, and since when (seconds since the epoch), a node is not to be used."""
+
+    why: str
+    since: Moment
+    is_drained: bool = False  #: Slurm keeps jobs off it until it is well again, and may then use it
+
+
+def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
+    """True if a job of ``nodes`` nodes goes on when one of them dies.
+
+    Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
+    would be left to requeue the job, see `toolkit.run.requeue.batch_host_watch`.
+    """
+    return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
+
+
+class Nodes:
+    """The job's nodes, in the order in which attempts fill them."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
+        """Keep ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
+        self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
+        self._wanted = len(allocation.without(spare).hosts)
+        self._out: dict[str, str] = {}
+        self._bad = remembered(run)
+        self._ailing: dict[str, BadNode] = {}
+        self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
+        #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
+        self._doubtful = dict[str, str]()
+        try:
+            self._doubtful |= {h: why for h, why in node_history.doubtful_for(run).items() if h in allocation.hosts}
+        except OSError as error:
+            log.warning("which nodes have ended attempts of other runs is not known: %s", error)
+        for host, why in self._doubtful.items():
+            log.warning("node %s %s", host, why)
+
+    @property
+    def bad(self) -> Mapping[str, BadNode]:
+        """Every node of this run that was found bad, also by earlier jobs."""
+        return self._bad
+
+    @property
+    def out(self) -> Mapping[str, str]:
+        """The nodes that this job does not use any more, each with the reason."""
+        return self._out
+
+    @property
+    def ailing(self) -> Mapping[str, BadNode]:
+        """The nodes that are in use, or spare, and have something wrong with them."""
+        return {host: ailing for host, ailing in self._ailing.items() if host not in self._out}
+
+    @property
+    def can_lose_one(self) -> bool:
+        """True if the run could go on in this job with one node less."""
+        return self._is_enough(len(self._usable()) - 1)
+
+    def plan(self) -> Allocation | None:
+        """Return the nodes of the next attempt; None where too few are left.
+
+        A node that stays keeps its place: the state of its ranks is in its memory.
+        """
+        # Suspicious ones come last, but are better than none. Of the others, those that are in use stay: after a
+        # take-over, what the checks had found slow is forgotten.
+        usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in self._placed))
+        if not self._is_enough(len(usable)):
+            return None
+        chosen = usable[: self._wanted]
+        # Spares take the places of the nodes that leave.
+        if len(chosen) == len(self._placed):
+            stays = {*chosen} & {*self._placed}
+            others = iter([host for host in chosen if host not in stays])
+            chosen = [host if host in stays else next(others) for host in self._placed]
+        return self._allocation.on(chosen)
+
+    def note_used(self, plan: Allocation) -> None:
+        """Note that an attempt starts on ``plan``."""
+        self._placed = [*plan.hosts]
+
+    def _is_suspicious(self, host: str) -> bool:
+        return host in self._bad or host in self._ailing or host in self._doubtful
+
+    def doubt(self, slow: Mapping[str, str]) -> None:
+        """Note nodes that are slower than the others. Spares, where there are any, replace them."""
+        for host, why in slow.items():
+            log.warning("node %s is used last: %s", host, why)
+        self._doubtful |= slow
+
+    def _usable(self) -> list[str]:
+        return [host for host in self._allocation.hosts if host not in self._out]
+
+    def _is_enough(self, count: int) -> bool:
+        return count >= (1 if self._allow_fewer else self._wanted)
+
+    def given_up(self, since: float) -> set[str]:
+        """Return the nodes that another node has found bad since then. This node may be one, if it was cut off."""
+        return {host for host, bad in remembered(self._run).items() if bad.since > since}
+
+    def note(self, *, sick: Mapping[str, str], drained: Mapping[str, str]) -> None:
+        """Note what is wrong with which nodes at this moment. A new problem is logged once."""
+        before, now = self._ailing, time.time()
+        self._ailing = {}
+        for host, what in sick.items():
+            self._ailing[host] = BadNode(what, now)
+        for host, why in drained.items():
+            self._ailing[host] = BadNode(f"drained: {why}", now, is_drained=True)
+        for host, ailing in self.ailing.items():
+            if host not in before or before[host].why != ailing.why:
+                log.warning("node %s: %s", host, ailing.why)
+
+    def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
+        """Return the faulty nodes at work that good spares can replace, each with its fault.
+
+        ``heard`` are the nodes with live agents. A drained batch host is not given up: the job keeps it to its end,
+        with or without ranks.
+        """
+        spares = ({*self._usable()} & {*heard}).difference(at_work)
+        good_count = sum(not self._is_suspicious(host) for host in spares)
+        in_use, leaving = self.ailing, dict[str, BadNode]()
+        for host in at_work:
+            ailing = in_use.get(host)
+            if ailing is None or (ailing.is_drained and host == self._allocation.hosts[0]):
+                continue
+            # No more nodes leave than there are good spares.
+            if len(leaving) < good_count:
+                leaving[host] = ailing
+        return leaving
+
+    def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
+        """Exclude ``host`` from this job, and remember it in the run."""
+        if host not in self._out:
+            log.warning("node %s is not used any more: %s", host, why)
+        self._out[host] = why
+        self._remember(host, why, is_drained=is_drained)
+
+    def suspect(self, host: str, count: int) -> bool:
+        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and other nodes go on."""
+        if count < SUSPICIONS_TO_CONDEMN or host in self._out:
+            return False
+        why = f"ended {count} attempts"
+        self._out[host] = why
+        if self.plan() is None:  # a bad node is better than none, until the job is requeued without it
+            del self._out[host]
+            self._remember(host, why)
+            return False
+        self.condemn(host, why)
+        return True
+
+    def _remember(self, host: str, why: str, *, is_drained: bool = False) -> None:
+        self._bad = {**self._bad, host: BadNode(why, time.time(), is_drained)}
+        try:
+            remember(self._run, host, why, is_drained=is_drained)
+        except OSError as error:  # a full disk: this job knows it all the same
+            log.error("%s: cannot be written: %s", _path(self._run), error)
+
+
+def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:
+    """Add ``host`` to the run's bad nodes. A damaged file is kept beside the new one."""
+    damage: list[str] = []
+    known = {name: bad.to_json() for name, bad in remembered(run, damage).items()}
+    if damage:
+        records.set_aside(_path(run), damage)
+    fsio.write_json(_path(run), {**known, host: BadNode(why, time.time(), is_drained).to_json()})
+
+
+def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
+    """Return the run's bad nodes that can be read, by name.
+
+    ``damage`` is as in :meth:`RunDir.status`.
+    """
+    noted = dict[str, Any]()
+    try:
+        noted = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)
+    except OSError as error:  # of the file server: a run goes on without knowing its bad nodes
+        records.note(f"{_path(run)} cannot be read: {error.strerror or error}", damage)
+    return {host: BadNode.load(bad) for host, bad in noted.items()}
+
+
+def forget(run: RunDir) -> None:
+    """Forget all bad nodes."""
+    _path(run).unlink(missing_ok=True)
+
+
+def _path(run: RunDir) -> Path:
+    return run.path / "nodes.json"

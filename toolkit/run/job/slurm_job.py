@@ -1,0 +1,141 @@
+"""The job as Slurm sees it: its state, its time limit, and the site's settings."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from toolkit import logs, outages
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.job.fate import RUNNING_STATES, JobFate, fate_of_row
+from toolkit.slurm.commands import Settings, SlurmCommands, settings_of
+from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.reachable import unreachable
+
+#: Clocks that differ by less count as equal: Slurm tells whole seconds, and asking takes time, too.
+CLOCKS_AGREE_S = 3.0
+#: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
+SIGNAL_EARLY_S = 75.0
+#: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
+CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
+
+#: How often Slurm is asked again about a job of which it did not say anything at the start.
+LOOK_AGAIN_S = 60.0
+
+log = logs.get(__name__)
+
+
+class SlurmJob:
+    """The job of ``allocation``. ``row`` is its state when last looked at; None if unknown.
+
+    A run without Slurm has a SlurmJob as well, of which nothing is ever known.
+    """
+
+    def __init__(self, slurm: SlurmCommands | None, allocation: Allocation, signal_delay_s: float) -> None:
+        """Take the job. Slurm sends SIGUSR2 ``signal_delay_s`` before the limit; 0 for never."""
+        self.slurm, self._allocation, self._signal_delay_s = slurm, allocation, signal_delay_s
+        self.row: JobRow | None = None
+        self.settings = Settings()
+        self._ahead_s = 0.0  #: ahead of the controller's clock, by which a job's times are
+        self._has_its_signal = False
+        self.has_answered_late = False  #: the row came only after the start, and the supervisor has not used it yet
+
+    def look(self) -> None:
+        """Ask Slurm at the start for the job's row, the site's settings and the time.
+
+        The row tells the time limit and whether the job may be requeued. A thread repeats the questions until Slurm
+        answers.
+        """
+        self.row = self.show()
+        self._ask_about_site()
+        if self.row is None and self.slurm is not None and self._allocation.job_id is not None:
+            threading.Thread(target=self._look_until_known, daemon=True).start()
+
+    def _look_until_known(self) -> None:
+        while (row := self.show()) is None:
+            time.sleep(LOOK_AGAIN_S)
+        self._ask_about_site()
+        self.row, self.has_answered_late = row, True
+
+    def _ask_about_site(self) -> None:
+        if self.slurm is not None:
+            clock = outages.ask(self.slurm.clock, "Slurm does not say what time it is", wait_s=0.0)
+            self._ahead_s = 0.0 if clock is None else time.time() - clock
+            if abs(self._ahead_s) > CLOCKS_AGREE_S:
+                log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
+            self.settings = settings_of(self.slurm)
+
+    def show(self, wait_s: float = 0.0) -> JobRow | None:
+        """Return the job's row.
+
+        Return None without Slurm, or if the controller has not answered for ``wait_s``.
+        """
+        slurm, job_id = self.slurm, self._allocation.job_id
+        if slurm is None or job_id is None:
+            return None
+        return outages.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", wait_s)
+
+    def state(self, wait_s: float = 0.0) -> JobFate:
+        """Return what Slurm is about to do with this start of the job."""
+        if self.slurm is None:
+            return JobFate.ABSENT
+        return fate_of_row(self.show(wait_s), self._allocation.restart_count)
+
+    def is_ending(self) -> bool:
+        """True if Slurm was ending this start of the job at the last look."""
+        return self.slurm is not None and not fate_of_row(self.row, self._allocation.restart_count).is_left_alone
+
+    def is_being_ended(self) -> bool:
+        """True if Slurm reports that it ends this start of the job."""
+        row = self.show()
+        return row is not None and (row.state not in RUNNING_STATES or row.restarts > self._allocation.restart_count)
+
+    def was_preempted(self, job_id: str | None) -> bool:
+        """True if that is another job than this one, and a preemption has ended it."""
+        if self.slurm is None or job_id in (None, self._allocation.job_id):
+            return False
+        row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", wait_s=0.0)
+        return fate_of_row(row, 0) is JobFate.PREEMPTED
+
+    def unreachable(self, hosts: Sequence[str]) -> set[str]:
+        """Return those of ``hosts`` whose slurmd does not answer; may take seconds."""
+        return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0])
+
+    def takes_limit_signal(self, number: signal.Signals) -> bool:
+        """True for the signal of ``cluster.signal_delay_s``, if it comes at its time.
+
+        The first such signal counts, and no later one. Slurm may send it a minute early, and at once where the delay is
+        as long as the limit.
+        """
+        row, delay_s = self.row, self._signal_delay_s
+        is_expected = number is signal.SIGUSR2 and delay_s > 0 and not self._has_its_signal
+        if not is_expected or row is None or row.end_time is None or row.time_limit_s is None:
+            return False
+        if self._slurms_time() <= row.end_time - delay_s - SIGNAL_EARLY_S:
+            return False
+        self._has_its_signal = True
+        log.info("%s: Slurm's word that the limit is %d s away, or up to a minute more", number.name, delay_s)
+        return True
+
+    def is_nearly_over(self, save_s: float, early_s: float = 0.0) -> bool:
+        """True if the job must stop for its time limit within ``early_s``. A save takes ``save_s``."""
+        row = self.row
+        if row is None or row.end_time is None or row.time_limit_s is None:
+            return False
+        slack_s = min(max(CLOCK_SLACK_SHARE * row.time_limit_s, CLOCK_SLACK_MIN_S), CLOCK_SLACK_MAX_S)
+        margin_s = max(slack_s + 2 * save_s, self._signal_delay_s)
+        return self._slurms_time() + early_s > row.end_time - min(margin_s, row.time_limit_s / 2)
+
+    def is_nearly_over_still(self, save_s: float) -> bool:
+        """True if the time is nearly over, by Slurm's present answer, too. The limit may have been raised meanwhile."""
+        if not self.is_nearly_over(save_s):
+            return False
+        self.row = self.show() or self.row
+        return self.is_nearly_over(save_s)
+
+    def _slurms_time(self) -> float:
+        """Return the time by the controller's clock."""
+        return time.time() - self._ahead_s

@@ -1,0 +1,243 @@
+"""One rank: find its place, make the environment that torch reads, call the job's ``main``.
+
+The same few lines serve a rank under the supervisor, under plain ``srun``, ``torchrun`` or ``mpirun``, and alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import runpy
+import socket
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from toolkit import chaos, error_file, fsio, logs, rundir, secret_values, signals
+from toolkit import config as configs
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
+from toolkit.hang import stacks
+from toolkit.process_identity import ProcessIdentity
+from toolkit.run.prepare.new_run import new_run
+from toolkit.run.rank import script_end
+from toolkit.run.rank.user_job import job_class, load, params_of
+from toolkit.run.records import ownership
+from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
+from toolkit.run_files import OwnerRecord, RunState
+from toolkit.slurm import placement
+from toolkit.slurm.placement import Placement
+from toolkit.slurm.rank_environment import environment
+from toolkit.slurm.variables import whole_number
+from toolkit.staging import caches
+
+#: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
+CONFIG_VARIABLE = "TOOLKIT_CONFIG"
+#: Set in a process that :func:`run_rank` has made a rank already.
+JOINED_VARIABLE = "TOOLKIT_JOINED"
+
+log = logs.get(__name__)
+
+
+def run_rank(config_path: str, overrides: Sequence[str]) -> int:
+    """Run one rank of the job in ``config_path``; return the exit code.
+
+    A failure is written into the run's logs as this rank's own error before it is raised to the caller.
+    """
+    fsio.keep_private()  # libraries write into the run folder, too
+    faulthandler.enable()
+    signals.install()  # before anything slow: a stop signal during the imports must not kill
+    place: Placement | None = None
+    try:
+        place = placement.derive(os.environ, socket.gethostname())
+        stacks.answer(place.rank)
+        _run_as_rank(place, config_path, overrides)
+    except StoppedError as stopped:
+        log.info("%s", stopped)
+        signals.ignore()
+        return stopped.exit_code
+    except SystemExit as ended:  # a script's own end
+        if ended.code in (None, EXIT_DONE, EXIT_STOPPED):
+            return ended.code or EXIT_DONE
+        raise
+    except BaseException as error:
+        log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
+        # Without a place the rank is known only from Slurm's variable, if at all.
+        number = os.environ.get("SLURM_PROCID", "")
+        error_file.write(error, place.rank if place else int(number) if re.fullmatch("[0-9]{1,9}", number) else 0)
+        raise
+    signals.ignore()
+    return 0
+
+
+def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    _note(place)
+    config = configs.load_config(config_path, overrides, site=not supervised)
+    # A supervised run was validated at its submission, and has its folder.
+    if not supervised:
+        configs.validate(config, ranks=place.world_size, login_node=False)
+        _prepare_unsupervised(config, place)
+    secret_values.give_to_rank(config.secrets)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
+    with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
+        if configs.is_loop(config.job, _project()):
+            # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
+            path = configs.job_source(config.job, _project())
+            is_script = config.job.endswith(".py")
+            sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
+            sys.argv = [str(path), *configs.command_line(config)]
+            fsio.restore_umask()
+            os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
+            if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
+                os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
+            with script_end.ended_here():
+                if is_script:
+                    runpy.run_path(str(path), run_name="__main__")
+                else:
+                    runpy.run_module(config.job, run_name="__main__", alter_sys=True)
+        else:
+            _train(load(config.job, _project()), config)
+
+
+def _train(module: ModuleType, config: JobConfig) -> None:
+    """Train the job in ``module``: its class derived from ``toolkit.Job``, or else its ``main``."""
+    kind = job_class(module)
+    if kind is None:
+        module.main(config)
+    else:
+        kind.main(config, params_of(kind, config))
+
+
+def _note(place: Placement) -> None:
+    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
+    for note in place.notes:
+        log.warning("%s", note)
+
+
+def _project() -> Path:
+    """Return the folder of the job's sources. It is the run's copy under a supervisor, else the current folder."""
+    run = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    code = None if run is None else rundir.RunDir(Path(run)).code
+    try:
+        return code if code is not None and code.is_dir() else Path.cwd()
+    except OSError as error:  # such as a name that is too long for a file
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
+
+
+def joined(name: str | None = None) -> JobConfig:
+    """Return the config of this process, which is a rank under any launcher; for ``toolkit.start()``.
+
+    Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
+    That one's name is ``name``, or that of the script; under submitit that of submitit's job.
+    """
+    words: list[Any] = json.loads(os.environ.get(CONFIG_VARIABLE, "[null]"))
+    path, overrides = words[0], words[1:]
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    if JOINED_VARIABLE in os.environ:
+        return configs.load_config(path, overrides, site=not supervised)
+    # Another launcher has started this process: do here what :func:`run_rank` does for ours.
+    faulthandler.enable()
+    signals.install()
+    place = placement.derive(os.environ, socket.gethostname())
+    _note(place)
+    stacks.answer(place.rank)
+    is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
+    if is_script and path is None:  # a later `toolkit resume` starts it with the same arguments
+        path, overrides = sys.argv[0], [*overrides, configs.argv_override(sys.argv[1:])]
+    if not supervised and (name := name or _name_by_submitit()):
+        overrides = [f"name={json.dumps(name)}", *overrides]
+    config = configs.load_config(path, overrides)
+    if not supervised:
+        _prepare_unsupervised(config, place)
+    secret_values.give_to_rank(config.secrets)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
+    return config
+
+
+def _name_by_submitit() -> str | None:
+    """Return a name for a run within a job of submitit's, whose script says nothing. None: in no such job."""
+    executor = os.environ.get("SUBMITIT_EXECUTOR")
+    if executor is None or Path(sys.argv[0]).name != "_submit.py":
+        return None
+    name = os.environ.get("SLURM_JOB_NAME", "") if executor == "slurm" else ""
+    if name in ("", "submitit"):  # its default
+        # Take the file that starts the run.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "toolkit":
+            frame = frame.f_back
+        name = "" if frame is None else Path(frame.f_code.co_filename).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or None
+
+
+def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
+    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued.
+
+    Raises RequestError where another process has that run.
+    """
+    if place.rank != 0:
+        return
+    log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")
+    given = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if given:
+        log.info("continuing %s", given)
+        run = rundir.RunDir(Path(given))
+    else:
+        key = _step_key(config)
+        run = _begun_by_step(key) or new_run(config, Path.cwd())
+        if key is not None:
+            rundir.remember_job(run, key)
+        os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
+        log.info("run folder: %s", run.path)
+    os.environ[rundir.OWNER_VARIABLE] = str(_take(run))
+
+
+def _begun_by_step(key: str | None) -> rundir.RunDir | None:
+    """Return the unfinished run that this step of Slurm had before its job was requeued, as submitit does it."""
+    if key is None or not whole_number(os.environ, "SLURM_RESTART_COUNT", 0):
+        return None
+    run = rundir.run_of_job(key)
+    result = None if run is None else run.result()
+    return None if result is not None and result.state is RunState.COMPLETED else run
+
+
+def _step_key(config: JobConfig) -> str | None:
+    """Return one word for this command of a step of a Slurm job, which is the same after a requeue.
+
+    None where srun did not start this very process. A shell may start several, which nothing tells apart.
+    """
+    job, step, task = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_TASK_PID"))
+    if not (job.isdecimal() and step.isdecimal()) or task != str(os.getpid()):
+        return None
+    # A script may leave out steps that it has done: then another command has this one's number.
+    command = json.dumps([config.name, config.job, config.argv, str(Path.cwd())])
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "slurm")
+    return f"{cluster}-{job}-step-{step}-{zlib.crc32(os.fsencode(command)):08x}"
+
+
+def _take(run: rundir.RunDir) -> int:
+    """Make this process, a rank 0 without a supervisor, the owner of the run. Return its number."""
+    if not run.path.is_dir():
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run.path} is no run: there is no such folder; unset it")
+    before, owner, token = ownership.number_of(run), ownership.read(run), None
+    if owner is not None and owner.process == ProcessIdentity.of(os.getpid()):  # `toolkit submit --executor debug`
+        token = owner.token
+    elif owner is not None and run.result() is None:
+        _refuse_if_served(run, owner)
+    return ownership.submit_as(run, "debug", ownership.take(run, before), token, serves=True).number
+
+
+def _refuse_if_served(run: rundir.RunDir, owner: OwnerRecord) -> None:
+    handle = SubmittedRun(run, *submitter_of(run))
+    # A launcher may start its ranks again on another node: the number ends those that are left on the first one.
+    if handle.is_over() or (owner.executor == "debug" and handle.unseen() is not None):
+        return
+    raise RequestError(
+        f"{rundir.RUN_DIR_VARIABLE}={run.path}: run {run.id} is {run.status().state or RunState.QUEUED}, and two would "
+        f"write its files; unset the variable for a run of its own, or end that one first: {handle.how_to_end()}"
+    )

@@ -1,0 +1,1 @@
+"""What is written about a run, and who owns it."""

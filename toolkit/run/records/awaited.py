@@ -1,0 +1,232 @@
+"""Finds out whether the runs that another run waits for have completed.
+
+A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
+job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
+their results when the waiting job starts, see `toolkit.run.supervise.other_runs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit import rundir, trust
+from toolkit.config import JobConfig
+from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError
+from toolkit.run.records import after, ownership, run_jobs, sweep_folder
+from toolkit.run.records.run_jobs import RunJobs, ShowJobs
+from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
+from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run_files import AfterRecord, RunResult, RunState, is_halved
+from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
+from toolkit.slurm.jobs import base_id
+
+
+@dataclass(frozen=True)
+class UnfinishedRun:
+    """A run that has not completed, and what may still bring it to its end."""
+
+    run: RunDir
+    result: RunResult | None
+    jobs: tuple[RunJobs, ...] = ()  #: its Slurm jobs
+    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not final
+    works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
+    is_starting: bool = False  #: whether it is being submitted at this moment
+    cluster: str = ""  #: the other cluster that has its job
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How the runs stand that have not completed."""
+
+    ended: Sequence[str]  #: a line for each run with a result that has not completed and has no job any more
+    lost: Sequence[str]  #: a line for each run without a result, a job or a process
+    jobs: Sequence[str]  #: the ids of the jobs that are not over
+    working: Sequence[UnfinishedRun]  #: those that may still complete
+
+    @property
+    def is_met(self) -> bool:
+        """True if all have completed."""
+        return not (self.ended or self.lost or self.working)
+
+
+def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all awaited runs stand. Asks Slurm once.
+
+    Raises SlurmError, and DamagedFileError where a sweep cannot be read.
+    """
+    awaited = list(_unfinished(record))
+    jobs = [job for each in awaited if each.result is None or each.is_again for job in each.jobs]
+    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
+    jobs = [job for job in jobs if not job.is_elsewhere(here)]
+    asked = sorted({id_ for job in jobs for id_ in job.ids})
+    answers = show_jobs(asked) if asked else {}
+    # A job that is missing in the answer is newer than the answer.
+    going = {id_ for id_ in asked if id_ not in answers}
+    for job in jobs:
+        going |= {id_ for id_, row in job.among(answers).items() if row is not None and not row.is_over}
+    ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
+    for each in awaited:
+        name = f"run {each.run.name}/{each.run.id}"
+        here_ids = {id_ for job in each.jobs if not job.is_elsewhere(here) for id_ in job.ids}
+        cluster = next((job.cluster for job in each.jobs if job.is_elsewhere(here)), "") if each.result is None else ""
+        if going & here_ids or cluster or each.works_here or each.is_starting:
+            working.append(replace(each, cluster=cluster))
+        elif each.result is not None:
+            state, why = each.result.state, each.result.why or ""
+            how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
+            # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
+            why = after.NEVER_STARTED if why.startswith(after.NEVER_STARTED) else why
+            how += f" ({why})" if why and why != state else ""
+            ended.append(f"{name} {how}; `toolkit resume {each.run.id}` goes on with it")
+        elif each.run.path.is_dir():
+            lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
+        else:
+            lost.append(f"{name} has no folder, and no job that would make it")
+    return Outlook(ended, lost, sorted(going), working)
+
+
+def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
+    for path in record.runs:
+        run = RunDir(Path(path))
+        result = run.result()
+        if result is not None and result.state is not RunState.COMPLETED:
+            yield UnfinishedRun(run, result)
+        elif result is None:
+            yield _at_work(run, [run_jobs.of(run)])
+    for path in record.sweeps:
+        yield from _unfinished_points(SweepDir(Path(path)))
+
+
+def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
+    """Return how a run without a result may still end."""
+    owner = ownership.read(run)
+    is_starting = ownership.is_being_submitted(run, owner)
+    if owner is None or owner.executor == "slurm":
+        return UnfinishedRun(run, None, tuple(jobs), is_starting=is_starting)
+    return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
+
+
+def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
+    """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
+    damage: list[str] = []
+    newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
+    if damage or not newest:
+        raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {damage[0] if damage else sweep.path}")
+    works_here = sweep.works_here()
+    for point, array, index in newest.values():
+        run = sweep.run_of(point)
+        result, listed = run.result(), array.record()
+        is_here = works_here and listed is not None and listed.executor == "local"
+        is_done = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
+        if is_done or (point.id in begun and sweep.was_removed(point)):
+            continue
+        # Ids of whole arrays: there may be thousands of points.
+        of_point = [job for job in (array.job_of(point, index, listed), run_jobs.of(run)) if job is not None]
+        jobs = tuple(replace(job, ids=tuple(dict.fromkeys(map(base_id, job.ids)))) for job in of_point)
+        if result is not None:
+            is_again = sweep_folder.is_again(run, array, listed)
+            yield UnfinishedRun(run, result, jobs, is_again, works_here=is_again and is_here)
+        elif is_here:
+            yield UnfinishedRun(run, None, works_here=True)
+        else:
+            yield _at_work(run, jobs)
+
+
+# ---------------------------------------------------------------------------------------------------------- submitting
+
+
+def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
+    """Return the record of these runs and sweeps; None if all have completed.
+
+    It is for a run or a sweep that is submitted now. Raises RequestError for a name that cannot be waited for: it is
+    unknown, has ended without having completed, could be changed by other users, or runs where Slurm does not see it.
+    """
+    texts = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not texts:
+        return None
+    if executor == "debug":
+        raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
+    found = [_find(text) for text in texts]
+    # Another user who can write to the folder could forge its result.
+    for each in found:
+        trust.refuse_of_others(each.path, f"--after: others could say how {each.path.name} has ended")
+    record = AfterRecord(
+        runs=tuple(str(each.path) for each in found if isinstance(each, RunDir)),
+        sweeps=tuple(str(each.path) for each in found if isinstance(each, SweepDir)),
+    )
+    stands = refuse_ended(record, show_jobs)
+    # Slurm's dependencies know jobs only: a job cannot wait for a process outside Slurm.
+    unseen = next((each.run for each in stands.working if each.works_here), None)
+    if executor == "slurm" and unseen is not None:
+        raise RequestError(
+            f"--after: run {unseen.name}/{unseen.id} runs on a machine without Slurm, where a job of Slurm cannot wait "
+            "for its end; use --executor local, or wait until it has completed"
+        )
+    far = next((each for each in stands.working if each.cluster), None)
+    if far is not None:
+        raise RequestError(
+            f"--after: run {far.run.name}/{far.run.id} has its job on the cluster {far.cluster}, for which a job of "
+            "this cluster cannot wait; submit there, or wait until it has completed"
+        )
+    return None if stands.is_met else record
+
+
+def begin_with(config: JobConfig, record: AfterRecord | None) -> bool:
+    """True if ``model.init_from`` names a run that is waited for; write its path there.
+
+    That run needs no checkpoint yet. A name must not come to mean an older run that has one.
+    """
+    if record is None or config.model.init_from is None:
+        return False
+    with contextlib.suppress(RunNotFoundError):
+        path = str(rundir.find(config.model.init_from).path)
+        if path in record.runs:
+            config.model.init_from = path
+            return True
+    return False
+
+
+def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all awaited runs stand. Raises RequestError if one has ended without having completed."""
+    stands = outlook(record, show_jobs)
+    for why in (*stands.ended, *stands.lost):
+        raise RequestError(f"--after: {why}; until it works again it cannot be waited for")
+    return stands
+
+
+def _find(text: str) -> RunDir | SweepDir:
+    """Return the sweep of this name, else the run. A sweep's runs mostly have its name."""
+    sweep = sweep_folder.of_name(text)
+    if "/" not in text and (sweep.path / "sweep.json").exists():
+        return sweep
+    try:
+        return rundir.find(text)
+    except RunNotFoundError as error:
+        raise RunNotFoundError(f"--after: {error}") from None
+
+
+def refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
+    """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
+    way, seen = [*record.sweeps, *record.runs], set[str]()
+    while way:
+        path = way.pop()
+        if path == str(sweep.path):
+            raise RequestError(
+                f"--after: {after.names(record)[0]} would wait for itself: the points are to be added to sweep "
+                f"{sweep.name}, for which it waits; use another --name"
+            )
+        if path in seen:
+            continue
+        seen.add(path)
+        # What the run, or the points of the sweep, in this folder wait for.
+        if Path(path).parent.name == rundir.SWEEPS:
+            points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
+            others = [point.after for point, _, _ in points.values()]
+        else:
+            others = [after.record_of(RunDir(Path(path)), [])]
+        for other in others:
+            way += [] if other is None else [*other.sweeps, *other.runs]

@@ -1,0 +1,338 @@
+"""Which submission, and which of its jobs, a run belongs to now.
+
+``owner.json`` names the owner: the submission first, then each job that serves it, attempt by attempt. Owners are
+numbered. Each number is given out once, by an exclusive creation, and a later owner overtakes an earlier one, which
+then writes nothing more. So of two that take the run at the same moment one is refused, and no two jobs ever train one
+run.
+
+Every job carries its submission's token. A job of an earlier submission, or one that has passed the run on to its
+follow-up job, finds that it does not own the run, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit import fsio, outages
+from toolkit.errors import TakenError
+from toolkit.process_identity import Life, ProcessIdentity
+from toolkit.run_files import OwnerRecord, Submission
+from toolkit.rundir import RunDir
+from toolkit.slurm import cluster_name
+from toolkit.slurm.jobs import JobStatus
+from toolkit.slurm.states import Phase, phase
+
+if TYPE_CHECKING:  # it loads the config, and commands that only look at runs need none
+    from toolkit.nodes.allocation import Allocation
+
+TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
+#: A submission without a job id after this time has died: sbatch itself times out earlier.
+SUBMITTING_S = 120.0
+
+
+def read(run: RunDir, damage: list[str] | None = None) -> OwnerRecord | None:
+    """Return the run's owner; None for a run never submitted and for a damaged file."""
+    owner = run.owner(damage)
+    return owner if owner is not None and owner.is_whole else None
+
+
+def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
+    """Return the ids of the run's present job and its waiting follow-up jobs.
+
+    All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
+    may start before that is written.
+    """
+    owner, sent = read(run, damage), run.submission(damage)
+    # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
+    if owner is None:
+        known = [run.status(damage).job_id if sent is None else sent.job_id]
+    elif owner.job_id is not None:
+        known = [owner.job_id, *owner.follow_ups]
+    elif sent is not None and sent.token == owner.token:
+        known = [sent.job_id, *sent.follow_ups]
+    else:
+        known = []
+    return [job for job in known if job is not None]
+
+
+def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
+    """Return whether a run without Slurm has a living process, and which one.
+
+    It has two: its supervisor, and the one that starts the supervisor.
+    """
+    owner, sent = read(run), run.submission()
+    processes = [owner.process] if owner is not None and owner.serves else []
+    if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
+        processes.append(sent.process)
+    seen = max(0.0 if owner is None else owner.time, run.status().updated or 0.0)
+    lives = [(process.life(seen), process) for process in processes]
+    return min(lives, key=lambda each: each[0], default=(Life.ENDED, None))
+
+
+def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
+    """Return the run's present job and its status.
+
+    ``jobs`` are a run's. The present one is the first that is not over, else the last that Slurm knows.
+    """
+    known = [(job, answers.get(job)) for job in jobs]
+    unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
+    if unfinished:
+        return unfinished[0]
+    return next(((job, status) for job, status in reversed(known) if status is not None), known[0])
+
+
+def waits(status: JobStatus | None) -> bool:
+    """True if the job is in the queue. It has no process then that could be asked for anything."""
+    return status is not None and phase(status.state) is Phase.PENDING
+
+
+# --------------------------------------------------------------------------------------------------------- submitting
+
+
+def new_config(run: RunDir, token: str) -> Path:
+    """Return the path of the config of this submission. It becomes the run's own when the submission succeeds."""
+    return run.submitit / f"config-{token}.yaml"
+
+
+def adopt_config(run: RunDir, token: str | None) -> None:
+    """Make the present submission's config, if any, the run's own, and keep the old one.
+
+    The submission does this when it has a job id, or the job itself, which may start before.
+    """
+    owner = read(run)
+    if owner is None or owner.token != token or not new_config(run, owner.token).exists():
+        return
+    with contextlib.suppress(FileExistsError):  # the other one was faster
+        fsio.write_new(run.path / f"config.before-{token}.yaml", run.config.read_bytes())
+    with contextlib.suppress(FileNotFoundError):  # the other one was faster
+        new_config(run, owner.token).replace(run.config)
+
+
+def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
+    """True while a process calls sbatch for the run, or starts it on a machine."""
+    if owner is None or owner.jobs or owner.serves:
+        return False
+    sent = run.submission()
+    if sent is not None and sent.token == owner.token:
+        return False
+    return time.time() - owner.time < SUBMITTING_S and owner.process.life(owner.time) is not Life.ENDED
+
+
+def take(run: RunDir, before: int) -> int:
+    """Take the run for a new submission, and return the submission's number.
+
+    It is the first free number after ``before``. Raises TakenError where another process has taken the run since
+    ``before`` was read.
+    """
+    number = before + 1
+    while not run.take_number(number):
+        if not _died_before_it_owned(run, number):
+            raise TakenError(
+                f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
+            )
+        number += 1
+    return number
+
+
+def _died_before_it_owned(run: RunDir, number: int) -> bool:
+    """True if the process that has taken the number will never write the owner."""
+    path = run.path / "owners" / str(number)
+    try:
+        process = ProcessIdentity.parse(path.read_text(errors="replace"))
+        taken = path.stat().st_mtime
+    except FileNotFoundError:  # given back
+        return True
+    if process is not None and process.life(taken) is Life.ENDED:
+        # It has ended: an owner that it did write is there by now.
+        owner = run.owner_number()
+        return owner is not None and owner < number
+    return time.time() - taken >= SUBMITTING_S
+
+
+def submit_as(
+    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False
+) -> OwnerRecord:
+    """Record that a new submission owns the run; its ``number`` is from :func:`take`.
+
+    ``token`` is that of a job that submits for itself, an element of a sweep's array. ``serves``: this process is a
+    rank without a supervisor.
+    """
+    process, cluster = _this_process(run), cluster_name.name_here() if executor == "slurm" else ""
+    owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, cluster=cluster, **process)
+    run.write_owner(owner)
+    return owner
+
+
+def _this_process(run: RunDir) -> dict[str, Any]:
+    """Return what an owner's file says of this process, and of the folder as it sees it."""
+    return {**asdict(ProcessIdentity.of(os.getpid())), "time": time.time(), "path": str(run.path)}
+
+
+def number_of(run: RunDir) -> int:
+    """Return the number of the run's owner, 0 before the first."""
+    number = run.owner_number()
+    return run.last_number() if number is None else number
+
+
+# ------------------------------------------------------------------------------------------------------------ serving
+
+
+class Overtaken(Exception):
+    """The run belongs to another submission or job: this one must write nothing more."""
+
+
+class Claim:
+    """A supervisor's claim to its run, from attempt to attempt."""
+
+    def __init__(self, run: RunDir, owner: OwnerRecord) -> None:
+        self._run = run
+        self._owner = owner
+
+    @staticmethod
+    def of_job(run: RunDir, allocation: Allocation, token: str | None) -> Claim:
+        """Take the run for the job of ``allocation``, or without one for this process.
+
+        Waits while the disk is full. ``token`` is the job's submission's, None in a job that the toolkit did not
+        submit. Raises Overtaken.
+        """
+        while True:
+            owner, job_id = read(run), allocation.job_id
+            jobs = () if owner is None else owner.jobs
+            # Another owner may have taken the run since this job was submitted.
+            if owner is not None and not _may_serve(owner, allocation, token):
+                raise Overtaken(f"run {run.id} belongs to {_describe(run, owner)}: nothing is left to do here")
+            # A second start of the same job keeps its place; a new job becomes the present one.
+            if job_id is not None and job_id not in jobs:
+                jobs = (*jobs, job_id)
+            is_restart = owner is not None and owner.job_id == job_id
+            known = jobs_of(run)  # the present job and those that follow it
+            claim = Claim(
+                run,
+                OwnerRecord(
+                    number=run.last_number(),
+                    token=token or (owner.token if owner else secrets.token_hex(8)),
+                    executor="local" if job_id is None else "slurm",
+                    jobs=jobs,
+                    follow_ups=tuple(known[known.index(job_id) + 1 :]) if job_id in known else (),
+                    serves=True,
+                    cluster=allocation.cluster or ("" if owner is None else owner.cluster),
+                    command=owner.command if owner is not None and is_restart else None,
+                    **_this_process(run),
+                ),
+            )
+            try:
+                claim.renew()
+            except Overtaken:  # perhaps by a second start of the job at the same moment: check again which may serve
+                continue
+            return claim
+
+    @staticmethod
+    def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
+        """Take the place of a dead supervisor of this job, whose ranks go on. Return None where that is not allowed."""
+        owner = read(run)
+        if owner is None or owner.number != run.last_number():
+            return None
+        if owner.job_id != allocation.job_id or not _is_of_cluster(owner, allocation):
+            return None
+        claim = Claim(run, owner.replace(**_this_process(run)))
+        claim._write(claim._owner)
+        return claim
+
+    @property
+    def number(self) -> int:
+        """Return the number of the present attempt. Its ranks check with it whether they still may write."""
+        return self._owner.number
+
+    @property
+    def token(self) -> str:
+        """Return the submission's token, which each of its jobs needs."""
+        return self._owner.token
+
+    @property
+    def follow_ups(self) -> tuple[str, ...]:
+        """Return the follow-up jobs that were submitted, in the order in which they start."""
+        return self._owner.follow_ups
+
+    def renew(self) -> None:
+        """Take the next number, for another attempt. Processes left of the last attempt may write no more.
+
+        Raises Overtaken where another owner has it.
+        """
+        number, taken = self._owner.number + 1, []
+        outages.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
+        if taken != [True]:
+            raise Overtaken(f"run {self._run.id} has been taken over")
+        self._write(self._owner.replace(number=number))
+
+    def note_follow_ups(self, jobs: Sequence[str]) -> None:
+        """Record which jobs wait to take over."""
+        self._write(self._owner.replace(follow_ups=tuple(jobs)))
+
+    def note_command(self, command: str | None) -> None:
+        """Record what Slurm calls the job's batch script, unless that is one of the toolkit's.
+
+        By this a later command tells the job from another one that has got the same number.
+        """
+        if command is not None and self._owner.command != command and not self._run.submission_path.exists():
+            self._write(self._owner.replace(command=command))
+
+    def holds(self) -> bool:
+        """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
+        latest = self._run.owner_number()
+        if latest is not None and latest < self.number:
+            with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
+                self._run.write_owner(self._owner)
+        return latest is None or latest <= self.number
+
+    def _write(self, owner: OwnerRecord) -> None:
+        self._owner = owner
+        outages.persist(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
+
+
+def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) -> bool:
+    """True if the job may serve the run of ``owner``.
+
+    The present job may, started again, and so may the submission's jobs that have not served yet. A process that was
+    not submitted, which has neither job nor token, may serve as well.
+    """
+    job_id = allocation.job_id
+    if token is not None and token != owner.token:
+        return False
+    if job_id is not None and job_id in owner.jobs and _is_of_cluster(owner, allocation):
+        return job_id == owner.job_id
+    return token is not None or job_id is None
+
+
+def _is_of_cluster(owner: OwnerRecord, allocation: Allocation) -> bool:
+    """True unless the owner's jobs have the numbers of another cluster."""
+    return not owner.cluster or not allocation.cluster or owner.cluster == allocation.cluster
+
+
+def _describe(run: RunDir, owner: OwnerRecord) -> str:
+    if owner.executor != "slurm":
+        return f"a supervisor on {owner.host}"
+    jobs = jobs_of(run)
+    return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
+
+
+def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:
+    """Record the submission's job, its follow-up jobs and how long it took. Raises OSError."""
+    submission = Submission(
+        executor=owner.executor,
+        job_id=jobs[0],
+        follow_ups=jobs[1:],
+        host=owner.host,
+        time=owner.time,
+        token=owner.token,
+        took_s=took_s,
+        cluster=owner.cluster,
+        birth=ProcessIdentity.of(int(jobs[0])).birth if owner.executor == "local" else "",
+    )
+    run.write_submission(submission)

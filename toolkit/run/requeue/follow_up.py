@@ -1,0 +1,245 @@
+"""The follow-up jobs of a run whose job Slurm will not requeue.
+
+Either the job may not be requeued (``--no-requeue``, ``JobRequeue=0``), or a preemption cancels it where it runs,
+perhaps before its supervisor could act (``PreemptMode=CANCEL``, ``GraceTime=0``).
+
+Two follow-up jobs wait while a job runs, each for the end of all jobs before it. One is not enough: it may be preempted
+as well, before it could submit the next one. The first is submitted together with the run's job, the others when a job
+starts: a compute node that is about to be taken away may have no time left for an ``sbatch``.
+
+A follow-up job first checks what became of the jobs before it. It takes the run over if they were preempted, timed out
+or lost a node, and ends at once if the run is over. So it never revives a cancelled run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from toolkit import fsio, logs, outages
+from toolkit.config import JobConfig, load_config
+from toolkit.errors import EXIT_STOPPED, SlurmError
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.job.fate import JobFate, fate_of_row
+from toolkit.run.job.nodes import may_lose_nodes
+from toolkit.run.prepare import snapshot
+from toolkit.run.records import ownership, stop_request
+from toolkit.run_files import RunState
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings, SlurmCommands
+from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.variables import whole_number
+
+RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
+#: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.
+PREDECESSORS_VARIABLE = "TOOLKIT_PREDECESSORS"
+#: The number of follow-up jobs that wait while a job runs.
+COUNT = 2
+
+#: sbatch's options, by the variables that describe the present job in its environment.
+_VARIABLE_OF: Mapping[str, str] = {
+    "job-name": "SLURM_JOB_NAME",
+    "partition": "SLURM_JOB_PARTITION",
+    "account": "SLURM_JOB_ACCOUNT",
+    "reservation": "SLURM_JOB_RESERVATION",
+    "nodes": "SLURM_JOB_NUM_NODES",
+    "ntasks": "SLURM_NTASKS",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+    "mem": "SLURM_MEM_PER_NODE",
+    "mem-per-cpu": "SLURM_MEM_PER_CPU",
+    "clusters": "SLURM_CLUSTERS",
+}
+#: Flags that concern one job's place in the queue, or are set for every follow-up job anyway.
+_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
+
+log = logs.get(__name__)
+
+
+#: A line of a batch script. Without it a signal that comes before the supervisor has its handlers ends the job without
+#: a result. The supervisor learns from the request's file, or from Slurm's row of the job, what it was about.
+IGNORE_SIGNALS = "trap '' HUP INT TERM USR1 USR2"
+
+
+# ------------------------------------------------------------------------------------------------------- submitting
+
+
+def are_needed(row: JobRow, settings: Settings, slurm: SlurmCommands) -> bool:
+    """True if Slurm may end the job for good, without a requeue. Raises SlurmError."""
+    return not row.can_requeue or slurm.preemption_cancels(row, settings)
+
+
+def submit(
+    run: RunDir, slurm: SlurmCommands, script: str, after: Sequence[str], options: Iterable[str] = ()
+) -> str | None:
+    """Submit a job with this script that starts when all jobs of ``after`` have ended. Return its id.
+
+    Return None, with a warning, where sbatch refuses: the site does not let compute nodes submit, the user has too many
+    jobs, or the disk is full. The run then goes on with the follow-up jobs that it has.
+    """
+    path = run.submitit / "follow-up.sh"
+    output = f"--output={run.logs}/follow-up-%j.out"
+    wait = f"--dependency=afterany:{':'.join(after)}"
+    try:
+        fsio.write_atomic(path, script)
+        job_id = slurm.sbatch([*options, "--no-requeue", wait, output, "--open-mode=append", str(path)])
+    except (SlurmError, OSError) as error:
+        log.warning("no follow-up job could be submitted: %s", error)
+        return None
+    log.info("job %s waits to take over after job %s", job_id, ", ".join(after))
+    return job_id
+
+
+def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str | None:
+    """Submit a job like the present one, from inside it. It follows this job and those that wait for it."""
+    # Set the variables that the submission set for the first job.
+    variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    script = "\n".join(["#!/bin/bash", IGNORE_SIGNALS, *exports, command(run), ""])
+    return submit(run, slurm, script, [row.job_id, *waiting], options_of_job(os.environ, row, run))
+
+
+def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
+    """Return the variables that name a job's predecessors and the run it may take over."""
+    return {RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: ":".join(predecessors)}
+
+
+def command(run: RunDir) -> str:
+    """Return the last line of the batch script. It uses exec: the first SIGTERM would end a bash, and all with it."""
+    return f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
+
+
+def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
+    """Yield sbatch's options for another job like the present one."""
+    present = [f"--{option}={environ[name]}" for option, name in _VARIABLE_OF.items() if environ.get(name)]
+    present += row.options
+    yield from present
+    # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
+    given = {option.partition("=")[0] for option in present}
+    # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
+    config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
+    if may_lose_nodes(config, whole_number(environ, "SLURM_JOB_NUM_NODES", 1)):
+        yield "--no-kill"
+    for key, value in config.cluster.extra.items():
+        flag = str(key).replace("_", "-")
+        if f"--{flag}" not in given and not is_for_one_job(flag) and value is not False:
+            yield f"--{flag}" if value is True else f"--{flag}={value}"
+    if row.time_limit_s is not None:
+        yield f"--time={max(1, round(row.time_limit_s / 60))}"
+
+
+def is_for_one_job(key: str) -> bool:
+    """True for a key of ``cluster.extra`` that a follow-up job does not get."""
+    return str(key).replace("_", "-") in _NOT_INHERITED
+
+
+# -------------------------------------------------------------------------------------------- those that are waiting
+
+
+def still_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
+    """Return the jobs up to the first that is over, and cancel those behind it. A user has cancelled that job.
+
+    A controller that does not answer says nothing about them: then return all of them.
+    """
+    try:
+        statuses = slurm.show_jobs(jobs) if jobs else {}
+    except SlurmError:
+        return list(jobs)
+    over = [status is None or status.is_over for status in map(statuses.get, jobs)]
+    count = over.index(True) if True in over else len(over)
+    if count < len(jobs):
+        log.warning("the follow-up job %s was cancelled", jobs[count])
+        dismiss([job for job, is_over in zip(jobs[count:], over[count:], strict=True) if not is_over], slurm)
+    return list(jobs[:count])
+
+
+def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
+    """Cancel the follow-up jobs of an ended run, the last one first. It waits for the others' ends."""
+    for job in reversed(jobs):
+        try:
+            slurm.cancel(job)
+        except SlurmError as error:  # it will find the result and end by itself
+            log.warning("the follow-up job %s could not be cancelled: %s", job, error)
+
+
+# ------------------------------------------------------------------------------------------------------ taking over
+
+
+def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
+    """Return the fates of the job that last served the run and of all ``predecessors``.
+
+    A predecessor in between may have been preempted before it could check the jobs before it.
+    """
+    served = ownership.jobs_of(run)[:1]
+    return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *predecessors])]
+
+
+def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
+    """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
+
+    Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
+    go on, and has its nodes already.
+    """
+
+    def look() -> JobRow | None:
+        row = slurm.show_job(predecessor)
+        status = None if row else slurm.show_jobs([predecessor])[predecessor]
+        return JobRow(predecessor, status.state, status.reason) if status else row
+
+    row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
+    if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
+        return JobFate.REQUEUED
+    if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
+        return JobFate.NODE_FAILED
+    # A signal or lack of memory ended the batch script: Slurm reports FAILED with the exit code 0. A supervisor that
+    # fails by itself has another exit code, and writes a result. On a node that did not see the run folder there was no
+    # supervisor: since 23.02 Slurm starts the script there all the same.
+    if row is not None and row.state == "FAILED" and (row.exit_code == 0 or not _has_written(row, run)):
+        return JobFate.NODE_FAILED
+    if row is not None and row.state == "OUT_OF_MEMORY":
+        return JobFate.NODE_FAILED
+    return fate_of_row(row, restart_count=0 if row is None else row.restarts)
+
+
+def _has_written(row: JobRow, run: RunDir) -> bool:
+    """True if the job's log holds output of this start, or its path is unknown."""
+    if row.stdout_path is None and not run.submission_path.exists():
+        return True  # accounting does not tell: the log of a user's own batch script may be anywhere
+    others = [] if row.stdout_path is None else [Path(row.stdout_path)]
+    return run.has_log_of(row.job_id, row.start_time, *others)
+
+
+def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
+    """True if the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
+
+    A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
+    would have left it the time to write a result.
+    """
+    if run.result() is not None or stop_request.asked(run):
+        return False
+    served, *others = fates
+    # Its supervisor has left it to be continued, or Slurm took its last job away.
+    is_left = run.status().state is RunState.REQUEUED or served in _TAKEN_AWAY
+    return is_left and all(fate in _TAKEN_AWAY for fate in others)
+
+
+_TAKEN_AWAY = (JobFate.PREEMPTED, JobFate.REQUEUED, JobFate.TIMEOUT, JobFate.NODE_FAILED, JobFate.UNKNOWN)
+
+
+def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
+    """Write the result of a run that has ended, if its last job could not.
+
+    Also cancel the follow-up jobs behind this job, ``job_id``. Leave alone a run that a user has resumed meanwhile: it
+    has another ``token``.
+    """
+    owner = ownership.read(run)
+    if owner is None or owner.token != token:
+        return
+    dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)
+    if run.result() is None:
+        state = stop_request.end_state(stop_request.asked(run))
+        why = f"job {predecessor} was {state}, and could not say so itself"
+        outages.persist(lambda: write_ended(run, state, why), run.path)

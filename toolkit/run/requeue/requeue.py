@@ -1,0 +1,215 @@
+"""Brings a job back by a requeue or a follow-up job, and excludes bad nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from toolkit import hostlist, logs, outages
+from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.job.fate import JobFate, fate_of_row
+from toolkit.run.job.nodes import BadNode, Nodes
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.ownership import Claim
+from toolkit.run.requeue import follow_up
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings, SlurmCommands
+from toolkit.slurm.jobs import JobRow
+
+#: A job that is being ended has ended, or is pending again, after this time: KillWait and a margin.
+ENDING_S = 60.0
+
+#: The requeue ends this process, too, but not before KillWait; its SIGTERM may end the first try to exclude nodes.
+EXCLUDE_S = 10.0
+
+#: The most restarts of one job because of a full disk: each waits for `outages.GIVE_UP_AFTER_S`, and then in the queue.
+MAX_RESTARTS_ON_A_FULL_DISK = 100
+
+log = logs.get(__name__)
+
+
+class JobRequeue:
+    """Brings back the job of ``allocation``."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
+        assert allocation.job_id is not None
+        self._run, self._slurm, self._nodes, self._job_id = run, slurm, nodes, allocation.job_id
+        self._look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+        self._row: JobRow | None = None
+        self._follow_ups: list[str] = []
+
+    def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
+        """Submit follow-up jobs where Slurm will not requeue this one. Later there may be no time for it.
+
+        Call it when the job starts; ``row`` is None where Slurm does not answer. Follow-up jobs that wait already are
+        kept.
+        """
+        self._row, slurm = row, self._slurm
+        self._follow_ups = follow_up.still_waiting(claim.follow_ups, slurm)
+        if row is None:
+            return
+        # Where Slurm may end the job for good, or follow-up jobs already wait, keep COUNT of them.
+        ask = partial(follow_up.are_needed, row, settings, slurm)
+        needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", wait_s=0.0))
+        while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
+            job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
+            if job is None:
+                break
+            self._follow_ups.append(job)
+            claim.note_follow_ups(self._follow_ups)
+        if self._follow_ups and row.is_expedited:  # the follow-up jobs wait for an end that a queued job never has
+            forbid_expedited_requeue(slurm, self._job_id)
+            self._row = replace(row, can_requeue=False)
+
+    def requeue(self, after: Sequence[str] = ()) -> JobFate:
+        """Have the run come back, and not before the jobs of ``after`` have ended.
+
+        Return REQUEUED if it comes back, CANCELLED if a user has ended it meanwhile. Call it from outside the step and
+        last of all, for a requeue ends this process too.
+        """
+        seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
+        if seen is JobFate.CANCELLED:
+            self.dismiss()
+            return seen
+        # A follow-up job starts by itself when this job ends; only without one is a requeue needed.
+        self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
+        if not self._follow_ups and self._row is not None and not self._row.can_requeue:
+            return seen or JobFate.UNKNOWN  # a requeue would be refused until the time is up
+        has_time = seen is JobFate.RUNNING  # else the job is ended within seconds
+        # Choose the nodes to exclude before the requeue, if there is time for it.
+        excluded = self._to_exclude() if has_time else None
+        if not self._follow_ups:
+            seen = take_back(self._look, self._slurm, self._job_id)
+            if seen is not JobFate.REQUEUED:
+                return seen
+        excluded = excluded if has_time else self._to_exclude()
+        if excluded:  # refused while the job runs
+            for job in self._follow_ups or [self._job_id]:
+                exclude = partial(self._slurm.exclude_nodes, job, excluded)
+                outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+        if after:
+            # The first follow-up job waits for this job, too. The later ones wait for the first.
+            job, on = (self._follow_ups[0], [self._job_id, *after]) if self._follow_ups else (self._job_id, after)
+            depend = partial(self._slurm.depend, job, on)
+            outages.ask(depend, "the job may start too early, and then looks again", EXCLUDE_S)
+        return JobFate.REQUEUED
+
+    def _to_exclude(self) -> str | None:
+        row = self._row
+        return None if row is None else to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
+
+    def dismiss(self) -> None:
+        """Cancel the follow-up jobs of a run that has ended."""
+        follow_up.dismiss(self._follow_ups, self._slurm)
+
+
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobFate:
+    """Return Slurm's view of the job; CANCELLED once its run's end was requested."""
+    if stop_request.asked(run):
+        return JobFate.CANCELLED
+    return fate_of_row(slurm.show_job(job_id), restart_count)
+
+
+def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
+    """Let a job with ``--requeue=expedite`` end for good, with any exit code. Leave other jobs as they are."""
+
+    def forbid() -> None:
+        row = slurm.show_job(job_id)
+        if row is not None and row.is_expedited:
+            slurm.forbid_requeue(job_id)
+
+    outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
+
+
+def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) -> JobFate:
+    """Requeue the job unless it is cancelled first; return how it stands then.
+
+    ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
+    have been cancelled, and with it the program that asked for the requeue may have been ended. A refusal is retried
+    for ``ENDING_S``: Slurm may be requeueing the job itself at this moment.
+    """
+    deadline = time.monotonic() + outages.GIVE_UP_AFTER_S
+    while True:
+        try:
+            seen = look()
+            # A requeue counts only once Slurm shows it.
+            if seen not in _SETTLED:
+                slurm.requeue(job_id, if_running=seen is JobFate.RUNNING)
+                seen = look()
+            if seen in _SETTLED:
+                return seen
+        except (SlurmError, OSError) as error:  # ``look`` reads the run's folder, too
+            log.warning("the job cannot be requeued: %s", error)
+            if isinstance(error, SlurmRefusedError):
+                deadline = min(deadline, time.monotonic() + ENDING_S)
+        if time.monotonic() >= deadline:
+            return JobFate.UNKNOWN
+        time.sleep(outages.RETRY_EVERY_S)
+
+
+_SETTLED = (JobFate.REQUEUED, JobFate.CANCELLED)
+
+
+def to_exclude(
+    run: RunDir, row: JobRow, slurm: SlurmCommands, bad: Mapping[str, BadNode], environ: Mapping[str, str]
+) -> str | None:
+    """Return the nodes to exclude from the job's next start.
+
+    They are the user's exclusions and the latest bad nodes, as many of these as the job can do without. Return None if
+    no bad node can be excluded. Slurm would hold a job that could never start for ever (BadConstraints). Drained nodes
+    are left out: Slurm itself knows how long to avoid them.
+    """
+    bad = {host: each for host, each in bad.items() if not each.is_drained}
+    options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]
+    others = {*hostlist.expand(row.excluded)} - {*bad}
+    latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+    # Try all bad nodes first, then ever fewer, until Slurm could still run the job.
+    for count in range(len(latest), 0, -1):
+        names = hostlist.compress(sorted({*latest[:count], *others}))
+        arguments = [*options, f"--exclude={names}"]
+        if outages.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+            log.info("excluded from the next start: %s", names)
+            return names
+    if bad:
+        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+    return None
+
+
+def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue when the disk is full. The run has not failed, and goes on when there is room.
+
+    No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
+    """
+    if error.errno not in outages.FULL:
+        return False
+    allocation = Allocation.slurm(os.environ)
+    return allocation.restart_count < MAX_RESTARTS_ON_A_FULL_DISK and _give_back(run, slurm, allocation)
+
+
+def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue when its supervisors were killed one after the other.
+
+    The next start records the attempt with this error as its cause, and gives up after ``retry.max_requeues`` requeues
+    without a new checkpoint. Where there was no attempt yet, nothing could count them: then the run ends here.
+    """
+    if run.left_over() is None:
+        return False
+    with suppress(OSError):  # the cause is then told less well
+        run.write_status(run.status().replace(why=str(error)))
+    return _give_back(run, slurm, Allocation.slurm(os.environ))
+
+
+def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
+    """Have the run go on in a later start. With a follow-up job the exit code is enough; else requeue this one."""
+    owner = ownership.read(run)
+    if owner is not None and owner.follow_ups:
+        return True
+    if allocation.job_id is None:
+        return False
+    look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+    return take_back(look, slurm, allocation.job_id) is JobFate.REQUEUED

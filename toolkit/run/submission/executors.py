@@ -1,0 +1,276 @@
+"""Starts a run through submitit: on Slurm, on this machine or in this process.
+
+submitit's pickle holds two strings, the run folder and where it runs, and nothing else. So an upgrade of a library
+between submission and start cannot make it unreadable.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio, logs, rundir, terminal
+from toolkit.config import JobConfig
+from toolkit.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
+from toolkit.nodes.start.children import open_log
+from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.site_checks import profile_here
+from toolkit.run.records import after, awaited, ownership
+from toolkit.run.requeue import follow_up
+from toolkit.run.requeue.requeue import forbid_expedited_requeue
+from toolkit.run.submission import sbatch
+from toolkit.run.submission.handle import Run
+from toolkit.run_files import OwnerRecord, RunProgress, RunState, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.environment import submit_environment
+from toolkit.slurm.programs import advice_on, tells_of_no_answer
+from toolkit.slurm.reasons import NEVER, in_words
+
+log = logs.get(__name__)
+
+EXECUTORS = ("auto", "slurm", "local", "debug")
+#: submitit's local executor kills at its time limit and leaves orphans, so the limit is set out of reach.
+NO_LIMIT_MIN = 60 * 24 * 365
+
+
+def choose_executor(name: str) -> str:
+    """Resolve ``auto`` and return the executor. Raises RequestError for an unknown name."""
+    if name not in EXECUTORS:
+        raise RequestError(f"executor: there is no {name!r}; valid: {', '.join(EXECUTORS)}")
+    if name != "auto":
+        return name
+    if Slurm().available():
+        return "slurm"
+    if shutil.which("sbatch"):
+        log.warning(
+            "sbatch is here but its controller does not answer: running on this machine (--executor slurm insists)"
+        )
+    return "local"
+
+
+def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, began_s: float | None = None) -> Run:
+    """Start the run's job and record its id; return the handle. Raises SlurmError, or OSError for a full disk.
+
+    ``began_s`` is when the submission began, by ``time.monotonic()``.
+    """
+    status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
+    left_over = run.left_over()
+    run.write_status(status if left_over is None else status.replace(left_over=left_over))
+    fsio.keep_private()  # submitit's files hold logs too
+    try:
+        start = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]
+        job_id = start(run, config, owner.token)
+    finally:
+        fsio.restore_umask()
+        os.environ.pop(fsio.UMASK_VARIABLE, None)  # another thread may submit, too
+    # sbatch has answered so late that another submission took this one for dead, and has the run by now.
+    present = ownership.read(run) if executor == "slurm" else None
+    if present is not None and present.token != owner.token:
+        _cancel([job_id])
+        raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
+    sent = Run(run, executor, job_id)
+    # A job whose id cannot be written down is cancelled: no later command would find it.
+    try:
+        took_s = None if began_s is None else round(time.monotonic() - began_s, 3)
+        ownership.note_jobs(run, owner, job_id, took_s=took_s)
+    except OSError:
+        if executor == "slurm":
+            _cancel([job_id])
+            raise
+        log.warning("%s could not be written", run.submission_path, exc_info=True)
+    if executor == "slurm":
+        _send_follow_up(run, config, owner, job_id, took_s)
+    return sent
+
+
+def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
+    import submitit
+
+    from toolkit.run.supervise.entry import supervise
+
+    submitted: list[str] = []
+
+    class KnownJob(submitit.SlurmJob[Any]):
+        """A job recorded here as soon as sbatch has taken it. After that submitit writes files, and may fail to."""
+
+        def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+            submitted.append(job_id)
+            super().__init__(folder, job_id, tasks)
+
+    with _only_these(submit_environment(os.environ)), _fewer_words():
+        try:
+            executor = submitit.SlurmExecutor(run.submitit, python=sbatch.exec_python())
+            executor.job_class = KnownJob
+            parameters = sbatch.slurm_parameters(config, run, token)
+            # Not in slurm_parameters: a follow-up job is never requeued.
+            flags = parameters["additional_parameters"]
+            if _may_expedite(config):
+                flags["requeue"] = "expedite"
+            # Wait for the present jobs of the runs that come first. Whether that is enough, the run finds out itself.
+            waits_for = after.record_of(run)
+            jobs = [] if waits_for is None else awaited.outlook(waits_for, Slurm().show_jobs).jobs
+            if jobs:
+                flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
+            executor.update_parameters(**parameters)
+            with redirect_stderr(io.StringIO()):  # submitit prints sbatch's error lines, which the exception holds too
+                return str(executor.submit(supervise, str(run.path), "slurm").job_id)
+        except RuntimeError as error:  # submitit's FailedJobError holds what sbatch printed, its others are like it
+            words = str(error).strip()
+            kind = SlurmError if tells_of_no_answer(words) else SubmissionRefusedError
+            raise kind(f"nothing was submitted: {words}{advice_on(words)}") from error
+        except OSError:
+            _cancel(submitted)
+            raise
+
+
+def _may_expedite(config: JobConfig) -> bool:
+    """True if Slurm can restart the job at once after a requeue. A job that has lost a node comes before all others."""
+    flags = {str(key).replace("_", "-") for key in config.cluster.extra}
+    if flags & {"requeue", "no-requeue"}:
+        return False
+    profile = profile_here()
+    if profile is not None and not profile.is_old:
+        return profile.expedites
+    try:
+        return Slurm().expedites()
+    except SlurmError as error:
+        log.debug("Slurm does not say whether it expedites requeues: %s", error)
+        return False
+
+
+def _cancel(jobs: Sequence[str]) -> None:
+    """Cancel jobs that could not be recorded as the run's, because the disk is full."""
+    for job_id in jobs:
+        with suppress(SlurmError):
+            Slurm().cancel(job_id)
+
+
+def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: str, took_s: float | None) -> None:
+    """Submit a follow-up job where Slurm may end the job for good. It may do so before the job could submit one."""
+    slurm = Slurm()
+    try:
+        row = slurm.show_job(job_id)
+        if row is not None and row.reason in NEVER:
+            log.warning(
+                "job %s is queued and may never start: %s; `toolkit cancel %s` takes it back, then ask for less",
+                *(job_id, in_words(row.reason), run.id),
+            )
+        if row is None or not follow_up.are_needed(row, slurm.settings(), slurm):
+            return
+    except SlurmError as error:
+        log.warning("whether a preemption cancels job %s is not known before it starts: %s", job_id, error)
+        return
+    follower = follow_up.submit(run, slurm, sbatch.follow_up_script(run, config, owner.token, job_id), [job_id])
+    if follower is None:
+        return
+    forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
+    try:
+        ownership.note_jobs(run, owner, job_id, follower, took_s=took_s)
+    except OSError as error:  # an unrecorded job could not be found; the first job submits another when it starts
+        log.warning("the follow-up job %s is given up: %s", follower, error)
+        follow_up.dismiss([follower], slurm)
+
+
+def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
+    import submitit
+
+    from toolkit.run.supervise.entry import supervise
+
+    # As on Slurm, imports come from the run's copy of the sources.
+    environ = {**submit_environment(os.environ), **snapshot.job_environment(run, os.environ, token)}
+    log_path = run.submitit / "controller.log"
+    with _only_these(environ), _ignoring_the_terminal(), _fewer_words(), _output_to(log_path):
+        executor = submitit.LocalExecutor(run.submitit)
+        executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=config.cluster.gpus_per_node)
+        return str(executor.submit(supervise, str(run.path), "local").job_id)
+
+
+def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
+    import submitit
+
+    from toolkit.run.rank.main import run_rank
+
+    with _only_these({**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}), _fewer_words(), terminal.unguarded():
+        job = submitit.DebugExecutor(run.submitit).submit(run_rank, str(run.config), [])
+        job.result()
+        return str(job.job_id)
+
+
+@contextmanager
+def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
+    """Make ``os.environ`` equal to ``environ`` for a moment: submitit starts its programs with it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _ignoring_the_terminal() -> Iterator[None]:
+    """Start children that ignore Ctrl-C and a closing terminal.
+
+    submitit's controller would kill the supervisor one second after Ctrl-C, with everything unsaved. The waiting caller
+    handles both, and tells the supervisor.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers can be set only there
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Start children that write to ``path`` and read nothing.
+
+    A child that kept the caller's pipe open until the run's end would make ``$(toolkit submit ...)`` wait for it.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    # The descriptors themselves are replaced, since children inherit those and not sys.stdout.
+    saved: dict[int, int] = {}
+    for number in (0, 1, 2):
+        with suppress(OSError):  # a daemon may have closed them
+            saved[number] = os.dup(number)
+    try:
+        with Path(os.devnull).open("rb") as nothing, open_log(path) as file:
+            for source, number in ((nothing, 0), (file, 1), (file, 2)):
+                os.dup2(source.fileno(), number)
+        yield
+    finally:
+        for number in (0, 1, 2):
+            os.close(number)
+            if number in saved:
+                os.dup2(saved[number], number)
+                os.close(saved[number])
+
+
+@contextmanager
+def _fewer_words() -> Iterator[None]:
+    """Silence submitit's info lines, which are not for our users. It pickles by reference what it can import."""
+    logger = logging.getLogger("submitit")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,310 @@
+"""The handle of a run: watches, awaits, stops or cancels it from the login node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from toolkit import rundir
+from toolkit.errors import JobFailedError, RequestError, nearest
+from toolkit.process_identity import Life
+from toolkit.run.attempt import advice
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S, SubmittedRun, submitter_of
+from toolkit.run.submission import notebook
+from toolkit.run_files import RunState, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm import shared_queue
+from toolkit.slurm.commands import Slurm, SlurmCommands
+
+if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
+    from toolkit.config import Overrides
+
+READ_FILES_EVERY_S = 0.5
+#: A local run's supervisor that cannot be seen from here, and has written no status for so long, is not waited for.
+SILENT_S = 300.0
+#: A job that Slurm is ending has ended, or is back in the queue, after this time. It is asked about this often.
+ENDING_S, LOOK_AGAIN_S = 60.0, 1.0
+
+
+@dataclass(frozen=True)
+class Run(SubmittedRun):
+    """A submitted run, as seen from the login node::
+
+    >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=1"], executor="local")
+    >>> run.wait()["state"], run.status()["attempt"]
+    ('completed', 1)
+    """
+
+    def status(self) -> dict[str, Any]:
+        """Return what the run's own files say."""
+        return self.dir.status().to_json()
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end and return ``result.json``.
+
+        Raises TimeoutError, or JobFailedError for a job that ended before it could write a result, or whose run folder
+        is gone. Raises RequestError for a local run that is silent, and whose process cannot be seen from here.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for _ in self.statuses():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.id} has not ended after {timeout_s:.0f} s")
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait as :meth:`wait` does, in a coroutine or a notebook: ``result = await run``. Others go on meanwhile."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> dict[str, Any]:
+        for _ in self._looks():
+            await asyncio.sleep(READ_FILES_EVERY_S)
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        result = self.dir.result()
+        assert result is not None
+        return result.to_json()
+
+    def _repr_html_(self) -> str:
+        """Return how the run stands, for a notebook."""
+        return notebook.html_of(self.dir)
+
+    def watch(self) -> Iterator[dict[str, Any]]:
+        """Yield what :meth:`status` returns, twice a second until the run has ended."""
+        return (status.to_json() for status in self.statuses())
+
+    def statuses(self) -> Iterator[RunStatus]:
+        """Yield the status as a record, twice a second until the run has ended."""
+        for status in self._looks():
+            yield status
+            time.sleep(READ_FILES_EVERY_S)
+
+    def _looks(self) -> Iterator[RunStatus]:
+        """Yield the status at each call, until the run has ended.
+
+        Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
+        all the time. All callers of this user share one answer (`toolkit.slurm.shared_queue`).
+        """
+        queue = shared_queue.of_user(Slurm())
+        ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+        over_since: float | None = None
+        status, began = RunStatus(), time.time()
+        while self.dir.result() is None:
+            now, before, status = time.monotonic(), status, self.dir.status()
+            # A new status proves that the supervisor lives, so the next question to Slurm can wait.
+            if self.executor == "slurm" and status != before:
+                ask_at, over_since = now + ASK_SLURM_EVERY_S, None
+            # A local process is checked in each round: that costs nothing.
+            if now >= ask_at or self.executor != "slurm":
+                ask_at = now + ASK_SLURM_EVERY_S
+                is_over = self.is_over(partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
+                over_since = (over_since or now) if is_over else None
+            if over_since is not None:
+                self._raise_without_result(now - over_since)
+            is_silent = self.executor != "slurm" and time.time() - (status.updated or began) > SILENT_S
+            if is_silent and (why := self.unseen()) is not None:
+                raise RequestError(f"{why}; it has written nothing for {SILENT_S:.0f} s and is not waited for")
+            yield status
+
+    def result(self) -> dict[str, Any]:
+        """Return ``result.json`` of a completed run. Raises JobFailedError, with the cause, for any other."""
+        result = self.dir.result()
+        if result is None:
+            raise JobFailedError(f"run {self.id} has not ended; wait() for it")
+        if result.state is not RunState.COMPLETED:
+            text = f"run {self.id} {result.state}: {result.why or ''}; logs: {self.dir.logs}"
+            raise JobFailedError(f"{text}; next: {advice.of(self.dir)}")
+        return result.to_json()
+
+    def cancel(self, *, is_gone: bool = False) -> None:
+        """End the run for good; its checkpoints stay.
+
+        Raises RequestError for a local run whose process cannot be seen from here, unless the caller knows that it
+        ``is_gone`` with its machine or container.
+        """
+        if is_gone:
+            self._end_gone()
+        else:
+            self._end(Intent.CANCEL)
+
+    def resume(self, overrides: Overrides = (), *, code: bool = False) -> Run:
+        """Submit the ended run again, from its last checkpoint, with ``overrides`` of its config from now on.
+
+        ``code``: with the sources that the project has now, not with those of its submission.
+        Raises RequestError for a run that has not ended.
+        """
+        from toolkit.run.submission.resume import resume  # uses this module
+
+        return resume(self.dir, overrides, code=code)
+
+    def stop(self) -> None:
+        """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.
+
+        Raises RequestError for a local run whose process cannot be seen from here.
+        """
+        self._end(Intent.STOP)
+
+    def _end(self, what: Intent) -> None:
+        if self.dir.result() is not None and withdraw_retry(self.dir):
+            return
+        if (why := self.unseen()) is not None:
+            raise RequestError(why)
+        if self.executor == "debug" and not self._is_over():
+            raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
+        stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
+        if self.executor == "slurm":
+            is_over = self._end_jobs(what, Slurm())
+            # The supervisor may have left for a requeue before the request was there. It has written so then.
+            deadline = time.monotonic() + ENDING_S
+            while is_over is None and self._has_left() and time.monotonic() < deadline:
+                time.sleep(LOOK_AGAIN_S)
+                is_over = self._end_jobs(what, Slurm())
+        else:
+            owner = ownership.read(self.dir)
+            # Else it finds the request at its start.
+            if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
+                os.kill(owner.pid, signal.SIGTERM)
+            is_over = self._is_over()
+        # Without a supervisor that could write the result, write it here.
+        if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            self._write_ended(what)
+
+    def _has_left(self) -> bool:
+        """True if the supervisor has left the run to be continued, and so writes no result."""
+        state = self.dir.status().state
+        return self.dir.result() is None and state is not None and state.is_waiting
+
+    def _end_jobs(self, what: Intent, slurm: SlurmCommands) -> bool | None:
+        """Tell the run's jobs to end; return whether none has a process. None while Slurm is ending one of them."""
+        answers = self._jobs().ask(slurm.show_jobs)
+        # The last follow-up job comes first, because each would start when those before it have ended.
+        for job, status in reversed(answers.items()):
+            if status is None:
+                continue
+            # A job that still waits has nothing to save, so also a stop cancels it.
+            if what is Intent.CANCEL or ownership.waits(status):
+                slurm.cancel(job)
+            elif not status.is_over and status.state != "COMPLETING":
+                slurm.cancel(job, signal="USR1", batch=True)
+        left = [status for status in answers.values() if status is not None and not status.is_over]
+        if any(status.state == "COMPLETING" for status in left):
+            return None
+        return all(map(ownership.waits, left))
+
+    def _end_gone(self) -> None:
+        """Write the result of a run whose process cannot be seen from here."""
+        if self.unseen() is None:
+            state = "is over" if self.is_over() else "has a job or process that can be asked"
+            raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
+        self.is_elsewhere()  # raises
+        # As a new owner: a process that lives in spite of all notices that, and ends without a word.
+        ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
+        stop_request.ask(self.dir, Intent.CANCEL)
+        self._write_ended(Intent.CANCEL)
+
+    def _write_ended(self, what: Intent) -> None:
+        """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
+        if self.dir.result() is None:
+            state = stop_request.end_state(what)
+            how = advice.end_words(self.dir.status(), state, len(self.dir.attempts()))
+            write_ended(self.dir, state, how)
+
+    def _raise_without_result(self, over_for_s: float) -> None:
+        """Raise JobFailedError if the run's job is over and its result is overdue here."""
+        if not self.dir.path.is_dir():
+            raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
+        list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
+        wait_s = FILES_LAG_S if self.executor == "slurm" else 0.0
+        if over_for_s < wait_s or self.dir.result() is not None:
+            return
+        asked = stop_request.asked(self.dir)
+        if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
+            self._write_ended(asked)
+            return
+        jobs = self._jobs().ids
+        owner = f"the job {jobs[0]}" if jobs else "its submission"
+        if len(jobs) > 1:
+            owner += f", with its follow-up jobs {', '.join(jobs[1:])},"
+        raise JobFailedError(
+            f"run {self.id}: {owner} is over and wrote no result; see {self.dir.submitit} "
+            f"and {self.dir.logs}; {advice.of(self.dir, advice.LOST)}"
+        )
+
+
+def find(text: str) -> Run:
+    """Return the handle of an earlier run, as of a notebook whose kernel was restarted.
+
+    ``text`` is what commands take: a run id, the beginning or the last eight digits of one, a config's name (its newest
+    run), or a path. Raises RunNotFoundError, which says what there is, and RequestError for a run that was never
+    submitted, as under torchrun::
+
+        >>> sent = toolkit.submit("configs/digits_ddp.yaml", {"train.epochs": 1}, executor="local")
+        >>> toolkit.find(sent.id).wait()["state"]
+        'completed'
+    """
+    return attach(rundir.find(text))
+
+
+def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
+    """Return the handles of earlier runs, the newest last.
+
+    ``name`` is the config's name or a pattern, ``state`` what the runs' own files say, such as ``completed``. Runs that
+    were never submitted are left out::
+
+        >>> [run.result()["metrics"]["eval/accuracy"] > 0.5 for run in toolkit.runs("digits*", state="completed")][:1]
+        [True]
+    """
+    if state is not None and state not in (known := [*map(str, RunState)]):
+        raise RequestError(f"state: no state {state!r}; {nearest(state, known)}states: {', '.join(known)}")
+    found = list[Run]()
+    for run in rundir.all_runs():
+        if fnmatchcase(run.name, name) and (state is None or _state_of(run) == state):
+            with contextlib.suppress(RequestError):
+                found.append(attach(run))
+    return found
+
+
+def _state_of(run: RunDir) -> RunState | None:
+    result = run.result()
+    return run.status().state if result is None else result.state
+
+
+def withdraw_retry(run: RunDir) -> bool:
+    """Withdraw the submission by which its sweep is to start an ended run again. False if there is none that waits.
+
+    The run's result of before stays. Raises SlurmError.
+    """
+    if run.point([]) is None:
+        return False
+    from toolkit.run.records import sweep_folder  # reads configs, which takes longer to import than all that is here
+
+    retry = sweep_folder.retry_of(run)
+    if retry is None:
+        return False
+    array, job = retry
+    if job is None:  # without Slurm, or not sent yet
+        if not sweep_folder.is_again(run, array, array.record([])):
+            return False
+        (run.path / "result.json").touch()  # the process that starts the points goes by its time
+        return True
+    slurm = Slurm()
+    waiting = [id_ for id_, status in job.ask(slurm.show_jobs).items() if status is not None and not status.is_over]
+    for id_ in waiting:
+        slurm.cancel(id_)
+    return bool(waiting)
+
+
+def attach(run: RunDir) -> Run:
+    """Return the handle of an earlier run, of any process. Raises RequestError for one that was never submitted."""
+    return Run(run, *submitter_of(run))

@@ -1,0 +1,77 @@
+"""The entry point inside an allocation: what ``sbatch/*.sh`` and follow-up jobs exec there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import logs, rundir
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.job.fate import JobFate
+from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.new_run import new_run
+from toolkit.run.records import ownership
+from toolkit.run.requeue import follow_up
+from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
+
+log = logs.get(__name__)
+
+
+def supervise(config_path: str, overrides: Sequence[str]) -> None:
+    """Find or make the job's run, then become its supervisor. The run's copy of the sources is used."""
+
+    def make_run(allocation: Allocation) -> RunDir:
+        config = configs.load_config(config_path, overrides)
+        configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
+        configs.check_places(config)
+        run = new_run(config, Path.cwd())
+        log.info("run folder: %s", run.path)
+        return run
+
+    enter(make_run)
+
+
+def enter(make_run: Callable[[Allocation], RunDir]) -> None:
+    """Supervise the run that this job served before, or the one that ``make_run`` makes."""
+    from toolkit.run.supervise.entry import supervise as supervise_run
+
+    run_dir = os.environ.pop(RUN_VARIABLE, None)
+    # The first pass finds the run, and starts the second from the run's copy of the sources.
+    if run_dir is None:
+        logs.setup("supervisor")
+        allocation = Allocation.slurm(os.environ)
+        # A job that Slurm has restarted goes on with its run.
+        key = allocation.job_key if allocation.restart_count > 0 else None
+        run = None if key is None else rundir.run_of_job(key)
+        if run is not None:
+            log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
+        run = run or make_run(allocation)
+        if run.code.is_dir():
+            os.environ.update(snapshot.job_environment(run, os.environ))
+            os.environ[RUN_VARIABLE] = str(run.path)
+            os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
+        supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
+    elif _is_wanted(RunDir(Path(run_dir))):
+        supervise_run(run_dir, "slurm")
+
+
+def _is_wanted(run: RunDir) -> bool:
+    """True except for a follow-up job that is not needed. That one ends the run if its predecessor could not."""
+    predecessors_text = os.environ.pop(PREDECESSORS_VARIABLE, None)
+    if predecessors_text is None:
+        return True
+    logs.setup("follow-up")
+    slurm, predecessors = Slurm(), predecessors_text.split(":")
+    fates = follow_up.fates(run, predecessors, slurm)
+    wanted = follow_up.takes_over(run, fates)
+    log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
+    # A predecessor that still runs writes the result itself.
+    if not wanted and JobFate.RUNNING not in fates:
+        token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
+        follow_up.close(run, predecessors[0], token, slurm, job_id)
+    return wanted

@@ -1,0 +1,161 @@
+"""Submits an ended run again, with a changed config if the user wants that."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from yaml import MappingNode
+
+from toolkit import config as configs
+from toolkit import fsio, rundir, secret_values
+from toolkit.config import JobConfig
+from toolkit.config.layer_files import override_layer
+from toolkit.config.live import LIVE
+from toolkit.errors import RequestError
+from toolkit.run.job import nodes
+from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.new_run import absolute, check_submittable
+from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.records import after, awaited, changes, ownership, stop_request
+from toolkit.run.submission import executors
+from toolkit.run.submission.handle import Run, attach
+from toolkit.run_files import RunResult, RunState, RunStatus
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
+
+
+def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False, executor: str = "auto") -> Run:
+    """Submit an ended run again. It goes on from its last checkpoint with the sources of its submission.
+
+    With ``code`` it goes on with the sources that the project has now: a second copy of them is made.
+    ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
+    RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
+    """
+    overrides = configs.override_texts(overrides)
+    # Refuse all that can be refused before a file is changed.
+    refuse_unfit(run.path)
+    before, result, status = ownership.number_of(run), run.result(), run.status()
+    if result is None:
+        _refuse_unless_over(run, status)
+    rundir.refuse_code_of_others(run)
+    project = _project(run) if code else run.code.resolve() if overrides and run.code.is_dir() else None
+    config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
+    earlier = run.submission() if executor == "auto" else None
+    chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
+    if (record := after.record_of(run)) is not None:
+        awaited.refuse_ended(record, Slurm().show_jobs)
+    _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
+    secret_values.check_sources(config.secrets)  # they may have gone since
+    # From here on files change; on an error they are put back.
+    kept = [
+        run.path / name
+        for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json", "changes.jsonl")
+    ]
+    number, taken = ownership.take(run, before), None
+    # sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
+    try:
+        # So a job submitted despite the error has a stale token.
+        copied = snapshot.new_copy(run, project) if code and project else nullcontext()
+        with fsio.unchanged_on_error(*kept, unless=lambda: run.last_number() > number), copied:
+            taken = ownership.submit_as(run, chosen, number)
+            if overrides or code:
+                fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
+                # A new value ends what `toolkit set` has given its key.
+                given = _given_keys(overrides)
+                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in LIVE if key in given})
+            stop_request.clear(run)
+            nodes.forget(run)
+            run.clear_result()
+            with snapshot.at_home(run.path):
+                sent = executors.send(run, config, chosen, taken)
+    except BaseException:
+        if taken is not None:
+            ownership.new_config(run, taken.token).unlink(missing_ok=True)
+        if run.last_number() == number:  # else a third one could get it, and write over the second's owner
+            run.give_back_number(number)
+        raise
+    # The job is submitted: only now does the new config replace the old one.
+    ownership.adopt_config(run, taken.token)
+    return sent
+
+
+def _project(run: RunDir) -> Path:
+    """Return the folder that has the sources of now. Raises RequestError where there is none."""
+    if configs.load_config(run.config, site=False).job == configs.FOREIGN_JOB:
+        raise RequestError(f"--code: run {run.id} has no copy of its script: it runs where it lies, as it is now")
+    project = snapshot.project_of(run.code)
+    if project is None:
+        raise RequestError(
+            f"--code: the folder from which the sources of run {run.id} were copied is not there any more (its name is "
+            f"in {run.code / 'SNAPSHOT.json'}): put it back, or submit a new run"
+        )
+    return project
+
+
+def _given_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that arguments give, as in ``optim.lr=1`` or ``optim={lr: 1}``."""
+    keys = set()
+    for layer in map(override_layer, overrides):
+        for section, (_, node) in layer.pairs(layer.root).items():
+            if isinstance(node, MappingNode):
+                keys |= {f"{section}.{name}" for name in layer.pairs(node)}
+    return keys
+
+
+def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
+    """Raise RequestError for a run that has a job, or may have one."""
+    is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
+    if not is_known and status.state in (None, RunState.FAILED):
+        return
+    handle = attach(run) if is_known else None
+    if handle is None or not (handle.is_elsewhere() or handle.is_over()):
+        how = "end its processes where they run" if handle is None else handle.how_to_end()
+        raise RequestError(
+            (handle and handle.unseen())
+            or f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: {how}"
+        )
+
+
+def _is_script(run: RunDir, config: JobConfig) -> bool:
+    """True if the run's own code decides how long it is."""
+    return config.job == configs.FOREIGN_JOB or configs.is_loop(config.job, run.code.resolve())
+
+
+def _is_longer(run: RunDir, then: JobConfig, now: JobConfig) -> bool:
+    """True if a run that has completed its training with the config ``then`` has more to do with ``now``."""
+    if then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps:
+        return True
+    if _is_script(run, then):
+        return configs.command_line(now) != configs.command_line(then)
+    return now.train.epochs > then.train.epochs
+
+
+def _check_change(
+    run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str, code: Path | None = None
+) -> None:
+    """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
+    if then.job == configs.FOREIGN_JOB and now.argv != then.argv:
+        raise RequestError(
+            f"run {run.id}: its command is `{shlex.join(then.argv)}`; args.NAME=VALUE changes an option of it, such as "
+            "args.epochs=20, and a new run takes another command"
+        )
+    # A completed run can go on only if it becomes longer.
+    if (
+        result is not None
+        and result.state is RunState.COMPLETED
+        and not (_is_longer(run, then, now) or (code is not None and _is_script(run, then)))
+    ):
+        steps = f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else ""
+        how = f"train.epochs=N` goes on to more than its {then.train.epochs} epochs{steps}"
+        if _is_script(run, then):
+            how = f"args.NAME=VALUE` goes on with other arguments of the script, such as args.epochs=20{steps}, and "
+            how += "`--code` with its present code"
+        raise RequestError(f"run {run.id} is completed; `toolkit resume {run.id} {how}")
+    if now != then:
+        configs.check_change(then, now)
+    if now != then or code is not None:
+        check_submittable(now, executor, code or run.code.resolve(), goes_on=True)

@@ -1,0 +1,171 @@
+"""The entry point of the login node: makes a run folder, copies the sources, submits.
+
+Also starts a foreign, torchrun-style script as the ranks, and shows what would be submitted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.config import JobConfig
+from toolkit.errors import RequestError, SlurmError, nearest
+from toolkit.run.prepare.new_run import check_submittable, load, new_run
+from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.records import awaited, ownership
+from toolkit.run.records.after import names, sentence, write
+from toolkit.run.submission import executors, inside_allocation
+from toolkit.run.submission.executors import choose_executor
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.sbatch import sbatch_script
+from toolkit.run_files import AfterRecord
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
+
+
+def submit(
+    config: str | Path,
+    overrides: configs.Overrides = (),
+    *,
+    args: Sequence[object] = (),
+    executor: str = "auto",
+    project: str | Path = ".",
+    after: str | Sequence[str] = (),
+) -> Run:
+    """Submit ``config``, or a script (``train.py``); return at once.
+
+    ``overrides`` are ``key=value``, or a mapping of dotted keys to values.
+
+    ``args`` are the script's own arguments, such as ``["--epochs", 3]``: what its ``sys.argv`` is to hold.
+    ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
+    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
+    completed before it starts. Raises ConfigError or RequestError before anything is created::
+
+        >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
+        >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
+        True
+    """
+    began_s, folder = time.monotonic(), Path(project).resolve()
+    chosen = choose_executor(executor)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    loaded = _checked(config, _with_arguments(overrides, args), folder, chosen, waits_for)
+    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
+
+
+def dry_run(
+    config: str | Path, overrides: configs.Overrides = (), *, executor: str = "auto", after: str | Sequence[str] = ()
+) -> str:
+    """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
+    chosen = choose_executor(executor)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    loaded = _checked(config, overrides, Path.cwd(), chosen, waits_for)
+    refuse_unfit(rundir.runs_root())
+    run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
+    ranks = loaded.cluster.tasks_per_node
+    script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
+    if chosen == "slurm":
+        script = sbatch_script(loaded, run)
+    if waits_for is not None:
+        script = f"{script.rstrip()}\n\n# {sentence(names(waits_for))}"
+    return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
+
+
+def _with_arguments(overrides: configs.Overrides, args: Sequence[object]) -> list[str]:
+    """Return the overrides with the arguments of a script. They come first: ``args.epochs=3`` changes one of them."""
+    if isinstance(args, str):
+        raise RequestError(f"args: is a list of words: args={args.split()}")
+    given = configs.override_texts(overrides)
+    return [configs.argv_override([str(word) for word in args]), *given] if args else given
+
+
+def _checked(
+    config: str | Path, overrides: configs.Overrides, folder: Path, executor: str, waits_for: AfterRecord | None
+) -> JobConfig:
+    """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
+    loaded = load(config, overrides, folder)
+    origin_is_awaited = awaited.begin_with(loaded, waits_for)
+    check_submittable(loaded, executor, folder, goes_on=origin_is_awaited)
+    return loaded
+
+
+def submit_command(
+    command: Sequence[str],
+    overrides: configs.Overrides = (),
+    *,
+    name: str | None = None,
+    executor: str = "auto",
+    after: str | Sequence[str] = (),
+) -> Run:
+    """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
+    chosen = choose_executor(executor)
+    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
+
+
+def submit_foreign(
+    config: JobConfig, command: Sequence[str], executor: str, waits_for: AfterRecord | None = None
+) -> Run:
+    """Submit ``command`` as the ranks of a valid config whose job is FOREIGN_JOB."""
+    config.argv = list(command)
+    check_submittable(config, executor, Path.cwd())  # before a run folder is made
+    return _send_new(new_run(config, None), config, executor, waits_for)
+
+
+def supervise_command(command: Sequence[str], overrides: configs.Overrides = (), *, name: str | None = None) -> None:
+    """Supervise a foreign script as the ranks, inside the present sbatch or salloc allocation."""
+    config = _foreign_config(command, overrides, name)
+    inside_allocation.enter(lambda allocation: new_run(config, None))
+
+
+def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
+    given = configs.override_texts(overrides)
+    config = configs.load_config(None, [configs.argv_override(command), *given, f"job={configs.FOREIGN_JOB}"])
+    is_named = any(override.startswith("name=") for override in given)
+    if name:
+        config.name = name
+    elif not is_named:
+        scripts = [word for word in command if word.endswith((".py", ".sh"))]
+        config.name = Path([*scripts, command[0]][0]).stem
+    configs.validate(config)
+    _refuse_missing_script(command, config)
+    return config
+
+
+def _refuse_missing_script(command: Sequence[str], config: JobConfig) -> None:
+    """Raise RequestError where Python would not find its script.
+
+    The ranks may see other files in a container, behind ``cluster.setup``, and in a folder that is not here.
+    """
+    options = [*takewhile(lambda word: word.startswith("-"), command[1:])]
+    script = next(iter(command[1 + len(options) :]), "")
+    is_script = script.endswith(".py") and not any(option.startswith(("-c", "-m")) for option in options)
+    if not is_script or re.fullmatch(r"python[\d.]*", Path(command[0]).name) is None:
+        return
+    path = Path(script)
+    is_seen_elsewhere = config.cluster.container or config.cluster.setup
+    if not (path.is_file() or is_seen_elsewhere or (path.is_absolute() and not path.parent.is_dir())):
+        there = sorted(str(other) for other in path.parent.glob("*.py"))
+        raise RequestError(f"{script}: there is no such file in {Path.cwd()}; {nearest(script, there)}".rstrip("; "))
+
+
+def _send_new(
+    run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None, began_s: float | None = None
+) -> Run:
+    """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
+    try:
+        if waits_for is not None:
+            write(run, waits_for)
+        owner = ownership.submit_as(run, executor, ownership.take(run, 0))
+        return executors.send(run, config, executor, owner, began_s=began_s)
+    except (SlurmError, OSError):
+        if run.last_number() <= 1:  # else sbatch hung until its user resumed the run
+            fsio.remove_tree(run.path)
+            with suppress(OSError):  # the folder of the name, if it has no other run
+                run.path.parent.rmdir()
+        raise

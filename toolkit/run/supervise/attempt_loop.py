@@ -1,0 +1,301 @@
+"""One attempt, from the start of its ranks to the end of the last one.
+
+Signal handlers, launchers and agents only put events into the queue; the one loop here does all the work.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from queue import Empty
+from typing import Any
+
+from toolkit import logs, records
+from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit.nodes.agent.progress import RankReport
+from toolkit.nodes.start.agent_requests import NodeAnswered
+from toolkit.nodes.start.launcher import (
+    AllRanksEnded,
+    FirstReports,
+    Launcher,
+    LaunchFailed,
+    MainReport,
+    NodeFailed,
+    Progress,
+    RanksExited,
+    RanksFinished,
+    RunningRanks,
+    Store,
+)
+from toolkit.nodes.start.store import StoreHostEnded
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.records.ownership import Overtaken
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.halving import Halving
+from toolkit.run.supervise.hang_watch import HangWatch
+from toolkit.run.supervise.node_care import NodeCare
+from toolkit.run.supervise.stop_path import Signalled, StopPath
+from toolkit.run.supervise.user_requests import UserRequests
+from toolkit.run_files import RunProgress, RunResult, RunState
+from toolkit.slurm.network import job_address, wildcard
+
+#: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
+ERROR_REPORTS_S = 0.5
+#: After a SIGKILL only ranks killed at the same moment are awaited: a SIGKILL is no effect of another failure.
+KILLED_TOGETHER_S = 0.05
+STATUS_EVERY_S = 0.5
+KILL_AGAIN_S = 10.0
+#: A rank that has not ended this long after a SIGKILL waits in the kernel, for a disk or a driver, perhaps for ever.
+UNKILLABLE_S = 60.0
+#: Ranks that got SIGKILL are gone after this time.
+DYING_S = 1.0
+
+log = logs.get(__name__)
+
+
+def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: NodeCare) -> None:
+    """Start the ranks of ``attempt``, and return when they have ended."""
+    plan, number = attempt.plan, attempt.number
+    # Each start has its own claim, so that ranks of an earlier one can write no more.
+    context.claim.renew()
+    context.journal.set_status(RunState.STARTING, attempt)
+    hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
+    log.info("attempt %d: %d rank%s on %s", number, plan.world_size, "" if plan.world_size == 1 else "s", hosts)
+    environ, events = context.rank_environ(number), context.events
+    # The ranks meet at this address, so all their nodes must reach it.
+    host = job_address(context.allocation.hosts[0], plan.hosts, environ)
+    store = launcher.start_store(number, plan.world_size, host, environ, events)
+    if host != wildcard():  # else each rank uses the address from which srun started it
+        environ["MASTER_ADDR"] = host
+    running = launcher.start(number, plan, context.rank_command(), environ, events, store)
+    AttemptLoop(context, attempt, running, store, care).run()
+
+
+class AttemptLoop:
+    """Handles what happens to the ranks of one attempt."""
+
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
+        self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
+        self._care = care
+        self._halving = Halving(context)
+        self._hangs = HangWatch(context, attempt, ranks)
+        self.stops = StopPath(context, attempt, ranks, store)
+        self._requests = UserRequests(context, attempt, store, self._hangs)
+
+    def run(self) -> None:
+        """Return when all ranks have ended. Raises Overtaken when the run belongs to another job."""
+        try:
+            self._watch()
+        finally:
+            self._hangs.close()
+            self._store.close()
+        # Late events may still tell why the ranks ended.
+        while not self._context.events.empty():
+            self._handle(self._context.events.get())
+
+    def _watch(self) -> None:
+        """Handle events and the clock until the ranks have ended.
+
+        Three values of the attempt decide what comes next. Events, the stop path and this loop set them:
+        ``kill_at``, when to kill all ranks (again); ``ask_slurm_at``, when to ask whether Slurm is ending the job, and
+        would kill this process too; ``exit_code``, set when all ranks have ended or are given up.
+        """
+        attempt, next_status = self._attempt, 0.0
+        unkillable_at = math.inf
+        while attempt.exit_code is None:
+            now = time.monotonic()
+            if attempt.kill_at is not None and now >= attempt.kill_at:
+                unkillable_at = min(unkillable_at, now + UNKILLABLE_S)
+                # Again, as Slurm loses a signal for a step that its node has not started yet.
+                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True
+                self._ranks.kill()
+                if attempt.ask_slurm_at is not None:
+                    attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
+            if now >= unkillable_at and self._ranks.tells_each_end:
+                self._do_without_unkillable()
+                unkillable_at = now + UNKILLABLE_S
+            # Ranks on dead nodes will never report their end.
+            if attempt.killed and attempt.all_reachable_have_ended:
+                self._ranks.abandon()
+            if now >= next_status:
+                self._do_periodic_work()
+                next_status = now + STATUS_EVERY_S
+            # Wait for the next event, but no longer than until the next status or kill.
+            wake = min(next_status, attempt.kill_at or next_status)
+            try:
+                event = self._context.events.get(timeout=max(0.0, wake - time.monotonic()))
+            except Empty:
+                continue
+            self._handle(event)
+
+    def _do_without_unkillable(self) -> None:
+        """Count nodes as lost on which SIGKILL does not end the ranks.
+
+        Where that is so on most nodes, a disk that they share is away. Its return is waited for.
+        """
+        stuck = self._attempt.hosts_with_ranks - self._attempt.lost_nodes
+        if stuck:
+            log.error(
+                "ranks on %s do not end: SIGKILL came at least %.0f s ago", ", ".join(sorted(stuck)), UNKILLABLE_S
+            )
+        if 2 * len(stuck) <= len(self._attempt.plan.hosts):
+            self._attempt.lost_nodes |= stuck
+
+    def _do_periodic_work(self) -> None:
+        """Do the periodic work that no event triggers."""
+        # This node may have been cut off, and Slurm has restarted the job elsewhere.
+        if not self._context.claim.holds():
+            self._ranks.abandon()
+            raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+        # The folder alone: where its parent is gone as well, a file system may be away for a moment.
+        folder = self._context.run.path
+        if not folder.exists() and folder.parent.exists():
+            self._ranks.abandon()
+            raise Overtaken(f"the run's folder {folder} was removed: leaving; the ranks end when they lose us")
+        if self._context.job.has_answered_late:
+            self._context.job.has_answered_late = False
+            self._context.prepare_requeue()
+        self._context.note_usage(self._attempt)
+        if self._context.is_foreign and not self._attempt.has_begun:
+            self._attempt.has_begun = self._context.run.rank_log(self._attempt.number, 0).exists()
+        self._context.journal.set_status(self._attempt.phase, self._attempt)
+        self.stops.watch_the_clock()
+        self._halving.look(self._attempt, self.stops)
+        self._hangs.look()
+        self._requests.look()
+        self._care.look_for_dead(self._attempt)
+        self._care.look_for_ailing(self._attempt, self.stops)
+        self.stops.leave_the_rest_to_slurm()
+
+    def _handle(self, event: Any) -> None:
+        attempt = self._attempt
+        match event:
+            # What the ranks report.
+            case MainReport(report):
+                self._take_report(report)
+            case FirstReports(number, host, ranks) if number == attempt.number:
+                attempt.heard |= dict.fromkeys(ranks, host)
+            case Progress(host, digest) if digest.attempt == attempt.number:
+                self._hangs.hear(host, digest)
+            # Ends and failures: after the first one the other ranks are killed soon.
+            case RanksExited():
+                self._take_exit(event)
+            case RanksFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
+                attempt.note_gone(ranks)
+                attempt.finished |= set(ranks)
+            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
+                log.error("node %s does not answer: going on without it", host)
+                attempt.lost_nodes.add(host)
+                self._kill_soon(ERROR_REPORTS_S)
+            case LaunchFailed():
+                self._take_launch_failed(event)
+            case AllRanksEnded(exit_code):
+                attempt.exit_code = exit_code
+            case StoreHostEnded(exit_code, memory):
+                how = f"the store host ended with exit code {exit_code}; see store.log"
+                failure = RankFailure(None, socket.gethostname(), how, time.time(), out_of_memory=memory)
+                attempt.failures.append(failure)
+                self._kill_soon(ERROR_REPORTS_S)
+            # What agents answer, and signals to this process.
+            case NodeAnswered(host, {"addresses": addresses}):
+                for address in addresses:
+                    note_cut_link(self._context, attempt, host, address)
+            case Signalled(number):
+                self.stops.take_signal(number)
+            # An error in another thread ends the supervisor.
+            case Exception():
+                raise event
+
+    def _take_report(self, report: RankReport) -> None:
+        """Take a report of rank 0. The agent has passed it on unchecked: ignore what does not fit."""
+        attempt = self._attempt
+        if report.attempt != attempt.number:
+            return
+        try:
+            if report.fields is not None:
+                attempt.hear_progress(RunProgress.from_json(report.fields))
+                if attempt.first_step is not None:
+                    self._context.note_ready(attempt)
+            if report.result is not None:
+                attempt.result = RunResult.from_json({**report.result, "state": RunState.COMPLETED})
+        except records.Misfit as misfit:
+            records.note(f"a report of rank 0 is ignored: {misfit}", None)
+
+    def _take_exit(self, ended: RanksExited) -> None:
+        attempt = self._attempt
+        attempt.note_gone(ended.ranks)
+        if ended.with_agent:
+            attempt.silent_nodes.add(ended.host)
+        # A rank that stopped as agreed is no failure.
+        if ended.exit_code == EXIT_STOPPED:
+            attempt.stopped |= set(ended.ranks)
+            return
+        # A strategy may do without some of its ranks, but not if a wrong request ended them.
+        is_dispensable = not attempt.killed and not ended.with_agent and attempt.can_do_without(ended.ranks)
+        if ended.exit_code != EXIT_REQUEST and is_dispensable:
+            log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
+            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
+            return
+        if not attempt.killed:
+            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
+        # a rank without any report: the node may lack the interpreter, a library or a mount
+        have_not_reported = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
+        failure_of = partial(
+            RankFailure,
+            host=ended.host,
+            how=ended.how,
+            time=ended.time,
+            by_signal=ended.signal is not None and not attempt.killed,
+            out_of_memory=ended.out_of_memory,
+            exit_code=ended.exit_code,
+            blames_node=ended.exit_code is not None and not attempt.killed and have_not_reported,
+        )
+        attempt.failures += map(failure_of, ended.ranks)
+        # An MPI launcher kills the other ranks itself, after the failure of one.
+        is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
+        self._kill_soon(KILLED_TOGETHER_S if is_cause else ERROR_REPORTS_S)
+
+    def _take_launch_failed(self, failed: LaunchFailed) -> None:
+        attempt = self._attempt
+        attempt.note_gone(failed.ranks)
+        how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
+        if attempt.killed and not any(failure.how == how for failure in attempt.failures):
+            return  # the kill came before the launch
+        log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        # What Slurm refuses for the job's request is no node's fault, and would be refused again.
+        if failed.is_refused:
+            words = f"Slurm refuses the step that starts the ranks: {failed.why}; ask for other nodes or GPUs"
+            attempt.failures.append(RankFailure(None, "", words, time.time(), comes_again=True))
+            self._kill_soon(ERROR_REPORTS_S)
+            return
+        host = failed.host or self._context.allocation.hosts[0]
+        failure = RankFailure(None, host, how, time.time(), at_launch=True)
+        # Without ranks the whole step failed: note one failure without a rank.
+        attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
+        self._kill_soon(ERROR_REPORTS_S)
+
+    def _kill_soon(self, wait_s: float) -> None:
+        """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
+        attempt, agents = self._attempt, self._context.agents
+        if not attempt.killed:
+            if attempt.kill_at is None and agents is not None:
+                agents.ask_for_unanswered()
+            soon = time.monotonic() + wait_s
+            attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+
+def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -> None:
+    """Note that ``host`` could not connect to ``address``. Only other nodes of the attempt count."""
+    peer = None if context.agents is None else context.agents.host_at(address)
+    if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
+        attempt.cut_links.add((host, peer))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))

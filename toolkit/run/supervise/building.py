@@ -1,0 +1,93 @@
+"""Builds a supervisor from its parts, for a Slurm job or for this machine.
+
+For a job, Slurm's variables and the config choose the parts.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, partial
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import logs, outages
+from toolkit.config import JobConfig
+from toolkit.errors import ConfigError, ToolkitError
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import pmi
+from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
+from toolkit.nodes.start.agents import Agents, Endpoint
+from toolkit.nodes.start.launcher import Launcher
+from toolkit.nodes.start.srun import SrunLauncher
+from toolkit.run.job.nodes import may_lose_nodes
+from toolkit.run.records import ownership
+from toolkit.run.requeue import batch_host_watch
+from toolkit.run.supervise.supervisor import Supervisor
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm, settings_of
+from toolkit.slurm.container import Container, outermost
+from toolkit.slurm.container import parse as parse_image
+
+log = logs.get(__name__)
+
+
+def open_endpoint(run: RunDir) -> Endpoint | None:
+    """Return the endpoint that outlives a supervisor; None if it cannot be opened.
+
+    Without it each supervisor opens its own, which reports the error.
+    """
+    try:
+        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
+    except (OSError, ToolkitError) as error:
+        log.warning("a supervisor that is killed would lose its ranks: %s", error)
+        return None
+
+
+def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
+    """Return the supervisor of ``run``, with the launcher that its ranks need. ``where`` is ``slurm`` or ``local``."""
+    token = os.environ.get(ownership.TOKEN_VARIABLE)
+    config = outages.persist(lambda: _config(run, token), run.path, "read")
+    if where == "local":
+        allocation = Allocation.local(config.cluster)
+        container = _container(run, config, allocation)
+        agents = Agents(run, allocation, LocalAgent(run))
+        launcher: Launcher = AgentLauncher(run, allocation, agents, container)
+        return Supervisor(run, config, allocation, launcher, None, agents, container, token)
+    slurm = Slurm()
+    allocation = Allocation.slurm(os.environ, slurm)
+    container = _container(run, config, allocation)
+    watch = (
+        partial(batch_host_watch.command, run, allocation) if may_lose_nodes(config, len(allocation.hosts)) else None
+    )
+    agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
+    # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
+    if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
+        launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
+    else:
+        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
+    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
+
+
+def _config(run: RunDir, token: str | None) -> JobConfig:
+    """Return the run's config. Raises OSError where a file server that is away hides the folder: that passes."""
+    run.config.stat()
+    try:
+        ownership.adopt_config(run, token)
+        return configs.load_config(run.config, site=False)
+    except ConfigError:
+        run.config.stat()  # it was hidden just now
+        raise
+
+
+def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
+    """Return the container, if any. It shows all runs, the start folder, the data, and what the config names."""
+    if config.cluster.container is None:
+        return None
+    here = Path.cwd()
+    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
+    named = (config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts)
+    folders: list[str | Path] = [run.path.parent.parent, here, data, *filter(None, named)]
+    gpus = allocation.gpus_per_node > 0
+    image = parse_image(config.cluster.container)
+    return Container(image, outermost(folders), workdir=str(here), code=str(run.code), gpus=gpus)

@@ -1,0 +1,222 @@
+"""Concludes an attempt: collects the facts, has them judged and carries out the verdict.
+
+The verdict is written into the run, and a requeue is asked of Slurm.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from toolkit import logs, outages
+from toolkit.errors import EXIT_FAILED, EXIT_STOPPED
+from toolkit.run.attempt import advice, script_errors
+from toolkit.run.attempt import verdict as ending
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.attempt.notify import notify
+from toolkit.run.attempt.verdict import judge
+from toolkit.run.job import node_history
+from toolkit.run.job.fate import JobFate
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.supervise.attempt_loop import note_cut_link
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.hang_investigation import remove_unused
+from toolkit.run.supervise.node_care import NodeCare
+from toolkit.run_files import STOPPED_PHASE, RunState
+
+#: Torch may be imported from a slow file server.
+IMPORTS_S, LOOK_EVERY_S = 60.0, 0.1
+
+log = logs.get(__name__)
+
+
+def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
+    """Judge an attempt whose ranks have ended, and record the verdict."""
+    attempt.ended = time.time()
+    context.journal.note_gain(attempt)
+    verdict = judge_attempt(context, attempt)
+    record(context, attempt, verdict)
+    if verdict.cause is Cause.MOVED:
+        care.give_back(attempt)
+    # Last: a job that is being ended has only seconds.
+    remove_unused(context.run.attempt_logs(attempt.number))
+    return verdict
+
+
+def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
+    """Return the verdict, after checking what the ranks have left, the nodes and Slurm.
+
+    A rank that hung, or was killed by a signal of unknown origin, makes its node suspect. The first time has no effect;
+    the second excludes the node. If enough nodes are left then, the attempt does not count as the run's failure.
+    """
+    outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
+    excuse_nodes(attempt)
+    note_lack_of_torch(context, attempt)
+    job, nodes = context.job, context.nodes
+    # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
+    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
+        is_cancelled = context.asked() is Intent.CANCEL
+        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
+    if job.slurm is not None and attempt.silent_nodes:
+        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
+    # Slurm may have requeued the job for a node that did not answer then, and does now.
+    if attempt.slurm is JobFate.REQUEUED:
+        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
+    for node in attempt.lost_nodes:
+        nodes.condemn(node, f"lost in attempt {attempt.number}")
+    # Nodes that could not start ranks count as lost.
+    for node in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+        nodes.condemn(node, f"ranks of attempt {attempt.number} could not be started there")
+        attempt.lost_nodes.add(node)
+    facts = _facts(context, attempt)
+    verdict = judge(facts)
+    host = verdict.suspect
+    if host is None or context.job.slurm is None:  # without Slurm there is no other node
+        return verdict
+    # A node that was suspected too often is excluded, and the attempt is judged again.
+    count = 1 + sum(past.suspect == host for past in facts.history)
+    return judge(replace(facts, condemned=host)) if context.nodes.suspect(host, count) else verdict
+
+
+def add_error_files(context: Context, attempt: Attempt) -> None:
+    """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
+    if context.is_foreign:
+        attempt.failures = script_errors.explained(context.run, attempt, context.config.secrets)
+    reported: dict[int, RankFailure] = {}
+    hosts = attempt.rank_hosts
+    for failure in read_error_files(context.run.attempt_logs(attempt.number)):
+        rank = failure.rank
+        assert rank is not None
+        if rank in attempt.lost_ranks or rank >= len(hosts):
+            continue
+        # torch's format has no host
+        reported[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
+        if failure.unreached is not None:
+            note_cut_link(context, attempt, hosts[rank], failure.unreached)
+    # A rank's own words replace its exit code, but not the signal that killed it.
+    kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
+    attempt.failures = [*kept, *reported.values()]
+
+
+def excuse_nodes(attempt: Attempt) -> None:
+    """Blame no node for ranks that ended unreported if most nodes have such ranks."""
+    unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+    if len(unreported) > len({*attempt.rank_hosts}) / 2:
+        attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+
+
+def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
+    """Note that ranks could not be started where torch cannot be imported, if it can on another node of the attempt.
+
+    The first node to fail may be known before another one has imported torch, which is waited for.
+    """
+    known = {} if context.agents is None else context.agents.has_torch
+    hosts = {*attempt.plan.hosts}
+    lacking = {failure.host for failure in attempt.failures if known.get(failure.host) is False} & hosts
+    others = hosts - lacking
+    deadline = time.monotonic() + IMPORTS_S
+    # A signal or a user's request is more urgent.
+    while lacking and not any(map(known.get, others)) and context.events.empty() and context.asked() is None:
+        if others <= known.keys() or time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK_EVERY_S)
+    if any(map(known.get, others)):
+        batch_host = attempt.rank_hosts.index  # the store is started there, with the node's first rank
+        attempt.failures = [
+            replace(failure, at_launch=True, rank=batch_host(failure.host) if failure.rank is None else failure.rank)
+            if failure.host in lacking and failure.rank not in attempt.heard
+            else failure
+            for failure in attempt.failures
+        ]
+
+
+def _facts(context: Context, attempt: Attempt) -> Facts:
+    assert attempt.exit_code is not None
+    retry = context.config.retry
+    return Facts(
+        exit_code=attempt.exit_code,
+        failures=tuple(attempt.failures),
+        stopped_cleanly=_has_stopped_cleanly(context, attempt),
+        stop=attempt.stop,
+        stop_note=attempt.stop_note,
+        vacated_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.vacated_nodes.items()),
+        slurm=attempt.slurm,
+        lost_nodes=tuple(sorted(attempt.lost_nodes)),
+        can_go_on=context.nodes.plan() is not None,
+        has_result=attempt.result is not None,
+        has_lost_ranks=bool(attempt.lost_ranks),
+        hang=attempt.hang,
+        cut_links=tuple(sorted(attempt.cut_links)),
+        hosts=attempt.plan.hosts,
+        step_start=attempt.progress.step_start,
+        step_end=attempt.progress.step,
+        step_saved=attempt.step_saved,
+        gained_s=attempt.gained_s,
+        lost_s=attempt.lost_s,
+        is_foreign=context.is_foreign,
+        history=context.journal.history(),
+        budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
+    )
+
+
+def _has_stopped_cleanly(context: Context, attempt: Attempt) -> bool:
+    """True if all ranks have stopped, and what they had made is saved.
+
+    The exit code alone does not say so: code of the user may end with the same one. A stop is reported by rank 0 when
+    it is committed. Its last report may have been lost; then the checkpoint tells. Of a script nothing more is known.
+    """
+    if not attempt.stopped or attempt.failures or attempt.lost_nodes:
+        return False
+    saved, progress = attempt.step_saved or 0, attempt.progress
+    is_saved = saved >= (progress.step or 0) and saved > (progress.step_start or 0)
+    return context.is_foreign or progress.phase == STOPPED_PHASE or is_saved
+
+
+def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
+    """Write how an attempt has ended, and what follows. Where the run is to be requeued, ask Slurm for it."""
+    run, journal = context.run, context.journal
+    log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
+    context.note_usage(attempt, is_last=True)
+    outages.persist(lambda: journal.add(attempt, verdict), run.path)
+    if context.job.slurm is not None:
+        node_history.note(run, attempt.nodes_at_fault(verdict.suspect))
+    if verdict.decision is Decision.RESTART:
+        journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
+        return
+    state, why = _state(verdict), verdict.line
+    journal.set_status(state, attempt, why=why, ended=time.time())
+    # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
+    if verdict.decision is Decision.REQUEUE:
+        seen = JobFate.UNKNOWN if context.requeue is None else context.requeue.requeue()
+        if seen is JobFate.REQUEUED:
+            return
+        if seen is JobFate.CANCELLED:
+            state, why = stop_request.end_state(context.asked()), f"{why}; cancelled before it was requeued"
+        else:
+            why = f"{why}; but Slurm did not take it back"
+            state = RunState.STOPPED
+        journal.set_status(state, attempt, why=why, ended=time.time())
+    outages.persist(lambda: journal.write_result(attempt, state, why), run.path)
+    if state is not RunState.COMPLETED:
+        log.info("next: %s", advice.of(run))
+
+
+def end_before_start(context: Context) -> int:
+    """Write the result of a run that a user ended before it started again. Return the job's exit code."""
+    state = stop_request.end_state(context.asked())
+    outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
+    notify(context.run)
+    return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
+
+
+def _state(verdict: Verdict) -> RunState:
+    """Return the run's state after a verdict that ends the job."""
+    if verdict.decision is Decision.REQUEUE:
+        return RunState.REQUEUED
+    if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
+        return RunState(verdict.cause)
+    return RunState.FAILED

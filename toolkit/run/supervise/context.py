@@ -1,0 +1,139 @@
+"""What the parts of a supervisor share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from toolkit import logs, rundir, staging
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.foreign import without_snapshot
+from toolkit.nodes.start.launcher import Events
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.job_usage import UsageRecorder
+from toolkit.run.attempt.journal import Journal
+from toolkit.run.job.nodes import Nodes
+from toolkit.run.job.slurm_job import SlurmJob
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.ownership import Claim
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.requeue.requeue import JobRequeue
+from toolkit.run.supervise import hang_investigation
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.container import Container
+
+log = logs.get(__name__)
+
+
+@dataclass
+class Context:
+    """The supervised run, and its present job."""
+
+    run: RunDir
+    config: JobConfig
+    allocation: Allocation
+    agents: Agents | None
+    container: Container | None
+    job: SlurmJob
+    nodes: Nodes
+    journal: Journal
+    events: Events
+    usage: UsageRecorder
+    requeue: JobRequeue | None  #: None without Slurm
+    claim: Claim = field(init=False)  #: once the run is this job's
+
+    @classmethod
+    def of(
+        cls,
+        run: RunDir,
+        config: JobConfig,
+        allocation: Allocation,
+        slurm: SlurmCommands | None,
+        agents: Agents | None,
+        container: Container | None,
+    ) -> Context:
+        """Return the context of a new supervisor, with all its parts. Without ``slurm`` it is of this machine."""
+        spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
+        nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
+        return cls(
+            run,
+            config,
+            allocation,
+            agents,
+            container,
+            job=SlurmJob(slurm, allocation, config.cluster.signal_delay_s),
+            nodes=nodes,
+            journal=Journal(run, allocation, nodes),
+            events=SimpleQueue(),
+            usage=UsageRecorder(run, allocation, config.cluster.price, os.environ),
+            requeue=None if slurm is None else JobRequeue(run, allocation, slurm, nodes),
+        )
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a script under ``toolkit exec``."""
+        return self.config.job == FOREIGN_JOB
+
+    def note_usage(self, attempt: Attempt, *, is_last: bool = False) -> None:
+        """Have the journal write what the job uses, as far as the agents have told."""
+        if self.agents is not None:
+            samples = dict(self.agents.usages)  # another thread adds to it
+            self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
+
+    def note_ready(self, attempt: Attempt) -> None:
+        """Note when the agents were ordered, and when that of rank 0's node was ready.
+
+        The times at which it had connected and had imported torch are noted.
+        """
+        if self.agents is not None and attempt.start is not None and not attempt.start.marks:
+            ready = dict(self.agents.ready)  # another thread adds to it
+            main_host = attempt.rank_hosts[0]
+            marks = {name: moment for (host, name), moment in ready.items() if host == main_host or name == "prepared"}
+            attempt.start = attempt.start.replace(marks=marks)
+
+    def prepare_requeue(self) -> None:
+        """Submit the follow-up jobs that the job needs, as far as Slurm has described it."""
+        if self.requeue is not None:
+            self.requeue.prepare(self.job.row, self.job.settings, self.claim)
+
+    def asked(self) -> Intent | None:
+        """Return what a user has asked of the run. None also where the file cannot be read at this moment."""
+        try:
+            return stop_request.asked(self.run)
+        except OSError as error:  # the ranks, which may be about to save, must not end with the supervisor
+            log.warning("%s: it cannot be seen whether a stop was asked for: %s", self.run.path, error)
+            return None
+
+    def rank_command(self) -> list[str]:
+        """Return the command that every rank runs."""
+        module = ["toolkit.nodes.start.foreign"] if self.is_foreign else ["toolkit", "run"]
+        module.append(str(self.run.config))
+        return self.container.command(module) if self.container else [sys.executable, "-P", "-m", *module]
+
+    def rank_environ(self, attempt: int) -> dict[str, str]:
+        """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
+        environ = dict(os.environ)
+        environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
+        environ.pop(staging.VARIABLE, None)  # a rank that submits this run has copies on its own node only
+        environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
+        environ.update(
+            {
+                rundir.RUN_DIR_VARIABLE: str(self.run.path),
+                "TOOLKIT_RUNS": str(self.run.path.parent.parent),
+                "TOOLKIT_ATTEMPT": str(attempt),
+                rundir.OWNER_VARIABLE: str(self.claim.number),
+                "TOOLKIT_SUPERVISED": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
+        environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
+        environ.update(hang_investigation.debug_environment(self.run.attempt_logs(attempt), environ))
+        # a process that is forked for a foreign script must have been started with the script's own import path
+        return without_snapshot(environ, self.run.code) if self.is_foreign else environ

@@ -1,0 +1,150 @@
+"""Looks for dead, drained and sick nodes while ranks work on them, and reacts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from toolkit import hostlist, logs, outages
+from toolkit.errors import SlurmError
+from toolkit.nodes.start.launcher import Events, NodeFailed
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import Stop
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.stop_path import StopPath
+
+#: A run whose steps take longer stays on a drained or sick node: its ranks could give the stop up.
+LONGEST_STEP_TO_MOVE_S = 30.0
+#: A run with less time than this until it stops for the time limit stays, too: the next start comes soon anyway.
+LEAST_TIME_TO_MOVE_S = 300.0
+#: Each question is a line in the log of a node's slurmd.
+ASK_DEAD_EVERY_S = 3.0
+#: The controller answers with every node of the cluster, so one question is asked for the whole job, and rarely.
+ASK_DRAINED_EVERY_S = 60.0
+
+log = logs.get(__name__)
+
+
+class NodeCare:
+    """Watches the nodes of a job, in all its attempts."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._dead: NodePoller | None = None
+        self._drained: NodePoller | None = None
+        slurm = context.job.slurm
+        if slurm is not None:
+            self._dead = for_dead_nodes(context.events, slurm.available, context.job.unreachable)
+            if len(context.allocation.hosts) > 1:  # a job on one node cannot leave it
+                self._drained = for_drained_nodes(slurm.drained)
+
+    def look_for_dead(self, attempt: Attempt) -> None:
+        """Look for dead nodes where another node could take over.
+
+        Else Slurm requeues the job, and a network recovers.
+        """
+        context = self._context
+        if self._dead is None or context.agents is None or not context.nodes.can_lose_one:
+            return
+        # Also during a kill: a dead node never reports the end of its ranks.
+        elsewhere = {*attempt.plan.hosts} - {context.allocation.hosts[0]}
+        self._dead.look(context.agents.silent_hosts & elsewhere - attempt.lost_nodes)
+
+    def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
+        """Ask the ranks to stop where good spares can replace drained or sick nodes. No step is lost by it."""
+        agents, nodes = self._context.agents, self._context.nodes
+        if agents is None:
+            return
+        drained: Mapping[str, str] = {}
+        if self._drained is not None:
+            self._drained.look(self._context.allocation.hosts)
+            drained = self._drained.found
+        nodes.note(sick={**self._context.usage.slow_links, **agents.sick_hosts}, drained=drained)
+        # Move only if good spares are there and the stop costs no step.
+        leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
+        is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
+        if not leaving or is_ending or self._context.is_foreign:
+            return
+        step_s = attempt.mean_step_s
+        if step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
+            return
+        # A job that ends soon goes on elsewhere anyway.
+        if self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S):
+            return
+        log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
+        attempt.vacated_nodes = leaving
+        for host, bad in leaving.items():
+            nodes.condemn(host, bad.why, is_drained=bad.is_drained)
+        stops.ask(Stop.MOVE)
+
+    def give_back(self, attempt: Attempt) -> None:
+        """Give the drained nodes that were left back to Slurm. Their administrator waits until no job is there."""
+        job, agents = self._context.job, self._context.agents
+        drained = {host for host, bad in attempt.vacated_nodes.items() if bad.is_drained}
+        row = job.show() if drained else None
+        if job.slurm is None or row is None or agents is None:
+            return
+        for host in drained:
+            agents.dismiss(host)
+        keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
+        give_back = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
+        outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", wait_s=0.0)
+
+
+class NodePoller:
+    """Calls ``ask`` with hosts in a thread. At most once in ``every_s``, and not while an earlier call lasts."""
+
+    def __init__(
+        self, ask: Callable[[list[str]], Mapping[str, str]], every_s: float, clock: Callable[[], float], first: float
+    ) -> None:
+        self._ask, self._every_s, self._clock, self._next = ask, every_s, clock, first
+        self._thread: threading.Thread | None = None
+        self.found: Mapping[str, str] = {}  #: the problems by host, as of the last answer
+
+    def look(self, hosts: Collection[str]) -> None:
+        """Have ``hosts`` asked about, if there are any and it is time."""
+        is_asking = self._thread is not None and self._thread.is_alive()
+        if hosts and not is_asking and self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            self._thread = threading.Thread(target=self._find, args=[sorted(hosts)], daemon=True)
+            self._thread.start()
+
+    def _find(self, hosts: list[str]) -> None:
+        try:
+            self.found = self._ask(hosts)
+        except SlurmError as error:  # a controller that does not answer changes nothing
+            log.debug("Slurm does not say how the nodes are: %s", error)
+
+
+def for_dead_nodes(
+    events: Events,
+    is_connected: Callable[[], bool],
+    unreachable: Callable[[Sequence[str]], set[str]],
+    clock: Callable[[], float] = time.monotonic,
+) -> NodePoller:
+    """Return the poller that puts dead nodes into the queue as NodeFailed.
+
+    Slurm itself needs SlurmdTimeout for it, 300 s by default. Ask only about silent nodes, and only where another node
+    could take over: a network that is away for half a minute must not end a run that would be requeued for it.
+    ``is_connected`` tells whether Slurm's controller answers: if not, this node may be the one that is cut off.
+    ``unreachable`` returns the nodes that do not answer; it may take seconds.
+    """
+
+    def ask(hosts: list[str]) -> Mapping[str, str]:
+        missing = unreachable(hosts)
+        dead = sorted(missing) if missing and is_connected() else []
+        for host in dead:
+            events.put(NodeFailed(host))
+        return dict.fromkeys(dead, "does not answer")
+
+    return NodePoller(ask, ASK_DEAD_EVERY_S, clock, first=0.0)
+
+
+def for_drained_nodes(
+    drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
+) -> NodePoller:
+    """Return the poller that finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
+    first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
+    return NodePoller(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)

@@ -1,0 +1,146 @@
+"""The one way in which ranks are asked to stop.
+
+A user, a signal or the clock may want it: in each case the store's agreement is proposed. The ranks commit and exit
+with 75, and what happens next is judged like any other end.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from queue import Empty
+
+from toolkit import logs
+from toolkit.nodes.start.launcher import RunningRanks, Store
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import Stop
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.supervise.context import Context
+from toolkit.run_files import RunState
+
+#: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
+VERDICT_S = 5.0
+#: From the request to stop until the ranks are killed. They exit by themselves after FORCE_AFTER_S of ranks/session.py.
+STOP_LIMIT_S = 150.0
+#: A foreign script gets this long after SIGTERM.
+FOREIGN_STOP_LIMIT_S = 30.0
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The event that this process has received a signal."""
+
+    number: signal.Signals
+
+
+def why_stop(context: Context, number: signal.Signals) -> Stop:
+    """Return what a signal to this process means."""
+    wanted = context.asked()
+    if wanted is Intent.CANCEL:
+        return Stop.CANCEL
+    if wanted is Intent.STOP or number is signal.SIGINT or context.allocation.job_id is None:
+        return Stop.USER
+    return Stop.SIGNAL
+
+
+def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
+    """Return whether Slurm sent the signal for the time limit. Then no user wants a stop; the clock is watched here."""
+    return not context.asked() and context.job.takes_limit_signal(number)
+
+
+def is_being_ended(context: Context) -> bool:
+    """True if a signal waits in the queue, or Slurm ends the job. The queue keeps its events."""
+    waiting = [context.events.get() for _ in range(context.events.qsize())]
+    for event in waiting:  # put them back: answers of late nodes may be among them
+        context.events.put(event)
+    has_signal = any(isinstance(event, Signalled) for event in waiting)
+    return has_signal or not context.job.state().is_left_alone
+
+
+def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool:
+    """Wait ``pause_s`` while there are no ranks; return whether a signal stops the run.
+
+    It may come in the checks, between two attempts, or in a pause.
+    """
+    deadline = time.monotonic() + pause_s
+    while attempt.stop is None:
+        try:
+            event = context.events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            break
+        if isinstance(event, Exception):  # as in an attempt: the agents are served no more
+            raise event
+        if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
+            attempt.stop, attempt.stop_asked = why_stop(context, event.number), time.time()
+            log.warning("%s: the ranks are not started", event.number.name)
+    return attempt.stop is not None
+
+
+class StopPath:
+    """Asks the ranks of one attempt to stop."""
+
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store) -> None:
+        self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
+
+    def ask(self, stop: Stop) -> None:
+        """Ask the ranks to stop.
+
+        The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
+        """
+        attempt, context = self._attempt, self._context
+        # Without Slurm a cancel kills at once.
+        if stop is Stop.CANCEL and context.allocation.job_id is None:
+            attempt.kill_at = time.monotonic()
+        # A stop is under way: only a user's request changes its reason.
+        if attempt.stop not in (None, Stop.MOVE):
+            attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
+            return
+        attempt.stop, attempt.stop_asked = stop, time.time()
+        context.journal.set_status(RunState.STOPPING, attempt)  # now: if we are killed before the end, this tells why
+        if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
+            return
+        limit_s = STOP_LIMIT_S
+        # A foreign script knows no agreement: it gets a signal.
+        if context.is_foreign:
+            self._ranks.kill(signal.SIGTERM)
+            limit_s = FOREIGN_STOP_LIMIT_S
+        else:
+            self._store.propose("stop", by=f"the supervisor ({stop})")
+        if stop is not Stop.MOVE:  # a move has time for the longest save; a hang is noticed as in training
+            attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
+
+    def take_signal(self, number: signal.Signals) -> None:
+        """Stop for a signal to this process. The one by which Slurm announces the time limit is ignored."""
+        context = self._context
+        if is_slurms_signal(context, number):
+            return
+        log.warning("%s: asking the ranks to stop", number.name)
+        if number is signal.SIGTERM and context.job.slurm is not None:
+            wait_s = context.job.settings.kill_wait_s
+            self._attempt.ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
+        self.ask(why_stop(context, number))
+
+    def watch_the_clock(self) -> None:
+        """Stop in time before the limit, without any signal configured."""
+        attempt = self._attempt
+        if attempt.stop is None and self._context.job.is_nearly_over_still(attempt.save_s):
+            log.warning("the time limit is near: asking the ranks to stop")
+            self.ask(Stop.CLOCK)
+
+    def leave_the_rest_to_slurm(self) -> None:
+        """Wait no longer for ranks once Slurm is about to kill this process.
+
+        KillWait after it has told a job to end, Slurm kills all that is left of it, this process too; its verdict would
+        then be lost. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
+        """
+        attempt = self._attempt
+        if attempt.ask_slurm_at is None or time.monotonic() < attempt.ask_slurm_at:
+            return
+        attempt.ask_slurm_at = None
+        if self._context.job.is_being_ended():
+            log.warning("Slurm ends the job: not waiting for its ranks any longer")
+            attempt.stopped.clear()  # whether the others have committed, too, will not be known
+            self._ranks.abandon()

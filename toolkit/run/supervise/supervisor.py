@@ -1,0 +1,213 @@
+"""The supervisor: the one process that owns a run's lifecycle.
+
+It runs on the batch host or on this machine. It starts an attempt (a fresh store, then the ranks), has it watched to
+its end, judges how it ended, records the verdict and restarts, requeues or finishes. Ranks own only training. The
+supervisor imports no torch, so it is up in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from toolkit import logs
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.launcher import Events, Launcher
+from toolkit.nodes.start.staging import NodeStaging
+from toolkit.run.attempt import advice
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import Cause, Decision, Verdict
+from toolkit.run.attempt.notify import notify
+from toolkit.run.records.ownership import Claim
+from toolkit.run.supervise import left_over
+from toolkit.run.supervise.attempt_loop import AttemptLoop, run_attempt
+from toolkit.run.supervise.beginning import has_ended, take_run
+from toolkit.run.supervise.conclusion import conclude, end_before_start, record
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.node_care import NodeCare
+from toolkit.run.supervise.node_checks import mark_bad_nodes
+from toolkit.run.supervise.other_runs import wait_for_other_runs
+from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause, why_stop
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.container import Container
+
+#: Pause before a restart after an attempt that made no step. It doubles after each further one, up to the second value.
+#: A file system that is away for some seconds must not use up all restarts, which take only a second each.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+log = logs.get(__name__)
+
+
+class Supervisor:
+    """Carries one run to its end. ``launcher``, ``agents`` and ``slurm`` are its interfaces to the outside."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: JobConfig,
+        allocation: Allocation,
+        launcher: Launcher,
+        slurm: SlurmCommands | None,
+        agents: Agents | None = None,
+        container: Container | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._run, self._config, self._allocation = run, config, allocation
+        self._launcher, self._agents, self._token = launcher, agents, token
+        self._attempts_without_step = 0  #: attempts in a row that made no step
+        self._context = context = Context.of(run, config, allocation, slurm, agents, container)
+        self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
+        self._care = NodeCare(context)
+
+    def run(self, earlier_death: str | None = None) -> int:
+        """Make attempts until one finishes or no more may be made. Return the exit code of the job.
+
+        ``earlier_death`` says how the supervisor before this one died, if it is known. Raises Overtaken when the run
+        belongs to another job.
+        """
+        _install_handlers(self._events)
+        # Look for ranks of a dead supervisor first: they may still train, and can be taken over.
+        left = None if earlier_death is None else left_over.find_running(self._run, self._allocation)
+        claim = None if left is None else Claim.of_dead(self._run, self._allocation)
+        self._context.claim = claim or Claim.of_job(self._run, self._allocation, self._token)
+        self._journal.read()
+        if has_ended(self._context, earlier_death):
+            return EXIT_DONE
+        take_run(self._context)
+        # Go on with the ranks that still run, else start anew.
+        try:
+            verdict = None if left is None or claim is None else self._take_over(left)
+            verdict = verdict or self._start(earlier_death)
+        finally:
+            if self._agents is not None:
+                self._agents.close()
+        # A user ended the run before it started again.
+        if verdict is None:
+            return end_before_start(self._context)
+        # The run is over for good: cancel its follow-up jobs.
+        if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
+            self._context.requeue.dismiss()
+        notify(self._run)
+        return _exit_code(verdict)
+
+    # ------------------------------------------------------------------------------------------------- the beginning
+
+    def _start(self, earlier_death: str | None) -> Verdict | None:
+        """Start anew; return None for a run that a user has ended."""
+        self._look()
+        if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
+            self._events.put(Signalled(signal.SIGTERM))
+        left_over.close(self._context, earlier_death)
+        self._journal.announce()
+        ended = wait_for_other_runs(self._context)
+        if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
+            return ended
+        # The agents import torch while this process does the rest. Each attempt's order has its own number.
+        plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
+        staging = NodeStaging(self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
+        staging.decide()
+        self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
+        staging.begin()
+        self._context.prepare_requeue()
+        mark_bad_nodes(self._context)
+        plan = self._nodes.plan()  # without nodes that are bad
+        staging.wait(() if plan is None else plan.hosts, self._events)
+        return self._run_attempts()
+
+    def _look(self) -> None:
+        """Ask Slurm how the job stands and what it is called there."""
+        self._context.job.look()
+        row = self._context.job.row
+        self._context.claim.note_command(None if row is None else row.command)
+
+    def _take_over(self, attempt: Attempt) -> Verdict | None:
+        """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
+        context = self._context
+        command, environ = context.rank_command(), context.rank_environ(attempt=0)
+        ranks = self._launcher.take_over(attempt.number, attempt.plan, command, environ, self._events)
+        if ranks is None:
+            context.claim.renew()  # ranks that are left must not write any more
+            self._forget_events()
+            return None
+        self._look()  # only now: agents do not wait for a slow controller
+        log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
+        self._journal.take_over(attempt)
+        self._nodes.note_used(attempt.plan)
+        self._context.prepare_requeue()
+        loop = AttemptLoop(context, attempt, *ranks, self._care)
+        # The dead supervisor may have begun a stop, and a user may have asked for one since.
+        stop, attempt.stop = attempt.stop, None
+        if context.asked():
+            stop = why_stop(context, signal.SIGTERM)
+        if stop is not None:  # the ranks may not have been told
+            loop.stops.ask(stop)
+        loop.run()
+        # From here on like any other attempt.
+        verdict = self._conclude(attempt)
+        return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
+
+    def _forget_events(self) -> None:
+        """Forget what agents have told of an attempt that is over. Signals and threads' errors are for what follows."""
+        events = [self._events.get() for _ in range(self._events.qsize())]
+        for event in events:
+            if isinstance(event, (Signalled, Exception)):
+                self._events.put(event)
+
+    # -------------------------------------------------------------------------------------------------- the attempts
+
+    def _run_attempts(self) -> Verdict:
+        while (plan := self._nodes.plan()) is not None:
+            self._nodes.note_used(plan)
+            attempt = self._new_attempt(plan)
+            # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
+            tries = self._attempts_without_step
+            pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S) if tries else 0.0
+            if stopped_in_pause(self._context, attempt, pause_s):
+                attempt.exit_code = EXIT_STOPPED
+            else:
+                run_attempt(self._context, attempt, self._launcher, self._care)
+            verdict = self._conclude(attempt)
+            if verdict.decision is not Decision.RESTART:
+                return verdict
+        # The checks have found bad nodes, or nodes have died together with the last supervisor. Record an attempt
+        # without ranks, so that the history has a line for this requeue.
+        bad = self._nodes.out
+        attempt = self._new_attempt(self._allocation)
+        attempt.lost_nodes, attempt.ended = set(bad), time.time()
+        why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
+        verdict = Verdict(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
+        record(self._context, attempt, verdict)
+        return verdict
+
+    def _new_attempt(self, plan: Allocation) -> Attempt:
+        number = self._journal.next_number()
+        if number == 2 and (note := advice.of_restarts(self._context.run, number)):
+            log.warning("%s", note)
+        start = None if self._context.is_foreign else self._journal.begin(self._context.job.row)
+        return Attempt(number, time.time(), plan, start)
+
+    def _conclude(self, attempt: Attempt) -> Verdict:
+        verdict = conclude(self._context, attempt, self._care)
+        # Attempts without a step lengthen the pause before the next one.
+        made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
+        self._attempts_without_step = 0 if made_a_step or self._context.is_foreign else self._attempts_without_step + 1
+        return verdict
+
+
+def _install_handlers(events: Events) -> None:
+    """Replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt itself safely."""
+    for number in SIGNALS:
+        signal.signal(number, lambda n, _: events.put(Signalled(signal.Signals(n))))
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _exit_code(verdict: Verdict) -> int:
+    if verdict.cause is Cause.COMPLETED:
+        return EXIT_DONE
+    return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
