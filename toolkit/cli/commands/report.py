@@ -1,6 +1,6 @@
 """one HTML file about runs: curves, attempts, times, nodes, differences"""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from toolkit.cli import arguments
 from toolkit.errors import RequestError
@@ -15,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
     parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html in the current folder")
     parser.add_argument("--compare", metavar="RUN", help="show how the runs differ from this one")
-    parser.add_argument("--png", action="store_true", help="a picture of it beside it; needs Chromium or Chrome")
+    parser.add_argument("--png", action="store_true", help=SUPPRESS)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a file")
 
 
@@ -24,19 +24,18 @@ def run(args: Namespace) -> None:
 
     from toolkit import fsio, rundir
     from toolkit.cli import selection, show
-    from toolkit.cli.report import browser, facts, page
+    from toolkit.cli.report import facts, page
 
+    if args.png:
+        raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
     runs, _ = selection.named(list(dict.fromkeys(args.run)))
     other = rundir.find(args.compare) if args.compare else None
-    if args.json and (args.png or args.to):
-        raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to and --png")
-    # Refuse a bad target or a missing browser first: reading the runs may take long.
+    if args.json and args.to:
+        raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to")
+    # Refuse a bad target first: reading the runs may take long.
     target = None
     if not args.json:
         target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)
-    program = browser.find() if args.png else None
-    if target is not None and program is not None and not target.exists():
-        arguments.new_path("--png", str(target.with_suffix(".png")))  # beside a report of ours a picture is ours, too
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:
@@ -44,7 +43,3 @@ def run(args: Namespace) -> None:
         return
     fsio.write_atomic(target, page.page(found, compared, time.time()))
     print(target)
-    if program is not None:
-        picture = target.with_suffix(".png")
-        fsio.write_atomic(picture, browser.picture(program, target))
-        print(picture)
