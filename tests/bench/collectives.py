@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def be_rank(given: argparse.Namespace) -> None:
-    from toolkit.ranks import mpi
+    from toolkit.plugins.mpi import backend as mpi
 
     torch.set_num_threads(1)
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))

@@ -14,7 +14,7 @@ import time
 
 from tests import gold
 from tests.bench import record
-from toolkit.why.rules import all_rules
+from toolkit.plugins.why.rules import all_rules
 
 
 def table() -> str:

@@ -582,7 +582,7 @@ def _outcome(call: Callable[[Any], None], team: Team | None) -> str:
 
 def main(folder: Path) -> None:
     """One rank of an MPI launch; writes its outcomes to ``rank-N.json``."""
-    from toolkit.ranks import mpi
+    from toolkit.plugins.mpi import backend as mpi
 
     torch.set_num_threads(1)
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import COMMANDS
+from toolkit import registry
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
@@ -22,19 +22,20 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     [
         *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "log_text", "logs"),
-        *("node_memory", "open_files", "origin", "outages", "proc_stat", "process_identity", "records"),
+        *("node_memory", "open_files", "origin", "outages", "proc_stat", "process_identity", "records", "registry"),
         *("run_files", "rundir", "secret_values", "signals", "terminal", "tracebacks", "trust", "user_cache"),
     ],
     ["slurm", "staging"],
-    ["config", "health", "testing"],
+    ["config", "health"],
     ["nodes"],
     ["hang"],
     ["ranks"],
     ["checkpoint", "data", "metrics"],
     ["strategies", "run"],
     ["train"],
-    ["diagnose", "integrations", "sweep", "why", "trackers"],
+    ["diagnose", "sweep", "trackers"],
     ["cli"],
+    ["plugins"],
 ]
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 #: The floors inside a package.
@@ -120,6 +121,13 @@ def test_imports_point_down() -> None:
     assert upward == []
 
 
+def test_no_plugin_imports_another() -> None:
+    for path in (PACKAGE / "plugins").rglob("*.py"):
+        own = f"toolkit.plugins.{path.relative_to(PACKAGE / 'plugins').parts[0]}"
+        others = {m for m in imports_of(path) if m.startswith("toolkit.plugins.") and not m.startswith(own)}
+        assert not others, path
+
+
 @pytest.mark.parametrize("package", ROOMS)
 def test_imports_inside_a_package_point_down(package: str) -> None:
     floor_of = {room: floor for floor, rooms in enumerate(ROOMS[package]) for room in rooms}
@@ -140,7 +148,7 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run", "diagnose", "why"),
+    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run", "diagnose"),
     *("sweep", "trackers", "cli"),
 ]
 #: What takes seconds to import, or is not there on a login node.
@@ -175,8 +183,8 @@ def loads_of(path: Path, in_functions: bool = False) -> tuple[str, ...]:
     return tuple(loads(tree_of(path).body, in_functions))
 
 
-def file_of(command: str) -> Path:
-    return PACKAGE / f"cli/commands/{command.replace('-', '_')}.py"
+def file_of(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
 
 
 def way_to_heavy(names: Iterable[str]) -> str | None:
@@ -208,7 +216,10 @@ def test_login_node_modules_never_import_torch(part: str) -> None:
 
 
 def test_no_command_of_the_login_node_reaches_torch_by_its_imports() -> None:
-    ways = {command: way_to_heavy(loads_of(file_of(command), in_functions=True)) for command in COMMANDS}
+    ways = {
+        command: way_to_heavy(loads_of(file_of(module), in_functions=True))
+        for command, module in registry.names("commands").items()
+    }
     assert {command: way for command, way in ways.items() if way and command not in WITH_TORCH} == {}
     assert {command for command, way in ways.items() if way} == WITH_TORCH, "the walk finds torch where it is needed"
 

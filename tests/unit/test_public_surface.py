@@ -19,7 +19,7 @@ from toolkit.run_files import RunResult, RunState
 
 ROOT = Path(__file__).parents[2]
 #: The public packages beside ``toolkit`` itself.
-PACKAGES = ("toolkit.integrations", "toolkit.testing")
+PACKAGES = ("toolkit.plugins.integrations", "toolkit.plugins.testing")
 
 
 @pytest.mark.parametrize("name", toolkit.__all__)

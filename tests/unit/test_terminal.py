@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.test_why import attempt
+from tests.unit.attempts import attempt
 from toolkit import fsio, logs, rundir, terminal
 from toolkit.cli import follow, show, watch
 from toolkit.cli import main as cli

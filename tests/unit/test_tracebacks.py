@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import tracebacks
-from toolkit.why.diagnosis import cause_or_exception
+from toolkit.plugins.why.diagnosis import cause_or_exception
 
 #: A model whose layers do not fit; its file is in a run's copy of the sources.
 MODEL = """\

@@ -12,8 +12,9 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
+
+from toolkit import registry
 
 #: The most runs that are offered, the newest first.
 MOST_RUNS = 200
@@ -59,11 +60,11 @@ def main(argv: Sequence[str]) -> int:
 def complete(line: str) -> list[str]:
     """Return the words that may replace the last word of ``line``."""
     words = _words(line)[1:]
-    from toolkit.cli.main import COMMANDS
+    from toolkit.cli.main import commands
 
     if len(words) < 2:
-        return [name for name in COMMANDS if name.startswith("".join(words))]
-    if words[0] not in COMMANDS or "--" in words[:-1]:
+        return [name for name in commands() if name.startswith("".join(words))]
+    if registry.where("commands", words[0]) is None or "--" in words[:-1]:
         return []
     offered = dict.fromkeys(word for word in _offered(words) if word.startswith(words[-1]))
     # Names by the alphabet, then run ids.
@@ -84,7 +85,7 @@ def _words(line: str) -> list[str]:
 def _offered(words: Sequence[str]) -> Iterable[str]:
     """Return the words that fit the last place: options, or values of one, or arguments."""
     parser = argparse.ArgumentParser(conflict_handler="resolve")
-    import_module(f"toolkit.cli.commands.{words[0].replace('-', '_')}").add_arguments(parser)
+    registry.find("commands", words[0]).add_arguments(parser)
     last, before = words[-1], words[-2]
     options = {name: action for action in parser._actions for name in action.option_strings}
     if before in options and options[before].nargs != 0:

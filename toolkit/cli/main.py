@@ -15,15 +15,14 @@ import select
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
-from toolkit import __version__, logs, terminal
+from toolkit import __version__, logs, registry, terminal
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
 
-#: The commands in the order of `toolkit --help`; each is a module of ``toolkit.cli.commands``.
-COMMANDS = (
+#: The order of `toolkit --help`, for the commands that come with the toolkit. Those of other plugins come last.
+ORDER = (
     *("submit", "sweep", "new", "supervise", "run", "exec"),  # starting runs
     *("status", "watch", "compare", "logs", "why"),  # looking at runs
     *("stacks", "profile", "set"),  # a run while it runs
@@ -60,15 +59,19 @@ def _main(words: Sequence[str]) -> int:
         from toolkit.cli import completion
 
         return completion.main(words[1:])
-    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
-        text = f"no command {words[0]!r}; {nearest(words[0], COMMANDS)}`toolkit --help` lists the commands"
-        print(f"toolkit: error: {text}", file=sys.stderr)
-        return EXIT_REQUEST
+    logs.setup_for_command()
     # Of one command only its own module is loaded: all would take longer than most commands.
-    args = parse(build_parser(tuple(words[:1]) if {*words[:1]} & {*COMMANDS} else COMMANDS), words)
+    if words and not words[0].startswith("-"):
+        if registry.where("commands", words[0]) is None:
+            text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
+            print(f"toolkit: error: {text}", file=sys.stderr)
+            return EXIT_REQUEST
+        parser = build_parser(tuple(words[:1]))
+    else:
+        parser = build_parser()
+    args = parse(parser, words)
     # These run a job, whose output is its own.
     is_job = args.command in ("run", "supervise")
-    logs.setup_for_command()
     try:
         with terminal.unguarded() if is_job else contextlib.nullcontext():
             code: int | None = args.run_command(args)
@@ -104,8 +107,14 @@ def _has_lost_reader(stream: TextIO) -> bool:
     return poll.poll(0) != []
 
 
-def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of these commands."""
+def commands() -> list[str]:
+    """Return the names of all commands, in the order of the help."""
+    there = registry.names("commands")
+    return [*(name for name in ORDER if name in there), *(name for name in there if name not in ORDER)]
+
+
+def build_parser(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of these commands, or of all."""
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Distributed PyTorch jobs on Slurm.",
@@ -113,13 +122,13 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for name in names:
-        module = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    for name in commands() if names is None else names:
+        module = registry.find("commands", name)
         text = module.__doc__ or ""
         # Each example is a command line with what it does below.
         examples = "".join(f"\n  {line}\n      {what}" for line, what in getattr(module, "EXAMPLES", ()))
-        command = commands.add_parser(
+        command = subparsers.add_parser(
             name,
             help=text.partition("\n")[0],
             description=text,

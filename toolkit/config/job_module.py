@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from toolkit import registry
 from toolkit.config.schema import JobConfig
 from toolkit.config.source import PythonSource, read_source
 from toolkit.config.words import one_of
@@ -126,12 +127,16 @@ def params_source(source: PythonSource, project: Path | None) -> PythonSource:
 def is_loop(job: str, project: Path | None = None) -> bool:
     """True if the job has its own loop or a library's. Raises ConfigError where the job is not there.
 
-    Such a file calls ``toolkit.start()``, or an adapter of ``toolkit.integrations``.
+    Such a file calls ``toolkit.start()``, or an adapter that a plugin brings, as ``toolkit.plugins.integrations``.
     """
     source = read_source(job_source(job, project))
     calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    names = (source.full_name(func) for func in calls)
-    return any(name == "toolkit.start" or name.startswith("toolkit.integrations.") for name in names)
+    names = {source.full_name(func) for func in calls}
+    if "toolkit.start" in names:
+        return True
+    # Without a name of the toolkit's there is no adapter to look for.
+    adapters = registry.names("adapters").values() if any("toolkit." in name for name in names) else ()
+    return any(name.startswith(f"{adapter}.") for name in names for adapter in adapters)
 
 
 def is_job(job: str, project: Path | None = None) -> bool:

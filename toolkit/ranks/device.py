@@ -11,38 +11,53 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from toolkit import registry
 from toolkit.errors import ConfigError
 
 #: Where NVIDIA's driver lists its GPUs, and the device files of other GPUs.
 NVIDIA, OTHERS = Path("/proc/driver/nvidia/gpus"), Path("/dev/dri")
 
 
-def choose_backend(name: str) -> str:
-    """Return torch's name of the backend.
+class Backend(Protocol):
+    """A process group that a plugin brings, for a value of ``dist.backend``. A module may be one."""
 
-    ``auto`` is NCCL with CUDA and gloo without. torch's own MPI is preferred to ours.
+    def register(self) -> str:
+        """Make the group known to torch, and return torch's name of it. Opens nothing."""
+        ...
+
+    def launch_key(self, rank: int, world_size: int) -> str:
+        """Return a name that all ranks of this launch have, and no other launch. Every rank calls it."""
+        ...
+
+    def finalize(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close what is open, after the rank has ended so. The arguments are those of ``__exit__``."""
+        ...
+
+
+def backend_of_plugin(name: str) -> Backend | None:
+    """Return what a plugin brings for ``dist.backend: name``; None where torch has it itself.
+
+    torch's own MPI is preferred. Raises ConfigError where there is none, or it cannot be loaded.
     """
+    if name in ("auto", "nccl", "gloo") or (name == "mpi" and dist.is_mpi_available()):
+        return None
+    found: Backend | None = registry.find("backends", name)
+    if found is None:
+        raise ConfigError(f"dist.backend: torch here has no {name}, and no plugin brings it")
+    return found
+
+
+def choose_backend(name: str) -> str:
+    """Return torch's name of the backend. ``auto`` is NCCL with CUDA and gloo without."""
     if name == "auto":
         return "nccl" if torch.cuda.is_available() else "gloo"
-    if name == "mpi":
-        return "mpi" if dist.is_mpi_available() else mpi_module().register()
-    return name
-
-
-def mpi_module() -> ModuleType:
-    """Return our MPI backend. Raises ConfigError where it cannot be loaded."""
-    try:
-        from toolkit.ranks import mpi
-    except (ImportError, RuntimeError) as error:  # no mpi4py; mpi4py finds no MPI library
-        raise ConfigError(
-            f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({error})"
-        ) from error
-    return mpi
+    brought = backend_of_plugin(name)
+    return name if brought is None else brought.register()
 
 
 def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int) -> None:

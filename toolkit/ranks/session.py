@@ -24,7 +24,7 @@ from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
 from toolkit.process_identity import ProcessIdentity
 from toolkit.ranks import rendezvous, timeouts
-from toolkit.ranks.device import agree, choose_backend, choose_device, mpi_module
+from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.start_up import StartUp
 from toolkit.ranks.stop import STOP, Gate, Hang
@@ -153,11 +153,11 @@ def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend)
     with ExitStack() as stack:
-        # Over our MPI backend the ranks can agree on a launch key themselves if the launcher gives none.
+        # Over a plugin's backend the ranks can agree on a launch key themselves if the launcher gives none.
         key: Callable[[], str] | None = None
-        if config.backend == "mpi" and backend != "mpi":
-            stack.push(mpi_module().finalize)
-            key = partial(mpi_module().launch_key, rank, world_size)
+        if brought := backend_of_plugin(config.backend):
+            stack.push(brought.finalize)
+            key = partial(brought.launch_key, rank, world_size)
         store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir(), key)
         agree(store, rank, world_size, backend, gpus)
         device = choose_device(store, backend, local_rank, _local_world_size())

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.integrations import AccelerateRun
+from toolkit.plugins.integrations import AccelerateRun
 
 set_seed(7)
 accelerator = Accelerator(cpu=True)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.integrations import LightningCallback
+from toolkit.plugins.integrations import LightningCallback
 
 
 class Classifier(L.LightningModule):

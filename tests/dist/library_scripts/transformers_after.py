@@ -3,7 +3,7 @@
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
-from toolkit.integrations import TransformersCallback
+from toolkit.plugins.integrations import TransformersCallback
 
 inputs = torch.randint(0, 64, (256, 12), generator=torch.Generator().manual_seed(5))
 dataset = [{"input_ids": row, "labels": (row > 31).long().sum() > 6} for row in inputs]

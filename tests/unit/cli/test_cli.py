@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from toolkit import fsio, rundir
+from toolkit import fsio, registry, rundir
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
@@ -226,9 +226,10 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     assert words in said(capsys)
 
 
-def test_every_module_of_a_command_is_listed_in_the_order_of_the_help() -> None:
-    modules = {module.name for module in pkgutil.iter_modules(cli_commands.__path__)}
-    assert modules == {name.replace("-", "_") for name in cli.COMMANDS}
+def test_every_module_of_a_command_is_listed_and_has_a_place_in_the_help() -> None:
+    modules = {f"toolkit.cli.commands.{module.name}" for module in pkgutil.iter_modules(cli_commands.__path__)}
+    assert modules == {*registry.CORE.commands.values()}
+    assert {name for plugin in registry.built_in() for name in plugin.commands} <= {*cli.ORDER}
 
 
 def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
+from toolkit import registry
 from toolkit.cli import main as cli
-from toolkit.cli.main import COMMANDS
 from toolkit.errors import EXIT_REQUEST
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", cli.commands())
 def test_each_command_has_examples_that_parse_and_are_in_its_help(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    examples = import_module(f"toolkit.cli.commands.{name.replace('-', '_')}").EXAMPLES
+    examples = registry.find("commands", name).EXAMPLES
     assert examples
     parser = cli.build_parser()
     with pytest.raises(SystemExit) as left:

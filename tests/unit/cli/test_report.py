@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
-from tests.unit.cli.test_why import attempt
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.checkpoint.folder import CheckpointFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.test_why import attempt
+from tests.unit.attempts import attempt
 from toolkit import rundir
 from toolkit.metrics import efficiency
 from toolkit.run_files import JobUsage, PriceRecord, RunUsage

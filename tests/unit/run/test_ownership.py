@@ -20,7 +20,7 @@ import pytest
 
 from toolkit import config as configs
 from toolkit import outages, rundir
-from toolkit.cli import show, why
+from toolkit.cli import run_facts, show
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError, TakenError
@@ -237,9 +237,12 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     preempted(run, slurm)
     slurm.cancel("2"), slurm.cancel("3")
     assert row_of(run)["state"] == "lost (CANCELLED)"
-    told = why.page(why.facts(run))
-    assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` begins anew" in told
-    assert "job 3 is over (CANCELLED)" in told
+    told = run_facts.facts(run)
+    assert (
+        told["next"]
+        == f"nothing brings it back by itself; `toolkit resume {run.id}` begins anew: there is no checkpoint"
+    )
+    assert told["why"].startswith("job 3 is over (CANCELLED)")
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
         attach(run).wait(5)
     assert resume(run).job_id == "4"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import HOSTS, network, preflight, run, slurm  # noqa: F401
-from toolkit.cli import show, why
+from toolkit.cli import run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
 from toolkit.nodes.allocation import Allocation
@@ -127,7 +127,7 @@ def test_a_drained_node_is_left_for_a_spare_and_given_back(
     assert (Store.proposed, ranks.signals) == ([], [])  # of the second attempt
     assert (agents.dismissed, slurm.kept) == (["node2"], {"1": "node[1,3]"})
     assert f"node2 is not used: {NEW_FAN}" in show.status_table(show.status_rows([run]))
-    assert first.line in why.page(why.facts(run))
+    assert run_facts.facts(run)["attempts"][0].line == first.line
 
 
 def test_a_site_that_lets_no_job_shrink_keeps_the_node_and_the_run_goes_on(
@@ -180,7 +180,7 @@ def test_a_node_without_a_good_spare_is_named_once_and_the_run_goes_on(
     warned = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.message.startswith("node ")]
     assert warned == [f"node node2: {NEW_FAN}"]
     assert f"node node2: {NEW_FAN}" in show.status_table(show.status_rows([run]))
-    assert f"node node2: {NEW_FAN}" in why.page(why.facts(run))
+    assert run_facts.facts(run)["ailing_nodes"] == {"node2": NEW_FAN}
 
 
 def test_a_job_on_one_node_asks_for_no_nodes(

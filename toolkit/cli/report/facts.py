@@ -9,7 +9,7 @@ from typing import Any
 from toolkit import records
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import committed
-from toolkit.cli import why
+from toolkit.cli import run_facts
 from toolkit.cli.report.curves import Curve, read_curves
 from toolkit.config import shown
 from toolkit.errors import CheckpointError, RequestError
@@ -49,7 +49,7 @@ class ReportFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
-        told = why.as_data(dict(self.told))
+        told = run_facts.as_data(dict(self.told))
         return {
             **{name: told[name] for name in _TOLD},
             "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in self.attempts],
@@ -64,7 +64,7 @@ class ReportFacts:
 def facts_of(run: RunDir) -> ReportFacts:
     """Return the facts about ``run``. Damaged files are named, and their facts left out."""
     damage: list[str] = []
-    told = why.facts(run)
+    told = run_facts.facts(run)
     # The line of a log that gave the cause away stays in the run folder.
     diagnosis = (
         {name: told["diagnosis"].get(name) for name in ("cause", "next", "rank", "host")} if told["diagnosis"] else None

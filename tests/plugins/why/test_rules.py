@@ -12,7 +12,7 @@ from typing import get_type_hints
 from tests import gold
 from tests.bench.why import table
 from toolkit.config.schema import JobConfig
-from toolkit.why.rules import all_rules, rule
+from toolkit.plugins.why.rules import all_rules, rule
 
 ROOT = Path(__file__).parents[3]
 RULES = all_rules()

@@ -1,13 +1,13 @@
 """Loops of other libraries, by at most ten changed lines: see docs/integrations.md.
 
-    from toolkit.integrations import LightningCallback
+    from toolkit.plugins.integrations import LightningCallback
 
 Importing this package loads no library. Each name below loads its own on first use.
 """
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ConfigError
@@ -15,9 +15,9 @@ from toolkit.errors import ConfigError
 __all__ = ["AccelerateRun", "LightningCallback", "TransformersCallback"]
 
 if TYPE_CHECKING:
-    from toolkit.integrations.accelerate import AccelerateRun
-    from toolkit.integrations.lightning import LightningCallback
-    from toolkit.integrations.transformers import TransformersCallback
+    from toolkit.plugins.integrations.accelerate import AccelerateRun
+    from toolkit.plugins.integrations.lightning import LightningCallback
+    from toolkit.plugins.integrations.transformers import TransformersCallback
 
 #: The library that each name needs, and the oldest version that it works with.
 _LIBRARIES = {
@@ -30,6 +30,8 @@ _LIBRARIES = {
 def __getattr__(name: str) -> Any:
     if name not in _LIBRARIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata  # a command that lists the plugins needs none of it
+
     library, oldest = _LIBRARIES[name]
     needed = ".".join(map(str, oldest))
     try:
@@ -41,4 +43,4 @@ def __getattr__(name: str) -> Any:
             f"{name} needs {library} {needed} or newer, and {version} is installed: "
             "pip install 'slurm-batch-toolkit[integrations]'"
         )
-    return getattr(import_module(f"toolkit.integrations.{library}"), name)
+    return getattr(import_module(f"toolkit.plugins.integrations.{library}"), name)

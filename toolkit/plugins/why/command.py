@@ -23,11 +23,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     from toolkit import rundir
-    from toolkit.cli import cause, show, why
+    from toolkit.cli import run_facts, show
+    from toolkit.plugins.why import cause, page
 
     if args.log is not None:
         told = cause.of_log(args.log)
         print(show.as_json(told) if args.json else cause.log_page(told))
         return
-    facts = why.facts(rundir.find(args.run))
-    print(show.as_json(why.as_data(facts)) if args.json else why.page(facts))
+    facts = run_facts.facts(rundir.find(args.run))
+    print(show.as_json(run_facts.as_data(facts)) if args.json else page.page(facts))

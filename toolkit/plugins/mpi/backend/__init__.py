@@ -12,12 +12,19 @@ Sums of half precision are made in fp32 and rounded once. Tensors on a GPU go th
 
 from __future__ import annotations
 
-import mpi4py
+from toolkit.errors import ConfigError
 
-# Before any module of this package imports MPI itself, which would open and close it otherwise.
-mpi4py.rc.initialize = False  # a rank that only imports this module is no MPI process
-mpi4py.rc.finalize = False  # see `finalize`
+try:
+    import mpi4py
 
-from toolkit.ranks.mpi.opening import finalize, launch_key, register  # noqa: E402
+    # Before any module of this package imports MPI itself, which would open and close it otherwise.
+    mpi4py.rc.initialize = False  # a rank that only imports this module is no MPI process
+    mpi4py.rc.finalize = False  # see `finalize`
+
+    from toolkit.plugins.mpi.backend.opening import finalize, launch_key, register
+except (ImportError, RuntimeError) as failed:  # no mpi4py; mpi4py finds no MPI library
+    raise ConfigError(
+        f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({failed})"
+    ) from failed
 
 __all__ = ["finalize", "launch_key", "register"]

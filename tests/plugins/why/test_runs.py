@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit import fsio, rundir
+from toolkit.plugins.why.runs import cause_of
 from toolkit.run_files import AttemptRecord, RunResult, RunState
 from toolkit.rundir import RunDir
-from toolkit.why.runs import cause_of
 
 RESET = "RuntimeError: Connection reset by peer"
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from toolkit.ranks.mpi.buffers import (
+from toolkit.plugins.mpi.backend.buffers import (
     Reduction,
     check_own,
     check_sizes,
@@ -25,7 +25,7 @@ from toolkit.ranks.mpi.buffers import (
     room,
     sizes,
 )
-from toolkit.ranks.mpi.work import (
+from toolkit.plugins.mpi.backend.work import (
     Calls,
     Collective,
     MpiMessage,

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
 from toolkit import fsio, rundir
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.run_files import AttemptRecord, RunResult, RunStatus
+from toolkit.run_files import RunResult, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -27,27 +28,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made = rundir.create("digits")
     made.config.write_text("")
     return made
-
-
-def attempt(number: int, cause: str, decision: str, **more: Any) -> AttemptRecord:
-    """Return a line of attempts.jsonl."""
-    keys = {
-        "attempt": number,
-        "job_id": "41",
-        "restart_count": 0,
-        "nodes": "node[1-2]",
-        "world_size": 4,
-        "started": "2026-11-20T15:00:00.000+00:00",
-        "ended": "2026-11-20T15:01:00.000+00:00",
-        "cause": cause,
-        "decision": decision,
-        "step_start": 0,
-        "step_end": None,
-        "first_failure": None,
-        "line": f"{cause}, so {decision}",
-        **more,
-    }
-    return AttemptRecord.from_json(keys)
 
 
 def saved(run: RunDir, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from toolkit.integrations.library_run import LibraryRun
+from toolkit.plugins.integrations.library_run import LibraryRun
 from toolkit.ranks.state import Json
 from toolkit.train.accumulation import Accumulation
 from toolkit.train.feed import set_for_now

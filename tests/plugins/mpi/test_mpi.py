@@ -16,7 +16,7 @@ pytest.importorskip("mpi4py")
 @pytest.fixture
 def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the calls of Finalize, for an MPI that is open."""
-    from toolkit.ranks.mpi import opening
+    from toolkit.plugins.mpi.backend import opening
 
     calls: list[str] = []
 
@@ -30,7 +30,7 @@ def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_ranks_that_mpi_does_not_know_are_told_how_to_start() -> None:
-    from toolkit.ranks.mpi.opening import check_world
+    from toolkit.plugins.mpi.backend.opening import check_world
 
     check_world((1, 4), (1, 4), "Open MPI v5.0.11, package: Open MPI somebody@somewhere")
     with pytest.raises(ConfigError, match=r"rank 1 of 4 is rank 0 of 1 .*\(Open MPI v5\.0\.11\).*mpirun.*--mpi=pmix"):
@@ -38,7 +38,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start() -> None:
 
 
 def test_ranks_in_another_order_are_refused() -> None:
-    from toolkit.ranks.mpi.opening import check_world
+    from toolkit.plugins.mpi.backend.opening import check_world
 
     with pytest.raises(ConfigError, match="rank 1 of 4 is rank 2 of 4"):
         check_world((1, 4), (2, 4), "Open MPI v5")
@@ -46,7 +46,7 @@ def test_ranks_in_another_order_are_refused() -> None:
 
 def test_mpi_is_closed_after_a_success_and_a_stop_but_not_after_a_failure(finalized: list[str]) -> None:
     """Finalize waits for all ranks: after a failure that is for ever."""
-    from toolkit.ranks import mpi
+    from toolkit.plugins.mpi import backend as mpi
 
     mpi.finalize(ValueError, ValueError("mine"), None)
     assert finalized == []
@@ -69,8 +69,8 @@ def test_a_torch_with_mpi_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_missing_mpi4py_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "toolkit.ranks.mpi", raising=False)
-    monkeypatch.delattr("toolkit.ranks.mpi", raising=False)
+    monkeypatch.delitem(sys.modules, "toolkit.plugins.mpi.backend", raising=False)
+    monkeypatch.delattr("toolkit.plugins.mpi.backend", raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"pip install slurm-batch-toolkit\[mpi\]"):
         device.choose_backend("mpi")

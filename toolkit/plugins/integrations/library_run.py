@@ -37,7 +37,7 @@ class LibraryRun(TrainingRun):
 
         ``save(folder)`` has the library write a checkpoint of the steps done into the new ``folder``, on every rank.
         """
-        config = join_once(f"toolkit.integrations.{library}")
+        config = join_once(f"toolkit.plugins.integrations.{library}")
         with ExitStack() as stack:
             session = stack.enter_context(open_beside(config.dist, config.cluster.gpus_per_node))
             if config.checkpoint.memory_every_steps is not None:

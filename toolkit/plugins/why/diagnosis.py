@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit import tracebacks
 from toolkit.log_text import clean, tail_of_file
-from toolkit.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
+from toolkit.plugins.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
 
 #: The most characters that are shown of the line that names the cause.
 SHOWN = 300

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.ranks.mpi.group import NAME, MpiGroup
+from toolkit.plugins.mpi.backend.group import NAME, MpiGroup
 
 #: Open MPI spins while it waits. With more threads than cores (data workers, a second thread of ours), the ranks that
 #: it waits for would lose whole time slices: 25 MB took 26 ms instead of 10 on a busy machine.

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from toolkit.integrations.library_run import LibraryRun
+from toolkit.plugins.integrations.library_run import LibraryRun
 from toolkit.train.feed import end_workers
 
 FILE = "lightning.ckpt"

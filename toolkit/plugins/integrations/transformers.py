@@ -12,8 +12,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from toolkit import logs
-from toolkit.integrations.library_run import LibraryRun
-from toolkit.integrations.seeded_fetch import SeededFetch, SeededStream
+from toolkit.plugins.integrations.library_run import LibraryRun
+from toolkit.plugins.integrations.seeded_fetch import SeededFetch, SeededStream
 from toolkit.train.feed import set_for_now
 
 log = logs.get(__name__)

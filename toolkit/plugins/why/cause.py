@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.log_text import last_lines, tail_of_file, tail_of_stream
-from toolkit.why.diagnosis import cause_or_exception
+from toolkit.plugins.why.diagnosis import cause_or_exception
 
 #: The number of a log's last lines that are shown where the cause is not known.
 LAST_LINES = 12

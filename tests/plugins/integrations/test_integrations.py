@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import integrations
 from toolkit.config import is_loop
 from toolkit.errors import ConfigError
+from toolkit.plugins import integrations
 
 
 def test_importing_the_package_loads_neither_torch_nor_a_library() -> None:
     code = (
-        "import sys, toolkit.integrations; "
+        "import sys, toolkit.plugins.integrations; "
         "assert not {'torch', 'lightning', 'transformers', 'accelerate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -48,8 +48,8 @@ def test_a_name_that_is_not_there_is_no_library() -> None:
 @pytest.mark.parametrize(
     ("text", "is_one"),
     [
-        ("from toolkit.integrations import AccelerateRun\nrun = AccelerateRun(None)\n", True),
-        ("from toolkit import integrations as by\ncallbacks = [by.LightningCallback()]\n", True),
+        ("from toolkit.plugins.integrations import AccelerateRun\nrun = AccelerateRun(None)\n", True),
+        ("from toolkit.plugins import integrations as by\ncallbacks = [by.LightningCallback()]\n", True),
         ("import toolkit\n\nwith toolkit.start() as run:\n    pass\n", True),
         ("import lightning\n", False),
         ("from toolkit import submit\n", False),

@@ -1,0 +1,123 @@
+"""Plugins: those that come with the toolkit, those of other people, and those that are at fault."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT, blocks
+from toolkit import registry, rundir
+from toolkit.registry import Plugin
+from toolkit.run_files import RunProgress, RunStatus
+
+TOML = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "lab-plugin"
+version = "1"
+
+{entry}"""
+
+
+def toolkit(site: Path, *words: str, code: int = 0) -> tuple[str, str]:
+    """Run the command where ``site`` holds what is installed beside this environment. Return what it prints."""
+    env = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "TOOLKIT_RUNS": str(site / "runs")}
+    argv = [sys.executable, "-m", "toolkit", *words]
+    done = subprocess.run(argv, env=env, cwd=site, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the plugin of docs/plugins.md, installed from its wheel."""
+    project, site = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("site")
+    for text in blocks("docs/plugins.md", "python"):
+        (name,) = re.findall(r"^# (\S+\.py)\n", text)
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text)
+    (entry,) = blocks("docs/plugins.md", "toml")
+    (project / "pyproject.toml").write_text(TOML.format(entry=entry))
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    subprocess.run(build, cwd=project, check=True, capture_output=True)
+    (wheel,) = (project / "dist").glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    return site
+
+
+def test_the_plugin_of_the_page_is_installed_from_a_wheel_and_used(site: Path) -> None:
+    run = rundir.create("gpt", site / "runs")
+    run.write_status(RunStatus(progress=RunProgress(step=7)))
+    assert toolkit(site, "steps", "gpt") == ("7\n", "")
+    out, err = toolkit(site, "--help")
+    assert "print the last step of a run" in out
+    assert err == ""
+    assert "the step of the newest run named gpt" in toolkit(site, "steps", "--help")[0]
+    assert "did you mean 'steps'" in toolkit(site, "stepss", code=2)[1]
+    assert toolkit(site, "__complete", "bash", "toolkit step")[0] == "steps\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import nosuchmodule", "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        ("PLUGIN = 3", "PLUGIN of other_plugin is no toolkit.registry.Plugin"),
+        ("", "AttributeError: module 'other_plugin' has no attribute 'PLUGIN'"),
+        ("PLUGIN = Plugin('other', interface=2)", "written for version 2 of toolkit.registry, and this is version 1"),
+        ("PLUGIN = Plugin('other', commands={'status': 'x'})", "status of commands is there already, by toolkit"),
+        ("PLUGIN = Plugin('other', commands={'why': 'x'})", "why of commands is there already, by why"),
+        ("PLUGIN = Plugin('why')", "there is one of this name"),
+    ],
+)
+def test_a_plugin_at_fault_is_named_in_a_line_and_the_others_work(
+    site: Path, tmp_path: Path, source: str, why: str
+) -> None:
+    for path in site.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "other_plugin.py").write_text(f"from toolkit.registry import Plugin\n{source}\n")
+    info = tmp_path / "other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[toolkit.plugins]\nother = other_plugin\n")
+    out, err = toolkit(tmp_path, "--help")
+    assert "print the last step of a run" in out
+    assert [line for line in err.splitlines() if why in line] == err.splitlines()
+    assert len(err.splitlines()) == 1
+
+
+@pytest.fixture
+def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for cached in (registry.built_in, registry.plugins):
+        cached.cache_clear()
+    monkeypatch.setitem(sys.modules, "toolkit.plugins", None)
+    for name in [name for name in sys.modules if name.startswith("toolkit.plugins.")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for cached in (registry.built_in, registry.plugins):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("without_plugins")
+def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
+    assert registry.names("commands") == registry.CORE.commands
+    assert registry.find("hooks", "diagnose") is None
+    assert registry.where("commands", "why") is None
+
+
+def test_what_the_plugins_bring_can_be_imported() -> None:
+    pytest.importorskip("mpi4py")
+    kinds: list[registry.Kind] = ["commands", "backends", "hooks", "adapters"]
+    assert set(Plugin.__dataclass_fields__) == {"name", "interface", *kinds}
+    for kind in kinds:
+        for name in registry.names(kind):
+            assert registry.find(kind, name) is not None

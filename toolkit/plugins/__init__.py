@@ -1,0 +1,1 @@
+"""The plugins that come with the toolkit. Nothing outside imports them: see `toolkit.registry`."""

@@ -1,0 +1,95 @@
+"""The page of `toolkit why RUN`: a run's state or end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import tracebacks
+from toolkit.cli import slow
+from toolkit.cli.show import table
+from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.plugins.why import cause
+from toolkit.run.attempt.facts import Cause
+from toolkit.run.records import changes
+from toolkit.run_files import AttemptRecord, RunState
+
+#: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
+TRACEBACK_LINES = 25
+
+
+def page(told: dict[str, Any]) -> str:
+    """Return the facts as text."""
+    waits = "not started yet" if told["state"] in ("unknown", RunState.QUEUED) else ""
+    lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or waits, "  "), ""]
+    lines += _failure_lines(told["first_failure"])
+    lines += _cause_lines(told["diagnosis"], told["first_failure"])
+    # Sentences, which are wrapped together below.
+    prose = [text for text in (told["given"], told["restarts"], told["loss"]) if text]
+    prose += slow.lines(told["stragglers"], told["nodes"])
+    saved = told["last_checkpoint"]
+    if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
+        prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+    if told["step_reached"] is not None:
+        prose.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+    if time_told := goodput.sentence(told["goodput"]):
+        prose.append(f"time: {time_told}")
+    prose += [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
+    prose += changes.lines(told["changes"])
+    prose += [f"staging: {line}" for line in told["staging"]]
+    prose += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    prose += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    prose += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
+    attempts: Sequence[AttemptRecord] = told["attempts"]
+    # No failure above explains why a run was moved.
+    prose += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
+    prose += [f"damaged: {what}" for what in told["damage"]]
+    lines += [part for line in prose for part in cause.wrapped("", line)]
+    if attempts:
+        lines += ["", table(_attempt_rows(attempts[-12:]))]
+    if used := efficiency.lines(told["efficiency"]):
+        lines += ["", *used]
+    return "\n".join([*lines, "", *cause.wrapped("next: ", told["next"])])
+
+
+def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    known = failure["host"] or "a rank that nobody knows"
+    who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
+    lines = cause.wrapped("first failure: ", f"{who}, attempt {failure['attempt']}: {failure['how']}")
+    lines += [f"  {line}" for line in tracebacks.folded(failure["traceback"])[-TRACEBACK_LINES:] if line]
+    if failure["others"]:
+        lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")
+    return [*lines, f"  log: {failure['log']}", ""]
+
+
+def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | None) -> list[str]:
+    """Return the cause and what to do. If it is not known, return the last lines of the failing rank's log.
+
+    These are left out where an error is shown above.
+    """
+    if diagnosis is not None:
+        return [*cause.lines(diagnosis), ""]
+    if failure is None or failure["traceback"]:
+        return []
+    return [*cause.unknown_lines(failure["log"], cause.last_lines_of(Path(failure["log"]))), ""]
+
+
+_HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
+
+
+def _attempt_rows(attempts: Sequence[AttemptRecord]) -> list[tuple[str, ...]]:
+    """Return the rows of the table, with the copy of the sources where there were several."""
+    rows = [_HEAD, *(_attempt_cells(attempt) for attempt in attempts)]
+    if all(attempt.code == 1 for attempt in attempts):
+        return rows
+    codes = ["CODE", *(str(attempt.code) for attempt in attempts)]
+    return [(*row, code) for row, code in zip(rows, codes, strict=True)]
+
+
+def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:
+    steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
+    counts = (str(len(attempt.nodes)), str(attempt.world_size))
+    return (str(attempt.attempt), attempt.job_id or "local", *counts, steps, attempt.cause, attempt.decision)

@@ -1,0 +1,9 @@
+"""Why a job ended: `toolkit why`, and the cause on other pages."""
+
+from toolkit.registry import Plugin
+
+PLUGIN = Plugin(
+    "why",
+    commands={"why": "toolkit.plugins.why.command"},
+    hooks={"diagnose": "toolkit.plugins.why.runs:cause_of"},
+)

@@ -1,0 +1,137 @@
+"""The plugins, and what each of them brings.
+
+The core imports no plugin. It asks here for a command, a backend or a hook by its name, and what stands behind the name
+is imported then. So a plugin may be absent: what it brings is missing, and the rest works.
+
+A plugin is a module with a value ``PLUGIN``. It imports no torch, since any command may read it. The plugins that come
+with the toolkit are listed here, so that no start searches for them. Those of others are found by the entry-point group
+``toolkit.plugins``, whose values name the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+from toolkit import logs
+
+#: The version of this interface. A plugin that was written for another one is left out.
+INTERFACE = 1
+#: The entry-point group of other people's plugins.
+GROUP = "toolkit.plugins"
+#: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
+BUILT_IN = ("integrations", "mpi", "why")
+
+log = logs.get(__name__)
+
+#: What a plugin may bring, see :class:`Plugin`.
+Kind: TypeAlias = Literal["commands", "backends", "hooks", "adapters"]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin brings, by name. The values are modules, or ``module:attribute`` of one.
+
+    * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
+    * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
+    * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
+    * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
+    """
+
+    name: str
+    commands: Mapping[str, str] = field(default_factory=dict)
+    backends: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    interface: int = INTERFACE
+
+
+#: What the core has itself is in the same table, so that no plugin can take its place.
+_CORE_COMMANDS = (
+    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "watch", "compare", "logs", "stacks", "profile"),
+    *("set", "stop", "cancel", "resume", "rm", "gc", "resume-check", "checkpoint", "evaluate", "generate", "export"),
+    *("env", "doctor", "init", "data", "tensorboard", "report", "sync", "completion"),
+)
+CORE = Plugin("toolkit", commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS})
+
+
+def names(kind: Kind) -> dict[str, str]:
+    """Return all that there is of this kind: by name, where it is. The core's comes first, that of others last."""
+    return {name: where for plugin in plugins() for name, where in _brought(plugin, kind).items()}
+
+
+def where(kind: Kind, name: str) -> str | None:
+    """Return where this is; None if no plugin brings it. Other people's plugins are searched for last."""
+    for found in (lambda: (CORE,), built_in, plugins):  # the core's commands need no plugin
+        for plugin in found():
+            if name in (brought := _brought(plugin, kind)):
+                return brought[name]
+    return None
+
+
+def find(kind: Kind, name: str) -> Any:
+    """Return the module or the attribute; None if no plugin brings it. Raises what its import raises."""
+    path = where(kind, name)
+    if path is None:
+        return None
+    module, _, attribute = path.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+@cache
+def built_in() -> tuple[Plugin, ...]:
+    """Return the core and the plugins that come with it, as far as they are installed."""
+    return (CORE, *_load((name, f"toolkit.plugins.{name}.plugin") for name in BUILT_IN))
+
+
+@cache
+def plugins() -> tuple[Plugin, ...]:
+    """Return all plugins. The search of the installed packages takes some hundredths of a second."""
+    from importlib.metadata import entry_points
+
+    found = [*built_in()]
+    for plugin in _load((entry.name, entry.value) for entry in sorted(entry_points(group=GROUP))):
+        if taken := next(_shared(plugin, found), None):
+            log.warning("plugin %s is left out: %s", plugin.name, taken)
+        else:
+            found.append(plugin)
+    return tuple(found)
+
+
+def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:
+    """Yield the plugins of these modules. One that is at fault is named in a line, and left out."""
+    for name, path in modules:
+        try:
+            plugin = import_module(path).PLUGIN
+        except Exception as error:  # it may be other people's code
+            if isinstance(error, ModuleNotFoundError) and path.startswith(f"{error.name}"):
+                continue  # a toolkit without this plugin
+            log.warning("plugin %s is left out: %s: %s", name, type(error).__name__, error)
+            continue
+        if not isinstance(plugin, Plugin):
+            log.warning("plugin %s is left out: PLUGIN of %s is no toolkit.registry.Plugin", name, path)
+        elif plugin.interface != INTERFACE:
+            version = "plugin %s is left out: it was written for version %s of toolkit.registry, and this is version %d"
+            log.warning(version, name, plugin.interface, INTERFACE)
+        else:
+            yield plugin
+
+
+def _shared(plugin: Plugin, others: Iterable[Plugin]) -> Iterator[str]:
+    """Yield what ``plugin`` has in common with others."""
+    kinds: tuple[Kind, ...] = ("commands", "backends", "hooks", "adapters")
+    for other in others:
+        if other.name == plugin.name:
+            yield "there is one of this name"
+        for kind in kinds:
+            for name in _brought(plugin, kind).keys() & _brought(other, kind).keys():
+                yield f"{name} of {kind} is there already, by {other.name}"
+
+
+def _brought(plugin: Plugin, kind: Kind) -> Mapping[str, str]:
+    brought: Mapping[str, str] = getattr(plugin, kind)
+    return brought
