@@ -14,9 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from tests.bench.page import number, outcome
 from tests.bench.record import KEPT
-from toolkit.cli.report.html import Html, element
 
 Row = Mapping[str, Any]
 DRAWN = ("failures", "loop", "restart", "scale", "startup")
@@ -28,6 +29,12 @@ STYLE = (
     "text{font:12px sans-serif;fill:#7a828c}.bar{fill:#3b82f6}.no{fill:#d9480f}.spread{stroke:#7a828c;stroke-width:2}"
     ".axis{stroke:#7a828c;fill:none}.cpu{stroke:#3b82f6;stroke-width:2;fill:none}.wall{stroke:#d9480f;fill:none}"
 )
+
+
+def element(tag: str, *children: object, **attributes: object) -> Markup:
+    """Return an element. Of an attribute's name a last ``_`` is dropped, and others become ``-``."""
+    words = "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items())
+    return Markup(f"<{tag}{words}>{''.join(map(escape, children))}</{tag}>")
 
 
 def bar(row: Row) -> tuple[float, float, float, str] | None:
@@ -46,7 +53,7 @@ def bar(row: Row) -> tuple[float, float, float, str] | None:
     return row["median"], row["least"], row["most"], words
 
 
-def bars(title: str, rows: Sequence[Row]) -> Html:
+def bars(title: str, rows: Sequence[Row]) -> Markup:
     """Return a bar for each row, with its spread as a line.
 
     Bars of one unit share an axis that begins at 0.
@@ -72,7 +79,7 @@ def bars(title: str, rows: Sequence[Row]) -> Html:
     return picture(title, TEXT + BAR + END, (len(rows) + 1) * ROW + 8, parts)
 
 
-def curves(title: str, rows: Sequence[Row]) -> Html:
+def curves(title: str, rows: Sequence[Row]) -> Markup:
     """Return a small picture for each curve: CPU and wall seconds over the size.
 
     Both axes are logarithmic.
@@ -86,7 +93,7 @@ def curves(title: str, rows: Sequence[Row]) -> Html:
     return picture(title, BESIDE * WIDTH, math.ceil(len(names) / BESIDE) * HEIGHT + 30, parts)
 
 
-def one_curve(name: str, rows: Sequence[Row]) -> Iterator[Html]:
+def one_curve(name: str, rows: Sequence[Row]) -> Iterator[Markup]:
     """Yield the parts of one curve's picture."""
     lines = {
         kind: [(row["size"], max(row["median"], 0.01)) for row in rows if row["column"] == column]
@@ -123,9 +130,9 @@ def _share(value: float, low: float, high: float) -> float:
     return math.log(value / low) / math.log(high / low) if high > low else 0.5
 
 
-def picture(title: str, width: int, height: int, parts: Sequence[Html]) -> Html:
+def picture(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:
     """Return the parts as one SVG."""
-    style = element("style", Html(STYLE))
+    style = element("style", Markup(STYLE))
     size = f"0 0 {width} {height}"
     return element("svg", style, *parts, xmlns="http://www.w3.org/2000/svg", viewBox=size, role="img", aria_label=title)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.report.differences import differing
 from toolkit.cli.report.facts import facts_of
-from toolkit.cli.report.page import differing
 from toolkit.cli.show import table
 from toolkit.metrics import lines
 from toolkit.rundir import RunDir

@@ -19,8 +19,9 @@ from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
-from toolkit.cli.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart
+from toolkit.cli.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from toolkit.cli.report.curves import Curve, is_aside
+from toolkit.cli.report.page import macro
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.metrics.sinks import JsonlSink
@@ -140,13 +141,14 @@ def test_a_report_loads_nothing_runs_nothing_and_is_private(run: RunDir) -> None
 
 def test_names_that_look_like_markup_are_shown_as_text() -> None:
     run = made(EVIL.replace("/", "").replace("\x01", ""), params={"text": EVIL.replace("\x01", "")})
-    log(run, {1: {EVIL: 1.0, "train/loss": 2.0}})
+    log(run, {1: {EVIL: 1.0, "{{ 7 * 7 }}{% x %}": 2.0, "train/loss": 2.0}})
     run.add_attempt(attempt(1, EVIL, EVIL, line=EVIL, goodput={"training": 1.0}))
     run.write_status(RunStatus.from_json({"state": "running", "ailing_nodes": {"node1": EVIL}}))
     page = report(run.id)
     assert not page.named("script")
     assert not page.named("img")
     assert any("<script>alert(1)</script><img src=x onerror=alert(2)>" in text for text in page.texts)
+    assert "{{ 7 * 7 }}{% x %}" in page.texts
     assert "\x01" not in page.text
     assert "\u202e" not in page.text
 
@@ -252,7 +254,7 @@ def test_no_peak_of_a_long_curve_is_lost_and_its_chart_is_small() -> None:
     values[123_457], values[77_777] = 40.0, -30.0
     for step, value in enumerate(values):
         curve.add(step, value)
-    svg = chart("loss", [("run", curve)], count - 1, [])
+    svg = macro("chart", "loss", [("run", curve)], count - 1, [])
     assert len(svg) < 10_000
     points = places(svg)
     assert [x for x, _ in points] == sorted(x for x, _ in points)
@@ -277,7 +279,7 @@ def test_a_value_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
     for step, value in enumerate([1.0, 2.0, math.nan, 3.0, math.inf]):
         curve.add(step, value)
     assert list(curve.strokes()) == [[(0, 1.0), (1, 2.0)], [(3, 3.0)]]
-    svg = chart("loss", [("run", curve)], 4, [])
+    svg = macro("chart", "loss", [("run", curve)], 4, [])
     assert ">NaN" in svg
     assert curve.summary()["not_finite"] == 2
 
@@ -287,7 +289,7 @@ def test_any_range_of_values_can_be_drawn(values: list[float]) -> None:
     curve = Curve()
     for step, value in enumerate(values):
         curve.add(step, value)
-    svg = chart("loss", [("run", curve)], 0, [])
+    svg = macro("chart", "loss", [("run", curve)], 0, [])
     assert "nan" not in svg.replace(">NaN", "").lower().replace("finite", "")
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places(svg))
 
@@ -372,6 +374,6 @@ def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
     curve = Curve()
     for step, value in enumerate((1e-6, 3e-6, 2e-6)):
         curve.add(step, value)
-    svg = str(chart("usage/disk_written_gib", [("run", curve)], 2, []))
+    svg = macro("chart", "usage/disk_written_gib", [("run", curve)], 2, [])
     assert re.findall(r'class="y">([^<]*)<', svg) == ["0", "0.05", "0.1"]
     assert is_aside("usage/disk_written_gib")

@@ -24,7 +24,7 @@ def run(args: Namespace) -> None:
 
     from toolkit import fsio, rundir
     from toolkit.cli import selection, show
-    from toolkit.cli.report import facts, page
+    from toolkit.cli.report import differences, facts, page
 
     if args.png:
         raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
@@ -39,7 +39,7 @@ def run(args: Namespace) -> None:
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:
-        print(show.as_json(page.as_data(found, compared)))
+        print(show.as_json(differences.as_data(found, compared)))
         return
     fsio.write_atomic(target, page.page(found, compared, time.time()))
     print(target)

@@ -1,24 +1,26 @@
-"""The sections of a report about one run."""
+"""What the sections of a report say about one run. How they look is in templates/page.html."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
-from toolkit import hostlist
-from toolkit.cli.report.charts import bar, chart, short
-from toolkit.cli.report.curves import is_aside
+from toolkit.cli.report.charts import short
 from toolkit.cli.report.facts import ReportFacts
-from toolkit.cli.report.html import Html, element, join, table
 from toolkit.durations import in_units
-from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.metrics import goodput, start_up
 from toolkit.run_files import AttemptRecord
 
 #: A longer list would not be read, and would not fit into the file.
 MOST_ATTEMPTS, MOST_NODES, MOST_COLUMNS = 60, 64, 30
-#: The bytes of all charts together; a page is at most 1 MB.
-CHART_BYTES = 600_000
+#: Of a config that is longer, as one with thousands of parameters, the rest is left out.
+MOST_KEYS = 600
+
+#: The CSS class of a part of a bar, and its begin and end as shares of the whole width.
+BarPart: TypeAlias = tuple[str, float, float]
+#: A node; a mark for each attempt, and what it means if something was wrong; a remark.
+NodeRow: TypeAlias = tuple[str, list[tuple[str, str]], str]
 
 
 def moment(seconds: float) -> str:
@@ -31,60 +33,26 @@ def number(value: Any) -> str:
     return "not a number" if value is None else str(value) if isinstance(value, int) else short(value)
 
 
+def key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
+    """Yield the figures at the top, each with its name."""
+    figures = facts.figures
+    if figures["step"] is not None:
+        step, total = figures["step"], figures["total_steps"]
+        yield "step", f"{step:,} of {total:,}" if total and total != step else f"{step:,}"
+    if figures.get("epoch") is not None:
+        yield "epoch", str(figures["epoch"])
+    if spent_s := wall_s(facts.told["goodput"]):
+        yield "since the submission", in_units(spent_s)
+        yield "of it training", f"{goodput.ratio(facts.told['goodput']):.1%}"
+    yield "attempts", str(len(facts.attempts))
+    yield from ((name, number(value)) for name, value in sorted(figures["metrics"].items())[:12])
+
+
 # -------------------------------------------------------------------------------------------------------------- curves
 
 
-def charts(runs: Sequence[ReportFacts]) -> Html:
-    """Return a chart of each metric with all runs in it. Metrics that do not fit into the page are named."""
-    # In the order of the first run's curves, then what only others have.
-    tags = list(dict.fromkeys(tag for facts in runs for tag in facts.curves))
-    if not tags:
-        return element("p", "No metrics were logged.", class_="soft")
-    last_step = max(
-        (piece.last[0] for facts in runs for curve in facts.curves.values() for piece in curve.pieces.values()),
-        default=1,
-    )
-    restarts = [attempt.step_start or 0 for attempt in runs[0].attempts[1:]] if len(runs) == 1 else []
-    figures, left_bytes = dict[str, Html](), CHART_BYTES
-    for tag in tags:
-        curves = [(facts.title, facts.curves.get(tag)) for facts in runs]
-        picture = chart(tag, curves, last_step, sorted({*restarts})[-MOST_ATTEMPTS:])
-        captions = [element("b", tag)]
-        for place, (_, curve) in enumerate(curves):
-            if curve is not None:
-                colour = f"s{place % 8}" if len(curves) > 1 else None
-                captions.append(element("div", _extremes(curve.summary()), class_=colour))
-        figure = element("figure", picture, element("figcaption", *captions))
-        left_bytes -= len(figure.encode())
-        if left_bytes < 0:
-            break
-        figures[tag] = figure
-    # Figures of the run itself are folded: the sections below say the same in words.
-    aside = [figure for tag, figure in figures.items() if is_aside(tag)]
-    parts = [element("div", *(figure for tag, figure in figures.items() if not is_aside(tag)), class_="charts")]
-    if restarts:
-        parts.append(element("p", "A dotted upright line: an attempt began with this step.", class_="soft"))
-    if aside:
-        summary = element("summary", f"{len(aside)} charts about the ranks' speed and the run's time")
-        parts.append(element("details", summary, element("div", *aside, class_="charts")))
-    if more := tags[len(figures) :]:
-        names = ", ".join(more[:40]) + (" ..." if len(more) > 40 else "")
-        parts.append(element("p", f"{len(more)} more metrics are in the run's files: {names[:4000]}", class_="soft"))
-    return join([legend(runs) if len(runs) > 1 else "", *parts])
-
-
-def legend(runs: Sequence[ReportFacts]) -> Html:
-    """Return which line is which run."""
-    items = []
-    for place, facts in enumerate(runs):
-        line = element("path", d="M0 60H350", class_=f"line s{place % 8}")
-        items.append(
-            element("li", element("svg", line, class_="key", viewBox="0 0 35 11", aria_hidden="true"), facts.title)
-        )
-    return element("ul", *items, class_="legend")
-
-
-def _extremes(summary: Mapping[str, Any]) -> str:
+def extremes(summary: Mapping[str, Any]) -> str:
+    """Return what a curve's caption says."""
     words = [f"{summary['count']} points"]
     if "last" in summary:
         words.append(f"last {short(summary['last'][1])}")
@@ -102,44 +70,33 @@ def _extremes(summary: Mapping[str, Any]) -> str:
 PART_WORDS = {"training": "training", **goodput.WORDS}
 
 
-def time_spent(ledger: Mapping[str, float] | None) -> Html:
-    """Return where the run's time went, as a bar and a table."""
+def wall_s(ledger: Mapping[str, float] | None) -> float:
+    """Return the time that a run has taken, 0 if that was not measured."""
+    return sum((ledger or {}).get(part, 0.0) for part in goodput.PARTS)
+
+
+def time_spent(ledger: Mapping[str, float] | None) -> tuple[str, list[BarPart], list[tuple[str, str, str]]]:
+    """Return where the run's time went: in words, as a bar, and as rows. There are none if that was not measured."""
     known = {part: (ledger or {}).get(part, 0.0) for part in goodput.PARTS}
-    wall_s = sum(known.values())
-    if not wall_s:
-        return element("p", "Where the time went was not measured.", class_="soft")
-    rows = [(PART_WORDS[part], in_units(spent), f"{spent / wall_s:.1%}") for part, spent in known.items() if spent]
-    words = goodput.sentence(ledger) or f"{in_units(wall_s)} in all"
-    parts = []
-    for part in goodput.PARTS:
-        square = element("rect", width="100%", height="100%", class_=part)
-        parts.append(element("li", element("svg", square, class_="key", aria_hidden="true"), PART_WORDS[part]))
-    return join(
-        [
-            element("p", words),
-            bar(_stacked(known, 0.0, wall_s), words),
-            element("ul", *parts, class_="legend"),
-            table("Where the time went", ("part", "time", "share"), rows),
-        ]
-    )
+    spent_s = wall_s(ledger)
+    rows = [(PART_WORDS[part], in_units(spent), f"{spent / spent_s:.1%}") for part, spent in known.items() if spent]
+    words = goodput.sentence(ledger) or f"{in_units(spent_s)} in all"
+    return words, _stacked(known, 0.0, spent_s or 1.0), rows
 
 
-def time_to_start(by_attempt: Mapping[int, Mapping[str, float]]) -> Html:
-    """Return where the starts of the attempts went, a column for each."""
-    rows: list[tuple[str, ...]] = []
+def time_to_start(by_attempt: Mapping[int, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return where the starts of the attempts went: the head and the rows of a table with a column for each."""
+    rows = []
     for part in start_up.PARTS:
         seconds = [parts.get(part, 0.0) for parts in by_attempt.values()]
         if any(seconds):
-            rows.append((start_up.WORDS[part], *(f"{each:.2f} s" for each in seconds)))
-    if not rows:
-        return join([])
+            rows.append([start_up.WORDS[part], *(f"{each:.2f} s" for each in seconds)])
     wholes = [sum(parts.get(part, 0.0) for part in start_up.PARTS) for parts in by_attempt.values()]
-    rows.append(("to the end of the first step", *(f"{each:.2f} s" for each in wholes)))
-    head = ("part", *(f"attempt {number}" for number in by_attempt))
-    return table("Where the start went", head, rows)
+    last = ["to the end of the first step", *(f"{each:.2f} s" for each in wholes)]
+    return ["part", *(f"attempt {number}" for number in by_attempt)], [*rows, last] if rows else []
 
 
-def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tuple[str, float, float]]:
+def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[BarPart]:
     """Return the parts of a bar, one after another from ``start`` on. All values are divided by ``span``."""
     parts = []
     for part in goodput.PARTS:
@@ -149,65 +106,30 @@ def _stacked(ledger: Mapping[str, float], start: float, span: float) -> list[tup
     return parts
 
 
-def timeline(facts: ReportFacts) -> Html:
-    """Return the attempts as bars on one axis of time, and as a table. The table has their causes."""
-    attempts = facts.attempts[-MOST_ATTEMPTS:]
-    if not attempts:
-        return element("p", "No attempt has begun.", class_="soft")
+def timeline(attempts: Sequence[AttemptRecord]) -> tuple[float, float, list[tuple[str, str, list[BarPart]]]]:
+    """Return the attempts as bars on one axis of time, from its begin to its end: words, label and parts of each."""
     # The measured parts fill the time up to the end of the attempt, its time in the queue included.
     begins = [attempt.ended - sum(attempt.goodput.get(part, 0.0) for part in goodput.PARTS) for attempt in attempts]
     begins = [min(begin, attempt.started) for begin, attempt in zip(begins, attempts, strict=True)]
     first, last = min(begins), max(attempt.ended for attempt in attempts)
     span = max(last - first, 1e-3)
-    rows: list[Html] = []
+    bars = []
     for attempt, begin in zip(attempts, begins, strict=True):
         # An attempt without measured parts is drawn as idle.
         ledger = attempt.goodput or {"idle": attempt.ended - attempt.started}
         words = f"{attempt.attempt}: {attempt.cause}" + f", {attempt.decision}" * bool(attempt.decision)
         label = f"attempt {words}, {in_units(attempt.ended - attempt.started)} from {moment(attempt.started)} UTC on"
-        rows += [element("div", words), bar(_stacked(ledger, begin - first, span), label)]
-    ends = element("div", element("span", moment(first)), element("span", f"{moment(last)} UTC"), class_="ends soft")
-    hidden = len(facts.attempts) - len(attempts)
-    note = f"The last {MOST_ATTEMPTS} of {len(facts.attempts)} attempts. " if hidden else ""
-    note += "A bar begins with the queue or the end of the attempt before it; its other parts are sums, not in order."
-    chart_of_all = element("div", *rows, element("div"), ends, class_="attempts")
-    head = ("attempt", "job", "nodes", "ranks", "steps", "lasted", "cause", "then", "what happened")
-    cells: list[list[object]] = []
-    for attempt in attempts:
-        steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
-        hosts = hostlist.compress(attempt.nodes)
-        nodes = hosts if len(hosts) < 24 else element("td", hosts[:2000], class_="long")
-        where = (attempt.attempt, attempt.job_id or "local", nodes, attempt.world_size or "")
-        what = element("td", (attempt.line or "")[:500], class_="long")
-        lasted = in_units(attempt.ended - attempt.started)
-        cells.append([*where, steps, lasted, attempt.cause, attempt.decision, what])
-    lines = table("Attempts", head, cells)
-    return join([chart_of_all, element("p", note, class_="soft"), lines])
-
-
-# ---------------------------------------------------------------------------------------------------------- efficiency
-
-
-def usage(facts: ReportFacts) -> Html:
-    """Return what was asked, used and held idle, and what it cost. Advice for the next request follows."""
-    found = facts.told["efficiency"]
-    if found is None:
-        return element("p", "What the run used was not measured.", class_="soft")
-    rows = efficiency.rows(found.usage)
-    more = efficiency.lines(found)[1 + len(rows) :]
-    return join(
-        [table("Asked and used", ("", "asked", "used", "held idle"), rows), *(element("p", line) for line in more)]
-    )
+        bars.append((words, label, _stacked(ledger, begin - first, span)))
+    return first, last, bars
 
 
 # ------------------------------------------------------------------------------------------------------------ node map
 
-_MARKS = {"L": "lost", "F": "first to fail", "S": "slow", "G": "given up for a spare"}
+MARKS = {"L": "lost", "F": "first to fail", "S": "slow", "G": "given up for a spare"}
 
 
-def node_map(facts: ReportFacts) -> Html:
-    """Return which nodes each attempt had and what went wrong there. Nodes with a remark come first."""
-    attempts = facts.attempts[-MOST_COLUMNS:]
+def node_map(facts: ReportFacts, attempts: Sequence[AttemptRecord]) -> list[NodeRow]:
+    """Return what went wrong on which node. Nodes with a remark come first; those beyond a page are only counted."""
     marks = [_marks(attempt) for attempt in attempts]
     remarks: dict[str, list[str]] = {}
     for words, nodes in (("not used any more", facts.told["bad_nodes"]), ("", facts.told["ailing_nodes"])):
@@ -217,32 +139,27 @@ def node_map(facts: ReportFacts) -> Html:
     # Nodes with trouble come first, because a long list is shown in part.
     first = dict.fromkeys([*remarks, *(host for of_attempt in marks for host in of_attempt)])
     shown = list(dict.fromkeys([*first, *nodes]))[:MOST_NODES]
-    if not shown:
-        return element("p", "No nodes are known.", class_="soft")
 
     # By their numbers: node9 comes before node10.
     def place(host: str) -> tuple[bool, str, int]:
         head = host.rstrip("0123456789")
         return host not in first, head, int(host[len(head) :] or 0)
 
-    shown.sort(key=place)
     used = [{*attempt.nodes} for attempt in attempts]
-    rows = []
-    for host in shown:
-        cells: list[object] = [host]
-        for hosts, found in zip(used, marks, strict=True):
-            if host in found:
-                title = ", ".join(_MARKS[mark] for mark in found[host])
-                cells.append(element("td", found[host], class_="hurt", title=title))
-            else:
-                cells.append(element("td", "●" if host in hosts else "", class_="used"))
-        rows.append([*cells, element("td", "; ".join(remarks.get(host, [])), class_="long")])
-    if len(nodes) > len(shown):
-        rest = {*nodes} - {*shown}
-        counts = [element("td", len(hosts & rest), class_="used") for hosts in used]
-        rows.append([f"{len(rest)} more nodes", *counts, "nothing wrong with them"])
-    caption = f"Nodes by attempt. ● used, {', '.join(f'{mark} {words}' for mark, words in _MARKS.items())}"
-    return table(caption, ["node", *(attempt.attempt for attempt in attempts), "remark"], rows)
+    rows: list[NodeRow] = []
+    for host in sorted(shown, key=place):
+        cells = [
+            (found[host], ", ".join(MARKS[mark] for mark in found[host]))
+            if host in found
+            else ("●" if host in hosts else "", "")
+            for hosts, found in zip(used, marks, strict=True)
+        ]
+        rows.append((host, cells, "; ".join(remarks.get(host, []))))
+    if rest := {*nodes} - {*shown}:
+        rows.append(
+            (f"{len(rest)} more nodes", [(str(len(hosts & rest)), "") for hosts in used], "nothing wrong with them")
+        )
+    return rows
 
 
 def _marks(attempt: AttemptRecord) -> dict[str, str]:
