@@ -43,7 +43,7 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/mypy
 
 coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
-	$(PYTEST) $(ABREAST) -m "not soak" tests/unit $(MEASURE)
+	$(PYTEST) $(ABREAST) -m "not soak and not dist and not slurm" tests/unit tests/plugins $(MEASURE)
 MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node

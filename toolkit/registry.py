@@ -23,7 +23,7 @@ INTERFACE = 1
 #: The entry-point group of other people's plugins.
 GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
-BUILT_IN = ("integrations", "mpi", "why")
+BUILT_IN = ("completion", "inference", "integrations", "mpi", "site", "trackers", "watch", "why")
 
 log = logs.get(__name__)
 
@@ -38,6 +38,7 @@ class Plugin:
     * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
+      ``complete``: the words that a shell may complete, see `toolkit.cli.main`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     """
 
@@ -51,9 +52,8 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "watch", "compare", "logs", "stacks", "profile"),
-    *("set", "stop", "cancel", "resume", "rm", "gc", "resume-check", "checkpoint", "evaluate", "generate", "export"),
-    *("env", "doctor", "init", "data", "tensorboard", "report", "sync", "completion"),
+    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "compare", "logs", "stacks", "profile", "set"),
+    *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard", "report"),
 )
 CORE = Plugin("toolkit", commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS})
 

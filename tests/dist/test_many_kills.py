@@ -27,8 +27,8 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.diagnose.resume_compare import compare
-from toolkit.diagnose.resume_report import CheckPlan
+from toolkit.plugins.site.resume_compare import compare
+from toolkit.plugins.site.resume_report import CheckPlan
 from toolkit.ranks.session import Session
 from toolkit.run_files import RunResult
 from toolkit.rundir import TRACE_VARIABLE, RunDir

@@ -30,8 +30,8 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
-from toolkit.diagnose.resume_compare import compare
-from toolkit.diagnose.resume_report import CheckPlan, CheckReport
+from toolkit.plugins.site.resume_compare import compare
+from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
 from toolkit.run_files import AttemptRecord, RunResult
 from toolkit.rundir import TRACE_VARIABLE, RunDir

@@ -28,9 +28,9 @@ from toolkit.checkpoint.replicas import ReplicaSums
 from toolkit.data.loader import Loader
 from toolkit.data.to_device import _copy_stream
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.plugins.inference.program import write_program
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Replicated
-from toolkit.train.program import write_program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
 DEVICE = torch.device("cuda", 0)

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.trackers.contract import Points, Story, check_contract, same
 from tests.soak.wandb_server import WandbServer
-from tests.unit.trackers.contract import Points, Story, check_contract, same
 from tests.waiting import wait_for
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
-from toolkit.trackers import build_tracker
+from toolkit.plugins.trackers import build_tracker
 
 #: The libraries warn about each other's and Python's versions.
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]

@@ -33,7 +33,7 @@ FLOORS = [
     ["checkpoint", "data", "metrics"],
     ["strategies", "run"],
     ["train"],
-    ["diagnose", "sweep", "trackers"],
+    ["sweep"],
     ["cli"],
     ["plugins"],
 ]
@@ -103,7 +103,7 @@ MODULES = [path for path in SOURCES if path.parent != PACKAGE or path.stem not i
 
 
 #: What the ranks of a job run: it meets the job's own class, and a script as a user would write it.
-USING_PUBLIC_NAMES = {"run/rank/user_job.py", "diagnose/proof_rank.py"}
+USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py"}
 
 
 def test_imports_point_down() -> None:
@@ -148,8 +148,8 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run", "diagnose"),
-    *("sweep", "trackers", "cli"),
+    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run"),
+    *("sweep", "cli", *(f"plugins/{name}" for name in ("completion", "site", "trackers", "watch", "why"))),
 ]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}

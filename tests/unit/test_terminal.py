@@ -14,9 +14,10 @@ import pytest
 
 from tests.unit.attempts import attempt
 from toolkit import fsio, logs, rundir, terminal
-from toolkit.cli import follow, show, watch
+from toolkit.cli import follow, show
 from toolkit.cli import main as cli
 from toolkit.errors import JobFailedError
+from toolkit.plugins.watch import view as watch
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.terminal import VisibleStream, guarded, unguarded, visible
 
@@ -147,7 +148,7 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
     """Everything that reaches the real streams, or makes a rich console or a log's lines, is in a known place."""
     known = {
         "terminal.py": {"Console", "redirect_stdout", "redirect_stderr"},
-        "cli/commands/evaluate.py": {"buffer"},  # into a pipe, with each file's name byte for byte
+        "plugins/inference/commands/evaluate.py": {"buffer"},  # into a pipe, with each file's name byte for byte
         "data/datasets.py": {"redirect_stdout"},
         "run/submission/executors.py": {"redirect_stderr"},  # into a buffer that is thrown away
         "logs.py": {"StreamHandler", "Formatter"},

@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        from toolkit.cli import completion
-
-        return completion.main(words[1:])
+        complete = registry.find("hooks", "complete")
+        return EXIT_REQUEST if complete is None else complete(words[1:])
     logs.setup_for_command()
     # Of one command only its own module is loaded: all would take longer than most commands.
     if words and not words[0].startswith("-"):

@@ -20,9 +20,9 @@ from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
-from toolkit.diagnose import doctor, resume_check
 from toolkit.errors import RequestError
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.site import doctor, resume_check
 from toolkit.run.rank import main as rank
 from toolkit.run.submission import executors, inside_allocation
 from toolkit.run.submission.handle import Run

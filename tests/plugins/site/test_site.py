@@ -1,0 +1,366 @@
+"""A cluster's description of itself, and the profile made of it. `submit` and `init` use the profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.main import main
+from toolkit.config import JobConfig, load_config, validate
+from toolkit.config.schema import FOREIGN_JOB
+from toolkit.errors import ConfigError
+from toolkit.plugins.site import doctor, site_page
+from toolkit.run.prepare import site_checks
+from toolkit.slurm import site_profile
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.site import read_site
+from toolkit.slurm.site_profile import SiteProfile
+
+#: `scontrol show config` of Slurm 24.11.5, the lines that count, of a site as many are.
+CONFIG = """Configuration data as of 2026-11-24T11:34:42
+AccountingStorageType   = accounting_storage/slurmdbd
+AuthInfo                = (null)
+ClusterName             = alps
+EnforcePartLimits       = NO
+JobRequeue              = 1
+KillWait                = 30 sec
+MaxArraySize            = 10001
+MaxJobCount             = 50000
+MpiDefault              = (null)
+PreemptMode             = REQUEUE
+PreemptType             = preempt/qos
+ProctrackType           = proctrack/cgroup
+SlurmctldParameters     = (null)
+SLURM_VERSION           = 24.11.5
+TaskPlugin              = task/cgroup,task/affinity
+
+Cgroup Support Configuration:
+CgroupPlugin            = cgroup/v2
+ConstrainCores          = yes
+ConstrainDevices        = yes
+ConstrainRAMSpace       = no
+
+Slurmctld(primary) at login is UP
+"""
+PARTITIONS = """PartitionName=normal
+   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL
+   AllocNodes=ALL Default=YES QoS=N/A
+   DefaultTime=01:00:00 DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO
+   MaxNodes=2 MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED
+   PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO OverSubscribe=NO
+   OverTimeLimit=NONE PreemptMode=REQUEUE
+   State=UP TotalCPUs=256 TotalNodes=4 SelectTypeParameters=NONE
+
+PartitionName=debug
+   AllowGroups=ALL AllowAccounts=lab2 AllowQos=ALL
+   AllocNodes=ALL Default=NO QoS=N/A
+   DefaultTime=NONE GraceTime=120 MaxNodes=UNLIMITED MaxTime=UNLIMITED PriorityTier=1 PreemptMode=OFF
+   State=DOWN TotalCPUs=64 TotalNodes=1 SelectTypeParameters=NONE
+"""
+SINFO = "normal|1|128|512000|(null)\nnormal|3|64|256000|gpu:a100:4(S:0-1),nvme:1\ndebug|1|64|256000|(null)\n"
+ASSOCIATIONS = "lab1||normal,low|normal||200|\nlab2|debug|normal||4||02:00:00\n"
+QOS = "normal||cluster|00:00:00|||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20|DenyOnLimit,PartitionTimeLimit\n"
+
+
+class Programs:
+    """Slurm's programs on PATH. Each answers by the words of its command line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("srun", "squeue", "scancel"):
+            self.add(name, {"--mpi=list": "MPI plugin types are...\n\tnone\n\tpmix\nspecific: pmix_v5\n"})
+        self.add("sbatch", {"--help": "--requeue[=expedite]"})
+        self.add("sinfo", {"": SINFO})
+        self.scontrol(CONFIG)
+        self.add("sacctmgr", {"associations": ASSOCIATIONS, "show user": "lab1\n", "show qos": QOS})
+
+    def scontrol(self, config: str, partitions: str = PARTITIONS) -> None:
+        ping = "Slurmctld(primary) at login is UP\n"
+        self.add("scontrol", {"ping": ping, "show config": config, "show partition": partitions})
+
+    def add(self, name: str, answers: Mapping[str, str], code: int = 0, stderr: str = "") -> None:
+        cases = "".join(f'*"{words}"*) printf %s {shlex.quote(text)};;\n' for words, text in answers.items())
+        end = f"printf %s {shlex.quote(stderr)} >&2\nexit {code}\n"
+        (self.folder / name).write_text(f'#!/bin/sh\ncase "$*" in\n{cases}esac\n{end}')
+        (self.folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Put Slurm's programs on PATH, with a home folder for the test alone."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("TOOLKIT_SITE", raising=False)
+    site_checks.cluster_name.cache_clear()
+    return Programs(tmp_path / "bin")
+
+
+def test_an_empty_setting_does_not_take_the_next_line_for_its_value(programs: Programs) -> None:
+    programs.scontrol(CONFIG.replace("(null)", ""))
+    profile = read_site(Slurm())
+    assert (profile.mpi_default, profile.cluster, profile.preempt_mode) == ("none", "alps", "REQUEUE")
+    assert profile.slurm == "24.11.5"
+
+
+def test_a_site_is_read_with_its_limits_accounts_and_preemption(programs: Programs) -> None:
+    profile = read_site(Slurm())
+    assert (profile.cluster, profile.slurm, profile.notes) == ("alps", "24.11.5", ())
+    assert (profile.requeue_delay_s, profile.max_array_size, profile.max_jobs) == (121.0, 10_001, 50_000)
+    assert profile.cgroup == "cgroup/v2, constrains Cores, Devices"
+    assert (profile.mpi_plugins, profile.mpi_default) == (("pmix", "pmix_v5"), "none")
+    normal, debug = profile.partitions
+    assert (normal.is_default, normal.nodes, normal.max_nodes) == (True, 4, 2)
+    assert (normal.time_limit_s, normal.default_time_s) == (86_400.0, 3_600.0)
+    assert (normal.cpus, normal.memory_mb, normal.gpus, normal.gpu_type) == (64, 256_000, 4, "a100")
+    assert (debug.is_up, debug.accounts, debug.grace_s, debug.time_limit_s) == (False, ("lab2",), 120.0, None)
+    lab1, lab2 = profile.associations
+    assert (lab1.account, lab1.qos, lab1.max_submit) == ("lab1", ("normal", "low"), 200)
+    assert (lab2.partition, lab2.max_jobs, lab2.time_limit_s) == ("debug", 4, 7_200.0)
+    low = profile.qos[1]
+    assert (low.preempt_mode, low.grace_s, low.max_resources, low.max_submit) == ("cancel", 300.0, "gres/gpu=8", 20)
+    assert low.flags == ("DenyOnLimit", "PartitionTimeLimit")
+    assert SiteProfile.from_json(json.loads(json.dumps(profile.to_file()))) == profile
+
+
+def test_hidden_partitions_are_known_too(programs: Programs) -> None:
+    hidden = PARTITIONS.replace("PartitionName=debug", "PartitionName=secret")
+    programs.add("scontrol", {"--all show partition": hidden, "show partition": PARTITIONS, "show config": CONFIG})
+    programs.add("sinfo", {"--all": SINFO.replace("debug", "secret"), "": SINFO})
+    assert [(part.name, part.cpus) for part in read_site(Slurm()).partitions] == [("normal", 64), ("secret", 64)]
+
+
+def test_what_cannot_be_read_is_a_note_and_no_error(programs: Programs) -> None:
+    programs.add("sacctmgr", {}, code=1, stderr="sacctmgr: error: Access/permission denied\n")
+    programs.add("sinfo", {}, code=1, stderr="slurm_load_node: Zero Bytes were transmitted or received\n")
+    (programs.folder / "srun").unlink()
+    profile = read_site(Slurm())
+    notes = "\n".join(profile.notes)
+    assert "srun is not on PATH" in notes
+    assert "the nodes' sizes cannot be read" in notes
+    assert "accounts and QOS cannot be read: sacctmgr: error: Access/permission denied" in notes
+    assert [part.name for part in profile.partitions] == ["normal", "debug"]
+    assert profile.accounting == "no answer: sacctmgr: error: Access/permission denied"
+
+
+def test_without_accounting_sacctmgr_is_not_asked(programs: Programs) -> None:
+    programs.scontrol(CONFIG.replace("accounting_storage/slurmdbd", "accounting_storage/none"))
+    (programs.folder / "sacctmgr").unlink()
+    profile = read_site(Slurm())
+    assert (profile.accounting, profile.notes, profile.associations) == ("off", (), ())
+
+
+def test_half_a_slurm_and_a_silent_controller_are_said(
+    programs: Programs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.add("scontrol", {"ping": "Slurmctld(primary) at login is DOWN\n"})
+    assert main(["doctor", "--site"]) == 0
+    assert "controller does not answer" in capsys.readouterr().out
+    (programs.folder / "scontrol").unlink()
+    assert main(["doctor", "--site"]) == 0
+    assert "only half installed here: not on PATH: scontrol" in capsys.readouterr().out
+    assert main(["init"]) == 2
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["doctor", "--site", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["site"], answer["site_profile"][:14]) == (None, "no Slurm here:")
+    assert not Path(os.environ["HOME"]).exists()
+
+
+def test_the_page_fits_a_terminal_and_says_what_a_user_needs(
+    programs: Programs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--site"]) == 0
+    page = capsys.readouterr().out
+    assert "a job over its partition's limits is held in the queue for ever" in page
+    assert "may start again after 121 s" in page
+    assert f"site profile: {os.environ['HOME']}/.config/toolkit/site-profile.json" in page
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor", "--site"]) == 0
+    assert max(map(len, capsys.readouterr().out.replace(os.environ["HOME"], "~").splitlines())) <= 80
+
+
+def test_that_requeues_are_expedited_or_forbidden_is_said() -> None:
+    profile = SiteProfile(made=0.0, cluster="alps", expedites=True)
+    assert "at once, with --requeue=expedite" in next(site_page.lines(profile))
+    assert "forbidden by default" in next(site_page.lines(profile.replace(can_requeue=False)))
+    assert "arrays: switched off; " in "\n".join(site_page.lines(profile.replace(max_array_size=0)))
+
+
+def profiled(age_s: float = 0.0, **changes: str) -> Path:
+    """Write a profile of that age; return its path."""
+    profile, _ = doctor.read_site_here()
+    assert profile is not None
+    return site_profile.write(profile.replace(made=time.time() - age_s, **changes))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.partition=norml", "cluster.partition: there is no 'norml'; did you mean 'normal'? there are: normal"),
+        (
+            "cluster.partition=normal cluster.time_min=1441",
+            "cluster.time_min: 1441 is over the limit of partition normal, 1 d; use 1440 or less",
+        ),
+        (
+            "cluster.partition=normal cluster.nodes=3",
+            "cluster.nodes: 3 with spare ones, and a job on partition normal",
+        ),
+        ("cluster.account=labl", "you have no account 'labl'; did you mean 'lab2'? yours: lab1, lab2"),
+        ("cluster.qos=lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
+        ("cluster.qos=normal,lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
+    ],
+)
+def test_submit_refuses_what_would_wait_for_ever(
+    programs: Programs, override: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(None, override.split())
+    site_checks.check_site(config)  # there is no profile yet
+    profiled()
+    with pytest.raises(ConfigError) as caught:
+        site_checks.check_site(config)
+    assert words in str(caught.value)
+    assert "`toolkit doctor --site` reads it anew" in str(caught.value)
+    profiled(age_s=40 * 86_400)
+    site_checks.check_site(config)
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "override"), [("PartitionTimeLimit", "cluster.time_min=1441"), ("PartitionMaxNodes", "cluster.nodes=3")]
+)
+def test_a_qos_may_lift_a_limit_of_its_partition(
+    programs: Programs, caplog: pytest.LogCaptureFixture, flag: str, override: str, named: bool
+) -> None:
+    qos = f"normal||cluster|00:00:00|||\nlong|||00:00:00|||DenyOnLimit,{flag}\n"
+    rows = "lab1||normal,long|long|||\n"
+    programs.add("sacctmgr", {"associations": rows, "show user": "lab1\n", "show qos": qos})
+    profiled()
+    partition = "cluster.partition=normal"
+    site_checks.check_site(load_config(None, [partition, override, *["cluster.qos=long"] * named]))
+    assert caplog.text == ""
+    for refused in ([override, "cluster.qos=normal"], ["cluster.nodes=5"]):  # the partition has four nodes in all
+        with pytest.raises(ConfigError):
+            site_checks.check_site(load_config(None, [partition, *refused]))
+
+
+def test_the_case_of_a_qos_does_not_matter(programs: Programs) -> None:
+    partitions = PARTITIONS.replace("AllowAccounts=ALL AllowQos=ALL", "AllowAccounts=ALL AllowQos=Low")
+    programs.scontrol(CONFIG, partitions)
+    profiled()
+    # The QOS low lifts the limit of the partition's time.
+    site_checks.check_site(load_config(None, ["cluster={partition: normal, qos: LOW, time_min: 1441}"]))
+    with pytest.raises(ConfigError, match="partition normal does not take 'Normal'; it takes Low"):
+        site_checks.check_site(load_config(None, ["cluster={partition: normal, qos: Normal}"]))
+
+
+def test_without_a_partition_the_default_ones_limits_only_warn(
+    programs: Programs, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiled()
+    site_checks.check_site(load_config(None, ["cluster.time_min=1441"]))
+    assert "cluster.time_min: 1441 is over the limit of partition normal" in caplog.text
+    with pytest.raises(ConfigError, match="no account 'labl'"):
+        site_checks.check_site(load_config(None, ["cluster.time_min=1441", "cluster.account=labl"]))
+
+
+def test_accounts_are_the_same_in_upper_and_lower_case(programs: Programs) -> None:
+    ping = "Slurmctld(primary) at login is UP\n"
+    mixed = PARTITIONS.replace("AllowAccounts=lab2", "AllowAccounts=Lab2")
+    programs.add("scontrol", {"ping": ping, "show config": CONFIG, "show partition": mixed})
+    profiled()
+    for account in ("LAB2", "lab2"):
+        site_checks.check_site(load_config(None, ["cluster.partition=debug", f"cluster.account={account}"]))
+
+
+def test_a_job_that_may_run_on_one_of_its_partitions_is_not_refused(programs: Programs) -> None:
+    profiled()
+    site_checks.check_site(load_config(None, ["cluster.partition='normal,debug'", "cluster.time_min=2000"]))
+
+
+def test_a_profile_that_is_damaged_newer_or_of_another_cluster_is_named(
+    programs: Programs, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = profiled(cluster="summit")
+    wrong = load_config(None, ["cluster.partition=norml"])
+    site_checks.check_site(wrong)
+    assert "is of the cluster summit, and this is alps: not used" in caplog.text
+    record = json.loads(profiled().read_text())
+    path.write_text(json.dumps(record | {"version": 99, "later": {"a": 1}}))
+    with pytest.raises(ConfigError):
+        site_checks.check_site(wrong)
+    assert "has version 99, and this toolkit knows 1" in caplog.text
+    for content in ("", "{", "[]", '{"made": 3}', "\0" * 20):
+        path.write_text(content)
+        site_checks.check_site(wrong)
+        assert f"{path} is damaged" in caplog.text
+        caplog.clear()
+
+
+def test_the_profile_lies_beside_the_sites_file_if_that_folder_takes_it(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
+    assert profiled() == tmp_path / "site-profile.json"
+    monkeypatch.setenv("TOOLKIT_SITE", "/proc/site.yaml")
+    assert profiled() == tmp_path / "home/.config/toolkit/site-profile.json"
+
+
+def test_the_profile_knows_a_qos_that_a_node_cannot_ask_for(programs: Programs) -> None:
+    slurm, job = Slurm(), JobRow("1", "RUNNING", qos="low")
+    path = profiled()
+    programs.add("sacctmgr", {}, code=1, stderr="Unable to contact slurm database\n")
+    assert slurm.preemption_cancels(job, slurm.settings())
+    assert slurm.preemption_cancels(dataclasses.replace(job, qos="normal,low"), slurm.settings())
+    path.unlink()
+    assert not slurm.preemption_cancels(job, slurm.settings())
+
+
+def test_init_writes_defaults_that_are_valid_and_keeps_what_is_there(
+    programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--print"]) == 0
+    path = Path(os.environ["HOME"]) / ".config/toolkit/site.yaml"
+    assert not path.exists()
+    assert main(["init"]) == 0
+    assert path.read_text() in capsys.readouterr().out
+    config = load_config(None, [f"job={FOREIGN_JOB}"])
+    validate(config)
+    cluster = config.cluster
+    assert (cluster.partition, cluster.account, cluster.qos, cluster.time_min) == ("normal", "lab1", "normal", 60)
+    assert cluster.signal_delay_s == JobConfig().cluster.signal_delay_s
+    assert "#   gpus_per_node: 4\n#   gpu_type: a100" in path.read_text()
+    path.write_text("cluster: {account: mine}\n")
+    assert main(["init"]) == 2
+    assert "is there already, and is kept" in capsys.readouterr().err
+    assert path.read_text() == "cluster: {account: mine}\n"
+    assert main(["init", "--force", "--partition", "debug"]) == 0
+    assert "partition: debug" in path.read_text()
+    assert "account: lab2" in path.read_text()
+
+
+def test_init_says_why_it_names_no_account(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.add("sacctmgr", {"show qos": QOS})
+    assert main(["init", "--print"]) == 0
+    assert "# account, qos: Slurm lists none for you\n" in capsys.readouterr().out
+    programs.scontrol(CONFIG.replace("accounting_storage/slurmdbd", "accounting_storage/none"))
+    assert main(["init", "--print"]) == 0
+    assert "# account, qos: accounting is off\n" in capsys.readouterr().out
+
+
+def test_init_refuses_an_unknown_partition_with_the_nearest(
+    programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--partition", "debgu"]) == 2
+    assert "--partition: there is no 'debgu'; did you mean 'debug'?" in capsys.readouterr().err

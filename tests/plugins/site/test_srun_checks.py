@@ -1,0 +1,169 @@
+"""How `toolkit doctor` reads the lines of a step's tasks, and srun's own. Both are played."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from queue import SimpleQueue
+
+import pytest
+
+from toolkit.health import CheckAnswer, CheckRequest, Finding, ok
+from toolkit.health.verdict import NodesReport, judge
+from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
+from toolkit.plugins.site import srun_checks
+from toolkit.plugins.site.srun_checks import ask_nodes
+
+HOSTS = ["node1", "node2", "node3", "node4"]
+REQUEST = CheckRequest("/runs/.preflight", "word", [1, 2, 3, 4])
+
+
+def line(host: str, *findings: Finding, at: float | None = None) -> str:
+    at = time.time() if at is None else at
+    return json.dumps(asdict(CheckAnswer(host, at - 0.2, at, (ok("cpus", "4"), *findings), "node[1-4]")))
+
+
+Lines = dict[str, list[str | ErrorLine]]
+
+
+class Step(LineChannel):
+    """A step whose tasks say these lines; by default each reports one well node."""
+
+    def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool) -> None:
+        self.events: Events = SimpleQueue()
+        self.began = time.time() - 0.5
+        for task, host in enumerate(hosts):
+            for text in instead.get(host, [line(host)]):
+                self.events.put(text if isinstance(text, ErrorLine) else NodeLine(task, text, time.time()))
+        if ends:
+            self.events.put(ChannelEnded())
+
+    def send(self, line: str) -> None:
+        raise AssertionError("a check is asked once")
+
+    def end(self) -> None: ...
+
+
+def asked(instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool = True) -> NodesReport:
+    nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, lambda _, hosts: Step(hosts, instead, ends=ends))
+    return judge(nodes, took_s, errors)
+
+
+def test_nothing_is_said_of_healthy_nodes() -> None:
+    report = asked({}, ends=False)
+    assert (report.bad, report.warnings, report.common, list(report.hosts)) == ({}, {}, (), HOSTS)
+
+
+def test_an_answer_that_srun_has_cut_is_put_together() -> None:
+    """srun prints a labelled line of more than 1,024 bytes as several. Spaces at the cut are part of the text."""
+    text = line("node3", Finding("temp space", "bad", "0 B", "/tmp is full " * 200))
+    pieces = ["a word of the profile", *(text[start : start + 1018] for start in range(0, len(text), 1018))]
+    assert asked({"node3": pieces}).bad == {"node3": "/tmp is full " * 200}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (["Hello!", "ImportError: no json"], "could not be checked (ImportError: no json)"),
+        (['{"check": "cpus"}', "[]", "42"], "could not be checked (42)"),
+        (
+            [
+                ErrorLine("2: slurmstepd: error: execve(): /env/bin/python: No such file or directory"),
+                ErrorLine("srun: error: node3: task 2: Exited with exit code 2"),
+            ],
+            "No such file or directory",
+        ),
+    ],
+)
+def test_a_node_that_fails_is_bad_with_its_last_words(said: Sequence[str | ErrorLine], words: str) -> None:
+    report = asked({"node3": said})
+    assert list(report.bad) == ["node3"]
+    assert words in report.bad["node3"]
+
+
+def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
+    report = asked({"node3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}, ends=False)
+    assert list(report.bad) == ["node3"]
+    assert report.took_s < 5
+
+
+def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(srun_checks, "LIMIT_S", 0.3)
+    report = asked({"node3": []}, ends=False)
+    assert (report.bad, list(report.warnings)) == ({}, ["node3"])
+
+
+def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
+    """Also the name of a node that says nothing itself."""
+    gone: Lines = {"node 3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}
+    lines: Lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
+    hosts = [f"node {number}" for number in range(1, 5)]
+    nodes, errors, took_s = ask_nodes(
+        REQUEST, hosts, lambda _, hosts: Step(hosts, lines | gone, ends=True), is_queued=True
+    )
+    report = judge(nodes, took_s, errors)
+    assert list(report.hosts) == HOSTS
+    assert list(report.bad) == ["node3"]
+
+
+def test_a_wrong_clock_is_found_also_after_an_hour_in_the_queue() -> None:
+    now = time.time()
+
+    def start(_: CheckRequest, hosts: Sequence[str]) -> Step:
+        step = Step(hosts, {"node3": [line("node3", at=now + 90)]}, ends=True)
+        step.began -= 3600
+        return step
+
+    nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, start, is_queued=True)
+    assert list(judge(nodes, took_s, errors).bad) == ["node3"]
+    assert took_s < 60
+
+
+def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
+    """srun then ends the whole step. The other nodes are asked again, without that one."""
+    failure = "srun: error: Task launch for StepId=7.0 failed on node node2: Communication connection failure"
+    killed = "srun: error: node3: task 2: Killed"
+    starts: list[tuple[Sequence[str], list[int]]] = []
+
+    def start(request: CheckRequest, hosts: Sequence[str]) -> Step:
+        starts.append((hosts, [request.cpus_of(task) for task in range(len(hosts))]))
+        ends = {host: [ErrorLine(failure), ErrorLine(killed)] for host in hosts if "node2" in hosts}
+        return Step(hosts, ends, ends=True)
+
+    nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, start)
+    report = judge(nodes, took_s, errors)
+    assert starts == [(HOSTS, [1, 2, 3, 4]), (["node1", "node3", "node4"], [1, 3, 4])]
+    assert list(report.bad) == ["node2"]
+    assert "Communication connection failure" in report.bad["node2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "srun: error: Aborting, io error and missing step on node 0",
+        "srun: error: Aborting, io error and missing step on node 7",
+        "srun: error: task 7 launch failed: Slurmd could not connect IO",
+        "srun: error: node3: tasks 2,7: Killed",
+        "srun: error: Unable to create step for job 7: Invalid partition",
+    ],
+)
+def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> None:
+    """The first text was seen when a job was cancelled while its checks began."""
+    report = asked({host: [ErrorLine(text)] for host in HOSTS})
+    assert report.bad == {}
+    assert text in report.common[0]
+
+
+def test_thousands_of_nodes_with_texts_of_their_own_are_told_apart() -> None:
+    hosts = [f"node{number}" for number in range(5000)]
+    said: Lines = {
+        host: [f"its own trouble {host}", ErrorLine(f"srun: error: {host}: task {task}: Exited with exit code 1")]
+        for task, host in enumerate(hosts)
+    }
+    nodes, errors, took_s = ask_nodes(REQUEST, hosts, lambda _, on: Step(on, said | {"node0": []}, ends=True))
+    report = judge(nodes, took_s, errors)
+    assert len(report.summary()) == 5001
+    assert "its own trouble node4999" in report.bad["node4999"]
+    assert "nothing is known of it" in report.warnings["node0"]

@@ -1,0 +1,336 @@
+"""`toolkit sync` sends each point once, whatever is killed when."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.plugins.trackers.contract import FakeTracker, Story, check_contract, same
+from toolkit import fsio
+from toolkit.cli import main as cli
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
+from toolkit.plugins.trackers import protocol
+from toolkit.plugins.trackers import sending as commands
+from toolkit.plugins.trackers.sync import RunSync, identity
+from toolkit.plugins.trackers.wandb import Wandb
+from toolkit.run_files import RunState
+
+Server = dict[str, dict[tuple[int, str], float]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Return the server behind the command's tracker."""
+    copies: Server = {}
+    monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(copies))
+    monkeypatch.setattr(commands, "EVERY_S", 0.01)
+    return copies
+
+
+@pytest.fixture
+def story() -> Story:
+    story = Story()
+    story.start()
+    story.steps(1, 40)
+    return story
+
+
+@pytest.mark.parametrize("only_appends", [False, True])
+def test_the_copy_equals_the_file_after_kills_and_resumes(only_appends: bool) -> None:
+    server: Server = {}
+    check_contract(lambda run: FakeTracker(server, only_appends), server.__getitem__)
+
+
+@pytest.mark.parametrize("only_appends", [False, True])
+@pytest.mark.parametrize("kill_after", range(1, 90, 4))
+def test_a_send_that_is_cut_short_anywhere_neither_loses_nor_doubles(
+    story: Story, kill_after: int, only_appends: bool
+) -> None:
+    """The fake refuses a point that it has. The one that only appends refuses steps that are not new."""
+    story.end()
+    server: Server = {}
+    tracker = FakeTracker(server, only_appends)
+    tracker.ends_after = kill_after
+    try:
+        RunSync(story.run, "fake", tracker).send()
+    except TrackerError:
+        RunSync(story.run, "fake", FakeTracker(server, only_appends)).send()
+    assert [*server] == ["copy 1"], "it goes on, and does not begin anew"
+    assert same(server["copy 1"], story.points(tracker.tag))
+
+
+def test_before_the_first_checkpoint_nothing_is_sent_and_at_the_end_all(story: Story) -> None:
+    server: Server = {}
+    outcome = RunSync(story.run, "fake", FakeTracker(server)).send()
+    assert (outcome.points_sent, outcome.held_back) == (0, 40)
+    story.end()
+    tracker = FakeTracker(server)
+    assert RunSync(story.run, "fake", tracker).send().held_back == 0
+    assert tracker.states == [RunState.COMPLETED]
+
+
+def test_what_a_failed_run_made_after_its_checkpoint_waits_or_is_asked_for(
+    story: Story, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.checkpoint(30)
+    story.end("failed")
+    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert out.splitlines()[1:] == [
+        "  66 points sent, 66 there up to step 30",
+        "  10 steps are held back: a resume would make them again (--all sends them)",
+    ]
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert cli.main(["sync", story.run.id, "mlflow", "--all"]) == EXIT_DONE
+    assert capsys.readouterr().out.splitlines()[1:] == ["  22 points sent, 88 there up to step 40"]
+
+
+def test_a_damaged_record_is_kept_aside_and_nothing_is_doubled(story: Story) -> None:
+    server: Server = {}
+    story.checkpoint(30)
+    RunSync(story.run, "fake", FakeTracker(server)).send()
+    [path] = story.run.trackers.glob("*.json")
+    path.write_bytes(b"\x00\x00")
+    story.end()
+    RunSync(story.run, "fake", FakeTracker(server)).send()
+    [copy] = server.values()
+    assert same(copy, story.points(FakeTracker(server).tag))
+    assert list(story.run.trackers.glob("*.damaged-*"))
+
+
+def test_a_copy_that_was_removed_from_the_tracker_is_made_again(story: Story) -> None:
+    server: Server = {}
+    story.end()
+    RunSync(story.run, "fake", FakeTracker(server)).send()
+    server.clear()
+    RunSync(story.run, "fake", FakeTracker(server)).send()
+    [copy] = server.values()
+    assert same(copy, story.points(FakeTracker(server).tag))
+
+
+def test_damaged_lines_of_the_metrics_are_left_out(story: Story) -> None:
+    whole = story.path.read_bytes().splitlines(keepends=True)
+    whole[4] = b'{"step": 5, "train\n'
+    story.path.write_bytes(b"".join(whole) + b'{"step": 41, "wall')
+    story.end()
+    server: Server = {}
+    RunSync(story.run, "fake", FakeTracker(server)).send()
+    [copy] = server.values()
+    assert {step for step, _ in copy} == {*range(1, 41)} - {5}
+
+
+def test_a_run_without_metrics_is_sent_as_it_is(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    story = Story()
+    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+    assert "0 points sent, 0 there" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
+    story: Story, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.end()
+
+    def away(name: str, run: Any) -> FakeTracker:
+        with protocol.answering("mlflow at http://here"):
+            # as of a library that puts the password of the address into its error
+            raise ConnectionRefusedError(111, "no one at http://user:hidden@here")
+        raise AssertionError
+
+    monkeypatch.setattr(commands, "build_tracker", away)
+    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_FAILED
+    err = capsys.readouterr().err
+    assert "mlflow at http://here did not take the metrics (ConnectionRefusedError" in err
+    assert "nothing is lost: the same command goes on where it stopped" in err
+    assert "hidden" not in err
+    monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(server))
+    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+    [copy] = server.values()
+    assert same(copy, story.points(FakeTracker(server).tag))
+
+
+def test_two_at_a_time_are_refused(story: Story) -> None:
+    fsio.make_dir(story.run.trackers)
+    sync = RunSync(story.run, "fake", FakeTracker({}))
+    lock = sync._path.with_suffix(".lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RequestError, match="another `toolkit sync` sends run"):
+            sync.send()
+
+
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(
+    story: Story, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("mlflow", "trackio", "trackio.sqlite_storage", "wandb"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    for name in ("mlflow", "trackio", "wandb"):
+        assert cli.main(["sync", story.run.id, name]) == EXIT_REQUEST
+        assert f"pip install {name}" in capsys.readouterr().err
+    assert not list(story.run.trackers.glob("*"))
+
+
+def test_the_record_is_private_and_holds_no_password(story: Story) -> None:
+    assert protocol.without_password("https://me:secret@host:5000/x") == "https://host:5000/x"
+    story.end()
+    RunSync(story.run, "fake", FakeTracker({})).send()
+    for path in story.run.trackers.iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+    assert story.run.trackers.stat().st_mode & 0o077 == 0
+
+
+class WandbInMemory:
+    """The part of the library wandb that is used. Its server refuses the id of a deleted run."""
+
+    class errors:
+        class CommError(Exception): ...
+
+    def __init__(self) -> None:
+        self.histories: dict[str, list[int]] = {}
+        self.deleted: set[str] = set()
+        self.names: dict[str, str] = {}
+
+    def setup(self) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(mode="online", base_url="https://wandb.test"))
+
+    def Api(self, timeout: float) -> Any:
+        return SimpleNamespace(flush=lambda: None, run=self._look, runs=self._search)
+
+    def Settings(self, **_: Any) -> None: ...
+
+    def _search(self, project: str, filters: dict[str, str], order: str) -> Any:
+        """Yield the runs with this name, the newest first. The library asks only when it is iterated."""
+        if not self.names:
+            raise ValueError(f"Could not find project {project}")
+        assert order == "-created_at"
+        for id in reversed(self.histories):
+            if self.names[id] == filters["display_name"]:
+                yield SimpleNamespace(id=id)
+
+    def init(self, id: str, name: str, **_: Any) -> Any:
+        if id in self.deleted:
+            raise self.errors.CommError(f"run {id} was previously created and deleted")
+        self.names[id] = name
+        steps = self.histories.setdefault(id, [])
+        return SimpleNamespace(log=lambda _, step: steps.append(step), finish=lambda: None)
+
+    def delete(self, id: str) -> None:
+        del self.histories[id]
+        self.deleted.add(id)
+
+    def _look(self, path: str) -> Any:
+        id = path.rpartition("/")[2]
+        if id not in self.histories:
+            raise ValueError(f"Could not find run <Run {path}>")
+        return SimpleNamespace(lastHistoryStep=max(self.histories[id], default=-1), delete=lambda: self.delete(id))
+
+
+def test_a_copy_that_was_deleted_in_wandb_is_made_again_under_another_id(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = WandbInMemory()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    story.end()
+
+    def send() -> None:
+        RunSync(story.run, "wandb", Wandb(identity(story.run, None))).send()
+
+    send()
+    first = library.histories[story.run.id]
+    assert first
+    for _ in range(2):  # the id of the second copy is taken no more either
+        library.delete(next(iter(library.histories)))
+        send()
+        (copy,) = library.histories
+        assert copy not in library.deleted
+        assert library.histories[copy] == first
+    send()
+    assert library.histories == {copy: first}, "a copy that is there is kept"
+    # The record of its id is lost: it is found by its name and, as wandb does not tell what it has, made anew.
+    for path in story.run.trackers.glob("*.json"):
+        path.unlink()
+    send()
+    assert [*library.histories.values()] == [first], "there is one, and it is whole"
+    assert copy in library.deleted
+
+
+def test_a_deleted_copy_whose_record_is_lost_is_named_and_then_made_again(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = WandbInMemory()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    story.end()
+
+    def send() -> int:
+        return RunSync(story.run, "wandb", Wandb(identity(story.run, None))).send().points_sent
+
+    count = send()
+    first = library.histories[story.run.id]
+    library.delete(story.run.id)
+    for path in story.run.trackers.glob("*.json"):
+        path.unlink()
+    # without a record the first send tries the run's own id, which wandb refuses
+    with pytest.raises(TrackerError, match="previously created and deleted"):
+        send()
+    assert send() == count
+    assert [*library.histories.values()] == [first]
+
+
+# ----------------------------------------------------------------------------------------------------------------- csv
+
+
+def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sync", story.run.id, "csv"]) == EXIT_DONE
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    points = {
+        (int(row["step"]), tag): float(value)
+        for row in rows
+        for tag, value in row.items()
+        if tag not in ("run", "step", "wall_time") and value
+    }
+    assert same(points, story.points(str))
+    assert [float(row["wall_time"]) for row in rows] == [
+        json.loads(line)["wall_time"] for line in story.path.read_text().splitlines()
+    ]
+
+
+def test_csv_replaces_its_own_file_only(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert cli.main(["sync", story.run.id, "csv", "--to", "out.csv"]) == EXIT_DONE
+    assert len(Path("out.csv").read_text().splitlines()) == 41
+    Path("mine.csv").write_text("a,b\n")
+    assert cli.main(["sync", story.run.id, "csv", "--to", "mine.csv"]) == EXIT_REQUEST
+    assert "mine.csv is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["csv", "--follow"], "--follow needs --to"),
+        (["csv", "--project", "p"], "leave out --project"),
+        (["mlflow", "--to", "x"], "--to is for csv"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    story: Story, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sync", story.run.id, *options]) == EXIT_REQUEST
+    assert re.search(text, capsys.readouterr().err)

@@ -1,0 +1,194 @@
+"""Completes the command line in bash, zsh and fish.
+
+It offers commands, options, runs, config keys and their values. The shell calls `toolkit __complete SHELL LINE` at each
+press of the tab key, so this loads as little as it can: one command's module, and no config. The config's keys are kept
+in the user's cache folder, for this version of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from toolkit import registry
+
+#: The most runs that are offered, the newest first.
+MOST_RUNS = 200
+
+SCRIPTS = {
+    "bash": """_toolkit() {
+    local IFS=$'\\n'
+    COMPREPLY=($(toolkit __complete bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+complete -F _toolkit toolkit
+""",
+    "zsh": """#compdef toolkit
+_toolkit() {
+    local -a found
+    found=("${(@f)$(toolkit __complete zsh "${BUFFER[1,CURSOR]}" 2>/dev/null)}")
+    found=(${found:#})
+    compadd -Q -- ${found:#*[=/]}
+    compadd -Q -S '' -- ${(M)found:#*[=/]}
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _toolkit toolkit
+""",
+    "fish": """complete --command toolkit --no-files --arguments '(toolkit __complete fish (commandline -cp))'
+""",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the words that may stand at the end of a shell's line. After an error print nothing."""
+    shell, line = (*argv, "", "")[:2]
+    try:
+        for found in complete(line):
+            # bash takes = for the end of a word: it wants only what comes after it.
+            last = _words(line)[-1]
+            print(found[last.rfind("=") + 1 :] if shell == "bash" and "=" in last else found)
+    except Exception:
+        return 1
+    return 0
+
+
+def complete(line: str) -> list[str]:
+    """Return the words that may replace the last word of ``line``."""
+    words = _words(line)[1:]
+    from toolkit.cli.main import commands
+
+    if len(words) < 2:
+        return [name for name in commands() if name.startswith("".join(words))]
+    if registry.where("commands", words[0]) is None or "--" in words[:-1]:
+        return []
+    offered = dict.fromkeys(word for word in _offered(words) if word.startswith(words[-1]))
+    # Names by the alphabet, then run ids.
+    return sorted(offered, key=lambda word: (word[:8].isdigit(), word))
+
+
+def _words(line: str) -> list[str]:
+    """Return the words of a line, as a shell splits it. The last may be empty, or lack its closing quote."""
+    for ending in ("", "'", '"'):
+        try:
+            words = shlex.split(line + ending)
+        except ValueError:
+            continue
+        return [*words, ""] if not words or (line[-1:].isspace() and not ending) else words
+    return [""]
+
+
+def _offered(words: Sequence[str]) -> Iterable[str]:
+    """Return the words that fit the last place: options, or values of one, or arguments."""
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    registry.find("commands", words[0]).add_arguments(parser)
+    last, before = words[-1], words[-2]
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    if before in options and options[before].nargs != 0:
+        return _values(options[before], last)
+    if last.startswith("-"):
+        return options
+    # The arguments so far, without options and their values.
+    given = [
+        word
+        for place, word in enumerate(words[1:-1], 1)
+        if not word.startswith("-")
+        and not (words[place - 1] in options and options[words[place - 1]].nargs != 0 and place > 1)
+    ]
+    places = [action for action in parser._actions if not action.option_strings]
+    if not places:
+        return ()
+    # The last argument may be repeated: it takes all further words.
+    return _values(places[min(len(given), len(places) - 1)], last)
+
+
+def _values(action: argparse.Action, begun: str) -> Iterable[str]:
+    """Return the values that an option or argument takes, as far as they are known."""
+    if action.choices is not None:
+        return map(str, action.choices)
+    # All commands use the same metavar for the same kind of value.
+    match action.metavar if isinstance(action.metavar, str) else action.dest:
+        case "RUN":
+            return _runs(begun)
+        case "CONFIG":
+            return _files(begun, (".yaml", ".yml", ".py"))
+        case "key=value" | "[CONFIG] [key=value]":
+            return _settings(begun)
+        case "STATE":
+            from toolkit.cli import selection
+
+            return selection.STATES
+        case "executor":
+            return ("auto", "slurm", "local", "debug")
+        case "PATH" | "FILE" | "FOLDER" | "root":
+            return _files(begun, ("",))
+    return ()
+
+
+def _runs(begun: str) -> list[str]:
+    """Return names of configs and run ids. Only folders are listed: no file of 10,000 runs is looked at."""
+    from toolkit import rundir
+
+    root = rundir.runs_root()
+    names = [name for name in _listed(root) if not name.startswith(".")]
+    ids = sorted((run for name in names for run in _listed(root / name) if run.startswith(begun)), reverse=True)
+    return [*names, *ids[:MOST_RUNS]]
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _files(begun: str, endings: tuple[str, ...]) -> Iterator[str]:
+    """Yield the folders that ``begun`` may mean, and the files with one of the endings."""
+    head = begun[: begun.rfind("/") + 1]
+    try:
+        with os.scandir(os.path.expanduser(head) or ".") as entries:  # noqa: PTH111
+            for entry in entries:
+                if entry.name.startswith(".") and not begun[len(head) :].startswith("."):
+                    continue
+                if entry.is_dir():
+                    yield f"{head}{entry.name}/"
+                elif entry.name.endswith(endings):
+                    yield head + entry.name
+    except OSError:
+        return
+
+
+def _settings(begun: str) -> list[str]:
+    """Return ``key=`` for each config key. After ``key=`` return ``key=value`` for each known value."""
+    keys = _keys()
+    key, sign, _ = begun.partition("=")
+    return [f"{key}={value}" for value in keys.get(key, ())] if sign else [f"{name}=" for name in keys]
+
+
+def _keys() -> dict[str, list[str]]:
+    """Return the keys of every config, each with the words that it takes."""
+    from toolkit import __version__, fsio
+    from toolkit.user_cache import cache_dir
+
+    folder = cache_dir()
+    # The time of the schema: in a checkout the keys change while the version stays.
+    schema = Path(registry.__file__).with_name("config") / "schema.py"
+    path = folder and folder / f"keys-{__version__}-{schema.stat().st_mtime_ns}.json"
+    try:
+        found: dict[str, list[str]] = json.loads(path.read_bytes()) if path else {}
+        if found and all(isinstance(words, list) for words in found.values()):
+            return found
+    except (OSError, ValueError, AttributeError):
+        pass
+    # Without a usable cache file the keys are read from the sources, which takes longer.
+    from toolkit.cli.keys import words_by_key
+
+    found = words_by_key()
+    if path:
+        fsio.write_json(path, found, durable=False)
+    return found

@@ -1,0 +1,9 @@
+"""`toolkit completion`: what a shell completes."""
+
+from toolkit.registry import Plugin
+
+PLUGIN = Plugin(
+    "completion",
+    commands={"completion": "toolkit.plugins.completion.command"},
+    hooks={"complete": "toolkit.plugins.completion.offers:main"},
+)

@@ -1,0 +1,12 @@
+"""What a site is like: its checks, its defaults, the proof that runs come back there."""
+
+from toolkit.registry import Plugin
+
+PLUGIN = Plugin(
+    "site",
+    commands={
+        "doctor": "toolkit.plugins.site.commands.doctor",
+        "init": "toolkit.plugins.site.commands.init",
+        "resume-check": "toolkit.plugins.site.commands.resume_check",
+    },
+)

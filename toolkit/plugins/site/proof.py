@@ -1,0 +1,221 @@
+"""`toolkit doctor --prove`: tries out by a short run what a site's settings only promise.
+
+The run is like any other: submitted, supervised, stopped by a signal, brought back, resumed. Its ranks measure the
+network and the shared folder (proof_rank.py), and a job that one of them submits tries the rest (proof_follower.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from toolkit import fsio, logs
+from toolkit.config import JobConfig
+from toolkit.durations import in_units
+from toolkit.errors import SlurmError, ToolkitError
+from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
+from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
+from toolkit.run.records import ownership
+from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S
+from toolkit.run.submission.handle import Run
+from toolkit.run.submission.submit import submit_foreign
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.site_profile import Proof, SiteProfile
+
+NAME = "doctor"
+#: For the start of the ranks and their figures, for the stop after the signal, and for what comes after the requeue's
+#: own delay. The time in the queue is not counted: Ctrl-C ends it.
+MEASURE_S, STOP_S, RETURN_S = 300.0, 120.0, 300.0
+#: A job that shall come back, or follow, may wait in the queue so long. The first start has no limit.
+QUEUE_S = 12 * 3600.0
+POLL_S = 0.3
+#: A rename or a time that is seen later than this is worth a word.
+LATE_S = 1.0
+
+log = logs.get(__name__)
+
+
+def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Proof], float]:
+    """Try the site out on ``nodes`` nodes; return the proofs and the seconds it took. Raises SlurmError.
+
+    A run that has proven all is removed; else its folder is kept, and named in the log.
+    """
+    began = time.monotonic()
+    config.name, config.cluster.nodes, config.cluster.time_min = NAME, nodes, 10
+    config.cluster.tasks_per_node = max(1, config.cluster.gpus_per_node)
+    run = submit_foreign(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
+    log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
+    log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))
+    trial = _ProofRun(run, profile)
+    # Also Ctrl-C must leave no job behind.
+    try:
+        trial.play()
+    finally:
+        trial.end()
+    proofs = trial.proofs
+    if all(proof.is_proven is not False for proof in proofs):
+        with suppress(OSError):
+            fsio.remove_tree(run.dir.path)
+    else:
+        log.warning("the run is kept: %s; `toolkit why %s`", run.dir.path, run.id)
+    return proofs, time.monotonic() - began
+
+
+class _ProofRun:
+    """One run, from its start to the end of the job that follows it."""
+
+    def __init__(self, run: Run, profile: SiteProfile) -> None:
+        self.proofs: list[Proof] = []
+        self._run, self._dir, self._profile = run, run.dir, profile
+        self._slurm = Slurm()
+        self._follower: str | None = None
+        self._ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+
+    def play(self) -> None:
+        """Play all parts. A part that fails leaves those that need it untried."""
+        measured = self._measure()
+        if measured is None:
+            self._add("start of ranks", False, self._why())
+            return
+        self._follower = measured.follow_up
+        self._judge_measured(measured)
+        if self._stop_by_signal():
+            self._come_back()
+        self._follow(measured)
+
+    def end(self) -> None:
+        """Leave no job behind."""
+        with suppress(ToolkitError):
+            if self._dir.result() is None:
+                self._run.cancel()
+        if self._follower is None:  # the command may end before it has read what rank 0 has submitted
+            measured = Measured.read_or_none(self._dir.path / MEASURED)
+            self._follower = None if measured is None else measured.follow_up
+        if self._follower is not None and not (self._dir.path / FOLLOWED).exists():
+            with suppress(SlurmError):
+                self._slurm.cancel(self._follower)
+
+    # --------------------------------------------------------------------------------------------------- the parts
+
+    def _measure(self) -> Measured | None:
+        """Wait for the figures of the ranks; None if the run ends without."""
+        self._await(lambda: self._dir.status().attempt is not None or self._is_over(), None)
+        path = self._dir.path / MEASURED
+        self._await(lambda: path.exists() or self._is_over(), MEASURE_S)
+        return Measured.read_or_none(path)
+
+    def _judge_measured(self, measured: Measured) -> None:
+        nodes = len({*measured.hosts})
+        self._add("start of ranks", True, f"{len(measured.hosts)} ranks on {nodes} nodes")
+        names = ", ".join(sorted({*measured.interfaces}))
+        self._add("interface", True, f"{names}; backend {measured.backend}")
+        figures, folder = measured.all_reduce, measured.folder
+        if nodes < 2:
+            self._add("all-reduce", None, "one node", dict(figures))
+            self._add("shared folder", None, "one node sees only itself")
+            return
+        text = f"{figures.get('latency_us', 0):.0f} us for 8 B, {figures.get('bus_gb_s', 0):.2f} GB/s bus for 16 MiB"
+        self._add("all-reduce", True, text, dict(figures))
+        # The shared folder, as the other node saw it.
+        visible, ahead = folder["visible_s"], folder["mtime_ahead_s"]
+        text = f"seen {visible:.1f} s late"
+        if visible < LATE_S:
+            text = f"seen on the other node within {visible * 1000:.0f} ms"
+        self._add("renamed files", visible < LATE_S, text, {"visible_s": visible})
+        torn = folder["torn"]
+        text = "no read was torn" if not torn else f"{torn:.0f} reads found a file half written, or missing"
+        self._add("atomic replacement", not torn, text, {"torn": torn})
+        text = "hold on the other node, too" if folder["lock_held"] else "do not hold on the other node"
+        self._add("file locks", bool(folder["lock_held"]), text)
+        self._add("file times", abs(ahead) < LATE_S, f"{ahead:+.2f} s against a node's clock", {"ahead_s": ahead})
+
+    def _stop_by_signal(self) -> bool:
+        """Send the signal that Slurm sends before a time limit. True if the attempt has saved and ended."""
+        sent = time.monotonic()
+        self._slurm.cancel(self._run.job_id, signal="USR2", batch=True)
+        self._await(lambda: bool(self._dir.attempts()) or self._is_over(), STOP_S)
+        attempts = self._dir.attempts()
+        has_saved = bool(attempts) and (attempts[0].step_end or 0) > 0
+        took_s = time.monotonic() - sent
+        text = f"USR2 came; saved and stopped in {took_s:.1f} s" if has_saved else self._why()
+        self._add("signals", has_saved, text, {"stop_s": took_s} if has_saved else {})
+        return has_saved
+
+    def _come_back(self) -> None:
+        """Wait until the run has come back and ended well. A requeue or a follow-up job brings it back."""
+        ended, name = time.monotonic(), "coming back"
+        self._await(self._is_over, self._profile.requeue_delay_s + RETURN_S, lambda: self._run.job_now)
+        attempts, took_s = self._dir.attempts(), time.monotonic() - ended
+        if len(attempts) < 2 or not attempts[1].step_start:
+            self._add(name, False, self._why())
+            return
+        is_requeued = attempts[1].job_id == attempts[0].job_id
+        waited_s = max(0.0, attempts[1].started - attempts[0].ended)
+        way = "requeued" if is_requeued else f"by a follow-up job (requeue is forbidden), {attempts[1].job_id}"
+        self._add(name, True, f"{way}; started again after {waited_s:.0f} s", {"back_s": waited_s, "ended_s": took_s})
+
+    def _follow(self, measured: Measured) -> None:
+        """Wait for the follow-up job. Where a node may not submit one, submit it from here."""
+        text = "submitted from a node" if self._follower else f"refused: {measured.refusal.splitlines()[0]}"
+        self._add("sbatch on a node", self._follower is not None, text)
+        if self._follower is None:
+            self._follower, _ = submit_follower(self._dir.path, self._run.job_id, len({*measured.hosts}))
+        path = self._dir.path / FOLLOWED
+        # Without a job there is nothing to wait for.
+        self._await(path.exists, RETURN_S if self._follower else 0.0, lambda: self._follower)
+        followed = Followed.read_or_none(path)
+        if followed is None:
+            self._add("follow-up job", False, f"job {self._follower} was not seen")
+            self._add("srun after a loss", None, "without a follow-up job")
+            return
+        self._add("follow-up job", True, "started after the run")
+        if followed.shrunk_s is None:
+            why = followed.why.partition("\n")[0]
+            # On one node no loss could be tried: that is no failure.
+            self._add("srun after a loss", False if followed.nodes > 1 else None, why)
+            return
+        text = f"a step ran on the node that is left after {followed.shrunk_s:.1f} s"
+        self._add("srun after a loss", True, text, {"step_s": followed.shrunk_s})
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _add(self, name: str, is_proven: bool | None, text: str, figures: dict[str, float] | None = None) -> None:
+        self.proofs.append(Proof(name, is_proven, text, figures or {}))
+
+    def _is_over(self) -> bool:
+        """True if the run has a result, or no job any more. Slurm is asked rarely."""
+        now = time.monotonic()
+        if now >= self._ask_at and self._dir.result() is None:
+            self._ask_at = now + ASK_SLURM_EVERY_S
+            return self._run.is_over()
+        return self._dir.result() is not None
+
+    def _why(self) -> str:
+        result = self._dir.result()
+        return "not within the time" if result is None else f"the run {result.state}: {result.why}"
+
+    def _await(
+        self, is_true: Callable[[], bool], limit_s: float | None, job: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Wait until the condition is true, for ``limit_s`` at most.
+
+        The time that ``job`` waits in the queue does not count. Reading the folder makes NFS look for new files.
+        """
+        began = ask_at = time.monotonic()
+        deadline = None if limit_s is None else began + limit_s
+        while not is_true():
+            now = time.monotonic()
+            if limit_s is not None and ask_at <= now < began + QUEUE_S:
+                ask_at, job_id = now + ASK_SLURM_EVERY_S, job()
+                # Time in the queue does not count. A job that is held there would wait for ever.
+                with suppress(SlurmError):
+                    status = self._slurm.show_jobs([job_id])[job_id] if job_id else None
+                    if status and ownership.waits(status) and not (status.reason or "").startswith("JobHeld"):
+                        deadline = now + limit_s
+            if deadline is not None and now >= deadline:
+                return
+            with suppress(OSError):
+                list(self._dir.path.iterdir())
+            time.sleep(POLL_S)

@@ -1,0 +1,38 @@
+"""send runs' metrics to mlflow, trackio or wandb, or write them as CSV"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from toolkit.plugins.trackers import TRACKERS
+
+EXAMPLES = (
+    ("toolkit sync gpt wandb --project mine", "the newest run named gpt, as a run of W&B"),
+    ("toolkit sync gpt digits-ddp mlflow --follow", "two runs, until both have ended"),
+    ("toolkit sync gpt csv --to gpt.csv", "all points as a table"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", nargs="+", metavar="RUN")
+    parser.add_argument("tracker", choices=[*TRACKERS, "csv"])
+    parser.add_argument("--project", metavar="NAME", help="mlflow: the experiment; default: the run's name")
+    parser.add_argument("--follow", action="store_true", help="go on until the runs have ended")
+    parser.add_argument("--all", action="store_true", help="also steps that a resume would make again")
+    parser.add_argument("--to", metavar="FILE", help="csv: default: standard output")
+
+
+def run(args: Namespace) -> int:
+    from toolkit import logs
+    from toolkit.cli import selection
+    from toolkit.plugins.trackers import sending as sync
+
+    runs, _ = selection.named(list(dict.fromkeys(args.run)))
+    if args.tracker == "csv":
+        if args.project or args.all or (args.follow and not args.to):
+            raise RequestError("toolkit sync csv writes all points: leave out --project and --all; --follow needs --to")
+        return sync.write_csv(runs, args.to, follow=args.follow)
+    if args.to:
+        raise RequestError(f"toolkit sync {args.tracker}: --to is for csv")
+    logs.setup()
+    sent_all = sync.send(runs, args.tracker, args.project, follow=args.follow, everything=args.all)
+    return EXIT_DONE if sent_all else EXIT_FAILED

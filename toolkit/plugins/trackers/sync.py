@@ -1,0 +1,233 @@
+"""Sends a run's metrics to a tracker, each point once, whatever is killed when.
+
+A resume cuts ``metrics.jsonl`` at its checkpoint and writes the steps after that again, and most trackers cannot take a
+point back. So while a run may go on, only lines of steps before its newest checkpoint are sent. A record in the run
+folder says how far that is. It is written before each batch and after it, so that a batch that was cut short is known:
+what the tracker has of it is asked for, and only the rest is sent.
+
+If a resume had to take an older checkpoint, the file no longer begins with what was sent. Then the tracker's copy is
+compared with the file point by point, and made anew if it has a point that the file has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from toolkit import fsio, logs, records
+from toolkit.checkpoint.folder import newest_step
+from toolkit.config import shown
+from toolkit.errors import RequestError
+from toolkit.metrics import lines
+from toolkit.metrics.lines import MetricsLine
+from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
+from toolkit.run_files import RunState, SyncRecord
+from toolkit.rundir import RunDir
+
+#: The bytes before the end of what was sent that must still be there: some lines, each with its own time.
+_TAIL_BYTES = 4096
+
+#: Whether the copy has the value of a step and tag.
+Has: TypeAlias = Callable[[int, str], bool]
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class SyncOutcome:
+    """What became of one call."""
+
+    points_sent: int
+    points: int  #: that the copy has now
+    step: int | None  #: the last one that was sent
+    held_back: int  #: steps that are not sent yet, because a resume would make them again
+
+
+def identity(run: RunDir, project: str | None) -> RunIdentity:
+    """Return how the run is named in a tracker."""
+    attempts = run.attempts([])
+    begun = attempts[0].begun if attempts else run.status([]).submitted or run.status([]).started or 0.0
+    return RunIdentity(run.id, run.name, project or run.name, begun, shown.values_of(run.config, [])[0])
+
+
+class RunSync:
+    """One run on its way to one tracker. Only one process may do this at a time."""
+
+    def __init__(self, run: RunDir, name: str, tracker: Tracker) -> None:
+        self._run, self._name, self._tracker = run, name, tracker
+        digest = hashlib.sha256(tracker.place.encode()).hexdigest()[:8]
+        self._path = run.trackers / f"{name}-{digest}.json"
+        self._metrics = lines.path_of(run)
+
+    def send(self, everything: bool = False) -> SyncOutcome:
+        """Send what is final and was not sent.
+
+        With ``everything`` also send what a resume would write again. Raises TrackerError if the tracker is away,
+        RequestError if another process sends this run.
+        """
+        fsio.make_dir(self._run.trackers, parents=0)
+        with self._alone():
+            # First how far the run is, then the file: what a checkpoint covers was on the disk before it.
+            result, last = self._run.result([]), math.inf if everything else final_step(self._run)
+            record, is_doubtful = self._opened()
+            before, remote = record.points, record.remote
+            if is_doubtful:
+                record = self._mended(record)
+            if record.points < before or record.remote != remote:
+                before = 0
+            record = self._sent(record, last)
+            self._tracker.close(None if result is None else result.state)
+            held_back = sum(1 for _ in self._final_lines(record.end, math.inf))
+            return SyncOutcome(record.points - before, record.points, record.step, held_back)
+
+    # ----------------------------------------------------------------------------------------------------- the record
+
+    def _opened(self) -> tuple[SyncRecord, bool]:
+        """Return the record, and whether the copy may hold more or less than it says."""
+        damage: list[str] = []
+        record = SyncRecord.read_or_none(self._path, damage)
+        if damage:
+            records.set_aside(self._path, damage)
+            record = None
+        remote, is_found = self._tracker.open(record.remote if record else None)
+        if record is None or remote != record.remote or not (is_found or record.points == 0):
+            # A copy that was removed there is made again from the first line.
+            return self._fresh(remote), is_found
+        is_cut_short = record.sending > record.end
+        return record, is_cut_short or record.tail != self._tail(record.end)
+
+    def _fresh(self, remote: str) -> SyncRecord:
+        """Return the record of a copy of which nothing is known."""
+        return SyncRecord(self._name, self._tracker.place, remote)
+
+    def _write(self, record: SyncRecord) -> SyncRecord:
+        fsio.write_json(self._path, record.to_file())
+        return record
+
+    def _tail(self, end: int) -> str:
+        """Return a digest of the last bytes before ``end``. A shorter file has another digest."""
+        if end == 0:
+            return ""
+        try:
+            with self._metrics.open("rb") as file:
+                file.seek(max(0, end - _TAIL_BYTES))
+                found = file.read(min(end, _TAIL_BYTES))
+        except FileNotFoundError:
+            found = b""
+        return hashlib.sha256(found).hexdigest()[:16]
+
+    # ------------------------------------------------------------------------------------------------------- the lines
+
+    def _sent(self, record: SyncRecord, last: float, has: Has | None = None) -> SyncRecord:
+        """Send the lines up to step ``last``, without the values that the copy ``has``."""
+        batch: list[MetricsLine] = []
+        for line in self._final_lines(record.end, last):
+            batch.append(line)
+            if len(batch) == self._tracker.lines_at_once:
+                record, batch = self._send_batch(record, batch, has), []
+        return self._send_batch(record, batch, has) if batch else record
+
+    def _final_lines(self, start: int, last: float) -> Iterator[MetricsLine]:
+        damage: list[str] = []
+        for line in lines.read(self._metrics, damage, start):
+            if line.step > last:
+                break
+            yield line
+        for text in damage:
+            records.note(text, None)
+
+    def _send_batch(self, record: SyncRecord, batch: list[MetricsLine], has: Has | None) -> SyncRecord:
+        end = batch[-1].end
+        record = self._write(record.replace(sending=end, sending_tail=self._tail(end)))
+        missing = batch
+        if has:
+            missing = []
+            for line in batch:
+                values = {tag: value for tag, value in line.values.items() if not has(line.step, tag)}
+                missing.append(replace(line, values=values))
+        missing = [line for line in missing if line.values]
+        if missing:
+            self._tracker.send(missing)
+        points = record.points + sum(len(line.values) for line in batch)
+        return self._write(record.replace(end=end, tail=self._tail(end), step=batch[-1].step, points=points))
+
+    # --------------------------------------------------------------------------------------------------------- mending
+
+    def _mended(self, record: SyncRecord) -> SyncRecord:
+        """Make the copy and the record agree with the file again. A kill or a resume may have parted them."""
+        # If the file still begins with what was sent, only the batch in flight is in doubt.
+        is_begin_there = record.sending > 0 and record.tail == self._tail(record.end)
+        begun = record if is_begin_there else self._fresh(record.remote)
+        is_batch_there = is_begin_there and record.sending_tail == self._tail(record.sending)
+        received = self._tracker.received((begun.step or 0) + 1 if begun.end else 0)
+        if isinstance(received, int):
+            # Whole lines arrive one after another. What is in them is known only of those that the file still has.
+            is_wrong = not is_batch_there and received > (-1 if begun.step is None else begun.step)
+            newest, has = received, lambda step, tag: step <= received
+        else:
+            # The copy is wrong if it has a value that the file has not.
+            equal, newest = 0, max((step for step, _ in received), default=-1)
+            for line in self._final_lines(begun.end, newest):
+                for tag, value in line.values.items():
+                    there = received.get((line.step, self._tracker.tag(tag)))
+                    if there is not None and (there == value or (math.isnan(there) and math.isnan(value))):
+                        equal += 1
+            is_wrong = equal != len(received)
+            has = lambda step, tag: (step, self._tracker.tag(tag)) in received  # noqa: E731
+        if is_wrong:
+            log.warning("%s: steps that were sent may have been made again; the copy is made anew", begun.place)
+            return self._write(self._fresh(self._tracker.clear()))
+        return self._sent(self._write(begun.replace(sending=begun.end)), newest, has)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock. Where the file system has none, go on without."""
+        fd = fsio.open_private(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                where = f"run {self._run.id} to {self._tracker.place}"
+                raise RequestError(f"another `toolkit sync` sends {where}") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                log.warning("%s: no locks there: see to it that one `toolkit sync` runs at a time", self._run.trackers)
+            yield
+
+
+def final_step(run: RunDir) -> float:
+    """Return the last step whose line will not be written again by a resume.
+
+    While a run lives, the line of its newest checkpoint may still get more values. A run that was completed could
+    only be lengthened.
+    """
+    result = run.result([])
+    if result is not None and result.state is RunState.COMPLETED:
+        return math.inf
+    newest = newest_step(run.checkpoints)
+    if newest is None:
+        return -1
+    return newest if result is not None else newest - 1
+
+
+def csv_rows(runs: Sequence[RunDir], damage: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of a table of all points, with a column for each tag. The first row is the head."""
+    known: set[str] = set()
+    for run in runs:
+        for line in lines.read(lines.path_of(run), damage):
+            known |= line.values.keys()
+    tags = sorted(known)
+    yield ["run", "step", "wall_time", *tags]
+    for run in runs:
+        for line in lines.read(lines.path_of(run), damage):
+            cells = (repr(line.values[tag]) if tag in line.values else "" for tag in tags)
+            yield [run.id, str(line.step), repr(line.wall_time), *cells]

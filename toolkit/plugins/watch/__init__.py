@@ -1,0 +1,1 @@
+"""`toolkit watch`: runs on the screen, kept up to date."""
