@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import timeit
 
 import numpy as np
 import pytest
@@ -47,7 +46,3 @@ def test_each_gpu_of_a_process_draws_its_own_numbers_and_the_same_again(monkeypa
     assert first == numbers()
     assert len(set(first)) == 3, "the current GPU has the seed of the process, the others have their own"
     assert first[0] == first[2]
-
-
-def test_reseeding_costs_a_small_part_of_the_shortest_step() -> None:
-    assert min(timeit.repeat(lambda: reseed(1, 2, 3), number=200, repeat=5)) / 200 < 100e-6
