@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import fsio
-from toolkit.terminal import visible
+from toolkit import fsio, terminal
 
 LOGGER = logging.getLogger("toolkit")
 
@@ -18,12 +17,12 @@ class VisibleFormatter(logging.Formatter):
     """Formats lines that say the same to a terminal as to a reader, whatever text of others is in them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return terminal.visible(super().format(record))
 
 
 class _CommandFormatter(VisibleFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        return f"toolkit: {record.levelname.lower()}: {super().format(record)}"
+        return terminal.fitted(f"toolkit: {record.levelname.lower()}: {super().format(record)}", sys.stderr)
 
 
 def setup(who: str = "", level: int = logging.INFO) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,6 +25,44 @@ _HIDDEN = re.compile(
 )
 #: Colours, as many programs write them into their logs. Without them the text says the same.
 _COLOURS = re.compile("\x1b\\[[0-9;:]*m")
+
+
+#: A word, or a command in backticks with its blanks, and what stands before it.
+_UNBROKEN = re.compile(r"\s*(?:`[^`]*`|\S)+")
+#: A line with such an indent is a command or a quotation. It stays whole, and a terminal copies it as one line.
+_QUOTED = "    "
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print sentences. On a terminal their lines are broken between words, and no command in them is broken."""
+    stream = file or sys.stdout
+    print(fitted(text, stream), file=stream, flush=True)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Return ``text`` as :func:`say` prints it on ``stream``. It is left as it is where that is no terminal."""
+    return wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return ``text`` with lines of at most ``width`` characters, broken between words.
+
+    A word or a command in backticks that is longer gets a line of its own, as does a command that would be broken.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _parts(line, width))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    if len(line) <= width or line.startswith(_QUOTED):
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    parts = [""]
+    for piece in _UNBROKEN.findall(line):
+        if parts[-1].strip() and len(parts[-1]) + len(piece) > width:
+            parts.append(indent + piece.lstrip())
+        else:
+            parts[-1] += piece
+    return parts
 
 
 def visible(text: str) -> str:

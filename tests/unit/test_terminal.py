@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import subprocess
 import sys
+import termios
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -142,6 +149,58 @@ def test_a_followed_run_and_the_screen_of_watch_are_visible(
     rows: list[dict[str, Any]] = show.status_rows([run])
     terminal.console(width=200, highlight=False).print(watch.picture(rows, (), 200, 20))
     assert is_harmless(drawn.getvalue())
+
+
+#: Prints what a run's reader sees: its page, its row, the end of `--follow`, a refusal and a warning.
+_READER = """
+import sys
+from toolkit import logs, rundir
+from toolkit.cli import follow
+from toolkit.cli.main import main
+from toolkit.run.submission.handle import Run
+for words in (["why"], ["status"], ["stop"], ["resume", "data.nmae=x"]):
+    main([words[0], sys.argv[1], *words[1:]])
+follow.to_the_end(Run(rundir.find(sys.argv[1]), "local", "1"), bar=True)
+logs.get("x").warning("it is to be resumed by `toolkit resume %s --code`, which is a command to copy", sys.argv[1])
+"""
+
+
+def test_no_command_to_copy_is_broken_by_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    failure = {"rank": 2, "host": "node2", "how": "RuntimeError: a message of several words", "where": "jobs/x.py:12"}
+    run.add_attempt(attempt(1, "crashed", "give_up", step_end=120, first_failure=failure))
+    why = f"the queue is full of words; `toolkit resume {run.id} cluster.mem_gb=2` goes on, as does `toolkit resume x`"
+    run.write_result(RunResult.from_json({"state": "failed", "attempts": 1, "metrics": {}, "why": why}))
+    command = [sys.executable, "-c", _READER, run.id]
+    piped = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=os.environ | {"TERM": "dumb"}):
+        os.close(side)
+        seen = b""
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(main, 4096):
+                seen += data
+        os.close(main)
+    lines = seen.decode().replace("\r\n", "\n").split("\n")
+    commands = set(re.findall("`[^`]*`", piped))
+    assert {f"`toolkit resume {run.id} cluster.mem_gb=2`", f"`toolkit resume {run.id} --code`"} <= commands
+    assert [each for each in commands if not any(each in line for line in lines)] == []
+    # Wider are only a path and a list of words that nothing can break, each on a line of its own.
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 1 and line[:4] != "    "] == []
+    # In a pipe each sentence is one line.
+    assert f"failed: {why}" in piped.splitlines()
+
+
+def test_a_line_is_broken_between_words_and_never_in_a_command() -> None:
+    assert terminal.wrapped("one two `a b c` three", 12) == "one two\n  `a b c`\n  three"
+    assert terminal.wrapped("  short\n\n  in (`a b`), end", 11) == "  short\n\n  in\n    (`a b`),\n    end"
+    assert terminal.wrapped("    toolkit resume x", 10) == "    toolkit resume x"
+    assert terminal.wrapped("longer-than-a-line ` x", 10) == "longer-than-a-line\n  ` x"
 
 
 def test_there_is_no_other_way_to_the_terminal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
 
 from toolkit import terminal
 from toolkit.cli.growing_log import GrowingLog, is_script
@@ -56,15 +58,13 @@ def to_the_end(run: Run, *, bar: bool) -> int:
     except KeyboardInterrupt:
         # A Slurm job does not depend on this terminal.
         if run.executor == "slurm":
-            console.print(
+            terminal.say(
                 f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
-                f"`toolkit cancel {run.id}` ends it",
-                highlight=False,
-                soft_wrap=True,
+                f"`toolkit cancel {run.id}` ends it"
             )
             return EXIT_STOPPED
         # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
-        console.print("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once", soft_wrap=True)
+        terminal.say("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once")
         try:
             run.stop()
             run.wait(STOP_WAIT_S)
@@ -72,15 +72,13 @@ def to_the_end(run: Run, *, bar: bool) -> int:
             run.cancel()
             run.wait(STOP_WAIT_S)
         except TimeoutError:
-            console.print(
-                f"[red]run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}[/]", soft_wrap=True
-            )
+            _say(console, f"run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}", "red")
             return EXIT_FAILED
         except JobFailedError:  # the run ended before it could write its result
             pass
         return _say_how_it_went(run, console)
     except JobFailedError as error:
-        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        _say(console, str(error), "red")
         return EXIT_FAILED
     return _say_how_it_went(run, console)
 
@@ -190,33 +188,39 @@ def _say_how_it_went(run: Run, console: Console) -> int:
     # A job that was cancelled in the queue has left no result.
     result = run.dir.result() or RunResult(RunState.CANCELLED, why="ended before it started")
     if result.state is RunState.COMPLETED:
-        lines = [f"[green]completed[/] in {result.wall_s or 0.0:.1f} s"]
+        lines = [f"completed in {result.wall_s or 0.0:.1f} s"]
         if result.step is not None:
             lines[0] += f": {result.step} steps"
         if result.attempts > 1:
             lines[0] += f", {result.attempts} attempts"
-        lines += [f"  {escape(told)}" for told in [advice.of_restarts(run.dir, result.attempts)] if told]
+        lines += [f"  {told}" for told in [advice.of_restarts(run.dir, result.attempts)] if told]
         for name, value in sorted(result.metrics.items()):
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")
         lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
-        lines += [f"  {escape(line)}" for line in efficiency.lines(result.efficiency)]
-        lines.append(f"  run folder: {escape(_short(run.dir.path))}")
+        lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
+        lines.append(f"  run folder: {_short(run.dir.path)}")
         if any(run.dir.tensorboard.iterdir()):
-            lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
-        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+            lines.append(f"  TensorBoard: `{_command()} tensorboard {run.id}`")
+        _say(console, "\n".join(lines), "green", "completed")
         return EXIT_DONE
     # Any other end: say why, where it can go on, and where the logs are.
-    console.print(f"[red]{result.state}[/]: {escape(result.why or '')}", highlight=False, soft_wrap=True)
+    lines = [f"{result.state}: {result.why or ''}"]
     if result.step:
-        console.print(f"  reached step {result.step}", highlight=False, soft_wrap=True)
+        lines.append(f"  reached step {result.step}")
     if told := goodput.sentence(result.goodput):
-        console.print(f"  {told}", highlight=False, soft_wrap=True)
-    for line in efficiency.lines(result.efficiency):
-        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
-    console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
-    console.print(f"  next: {escape(advice.of(run.dir))}", highlight=False, soft_wrap=True)
+        lines.append(f"  {told}")
+    lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
+    lines += [f"  logs: {_short(run.dir.logs)}", f"  next: {advice.of(run.dir)}"]
+    _say(console, "\n".join(lines), "red", str(result.state))
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
+
+
+def _say(console: Console, text: str, colour: str, word: str | None = None) -> None:
+    """Print sentences as :func:`terminal.say` does, with their first ``word``, or all of them, in a colour."""
+    shown = Text(terminal.fitted(text, sys.stdout))
+    shown.stylize(colour, 0, None if word is None else len(word))
+    console.print(shown, highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -230,6 +234,8 @@ def _command() -> str:
     If the entry point was not used, the running Python is called.
     """
     program = Path(sys.argv[0])
+    if shutil.which("toolkit") == sys.argv[0]:
+        return "toolkit"
     return shlex.quote(_short(program)) if program.name == "toolkit" else f"{_short(Path(sys.executable))} -m toolkit"
 
 

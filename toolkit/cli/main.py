@@ -63,7 +63,7 @@ def _main(words: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         if registry.where("commands", words[0]) is None:
             text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
-            print(f"toolkit: error: {text}", file=sys.stderr)
+            terminal.say(f"toolkit: error: {text}", sys.stderr)
             return EXIT_REQUEST
         parser = build_parser(tuple(words[:1]))
     else:
@@ -77,7 +77,7 @@ def _main(words: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where an error of it is handled
         return code or EXIT_DONE
     except ToolkitError as error:
-        print(f"toolkit: error: {error}", file=sys.stderr)
+        terminal.say(f"toolkit: error: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
@@ -95,7 +95,7 @@ def _main(words: Sequence[str]) -> int:
         elif error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
             advice = "; if that is the folder for runs, choose another: set TOOLKIT_RUNS"
         text = f"{where or 'the output or the current folder'}: {error.strerror or error}{advice}"
-        print(f"toolkit: error: {text}", file=sys.stderr)
+        terminal.say(f"toolkit: error: {text}", sys.stderr)
         return EXIT_FAILED
 
 

@@ -18,6 +18,7 @@ from toolkit.run.records.user_request import Answer, StackGroup, UserRequest
 from toolkit.run.submission.handle import attach
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
+from toolkit.terminal import say
 
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
@@ -52,7 +53,7 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
             if waited_s > PATIENCE_S and not has_said:
                 has_said = True
                 where = f"{status.state}, step {status.progress.step or 0}, {status.progress.phase or 'no step yet'}"
-                print(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", file=sys.stderr)
+                say(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", sys.stderr)
         # The loop also ends with the run, perhaps after a last answer.
         answer = user_request.answer_to(run, request_id)
     finally:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from toolkit import fsio, rundir
+from toolkit import fsio, rundir, terminal
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.errors import ConfigError, ToolkitError
@@ -227,7 +225,7 @@ def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: i
         is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
         told = [given_words(RunDir(Path(rows[0]["path"]))), goodput.sentence(rows[0]["goodput"])]
         told += [rows[0]["using"] if is_running else ""]
-        lines += filter(None, told)
+        lines += [text if width is None else terminal.wrapped(text, width) for text in told if text]
     return "\n".join(lines)
 
 
@@ -264,8 +262,7 @@ def note_lines(notes: Sequence[Note], width: int | None, is_whole: bool) -> list
         return [f"{run}: {text}" for run, text in notes]
     texts = [f"{run}: {' '.join(text.split())}" for run, text in notes]
     if is_whole:
-        whole = partial(textwrap.wrap, width=width, subsequent_indent="  ", break_on_hyphens=False)
-        return [line for text in texts for line in whole(text, break_long_words=False)]
+        return [terminal.wrapped(text, width) for text in texts]
     lines = [text if len(text) <= width else f"{text[: width - 3]}..." for text in texts]
     return lines + ["`toolkit status RUN` and `toolkit why RUN` tell more"] * (lines != texts)
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
+from toolkit import rundir
 from toolkit.cli import show
-from toolkit.errors import EXIT_FAILED, RequestError
+from toolkit.errors import EXIT_FAILED, RequestError, listing
 from toolkit.run.records import awaited, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
@@ -27,6 +28,7 @@ from toolkit.sweep import again, request, submission
 from toolkit.sweep.points import CheckedPoint
 from toolkit.sweep.request import Options
 from toolkit.sweep.states import REMOVED, PointStanding, standings
+from toolkit.terminal import say
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40
@@ -55,8 +57,8 @@ def submit(args: Namespace) -> None:
         return
     known = f"; {sent.known} were in it before" if sent.known else ""
     jobs = f" (Slurm job {', '.join(sent.jobs)})" if sent.jobs else ""
-    print(f"sweep {sent.sweep.name}: {sent.new} of {len(sent.points)} points submitted{jobs}{known}")
-    print(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
+    say(f"sweep {sent.sweep.name}: {sent.new} of {_points(len(sent.points))} submitted{jobs}{known}")
+    say(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
 
 
 def _plan(points: Sequence[CheckedPoint]) -> str:
@@ -72,7 +74,8 @@ def _plan(points: Sequence[CheckedPoint]) -> str:
 def look_after(args: Namespace) -> int | None:
     """Carry out ``toolkit sweep VERB NAME``."""
     if len(args.overrides) != 1:
-        raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep")
+        names = listing([path.name for path in rundir.sweep_paths()]) or "none"
+        raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep; there are: {names}")
     sweep, damage = sweep_folder.find(args.overrides[0]), list[str]()
     found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows, damage)
     metric = args.metric or _metric(sweep, found)
@@ -80,7 +83,7 @@ def look_after(args: Namespace) -> int | None:
     code = verbs[args.config](sweep, found, metric, args)
     is_data = args.json or args.config == "export"
     for what in dict.fromkeys(damage):
-        print(f"damaged: {what}", file=sys.stderr if is_data else sys.stdout)
+        say(f"damaged: {what}", sys.stderr if is_data else sys.stdout)
     return code
 
 
@@ -115,7 +118,7 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
         return
     states = Counter(each.state.split()[0] if each.state != "not submitted" else each.state for each in found)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    print(f"sweep {sweep.name}: {len(found)} points: {counts}")
+    say(f"sweep {sweep.name}: {_points(len(found))}: {counts}")
     shown = found
     if len(found) > MOST_ROWS and not args.all:
         # The rows of most interest: what has failed, what runs, then the best.
@@ -129,7 +132,7 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
     if len(shown) < len(found):
         print(f"and {len(found) - len(shown)} more: --all shows them")
     for line in _causes(found):
-        print(line)
+        say(line)
 
 
 def _retry(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
@@ -139,12 +142,12 @@ def _retry(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: N
         print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": [_as_data(each) for each in failed]}))
         return
     for line in _causes([*failed, *(each for each in found if each.state == REMOVED)]):
-        print(line)
+        say(line)
     if not failed:
-        print(f"sweep {sweep.name}: no point has failed; nothing was submitted")
+        say(f"sweep {sweep.name}: no point has failed; nothing was submitted")
         return
-    print(
-        f"sweep {sweep.name}: {len(failed)} points submitted again"
+    say(
+        f"sweep {sweep.name}: {_points(len(failed))} submitted again"
         + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
     )
 
@@ -154,9 +157,9 @@ def _stop(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
     if args.json:
         print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working}))
         return
-    print(
-        f"sweep {sweep.name}: {waiting} points that waited are cancelled; {working} runs are asked to commit a "
-        f"checkpoint and end; `toolkit sweep retry {sweep.name}` goes on with all"
+    say(
+        f"sweep {sweep.name}: cancelled while they waited: {waiting}; asked to commit a checkpoint and end: {working}; "
+        f"`toolkit sweep retry {sweep.name}` goes on with all"
     )
 
 
@@ -247,6 +250,10 @@ def _causes(found: Sequence[PointStanding]) -> list[str]:
         f"{', '.join(runs[:4])}{f' and {len(runs) - 4} more' if len(runs) > 4 else ''}: {why}"
         for why, runs in causes.items()
     ]
+
+
+def _points(number: int) -> str:
+    return f"{number} point{'' if number == 1 else 's'}"
 
 
 def _shown(value: Any) -> str:

@@ -273,17 +273,11 @@ def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, capsys: 
     assert document(run, capsys)["diagnosis"] is None
 
 
-def test_a_page_fits_the_terminal_and_promises_no_checkpoint_that_there_is_not(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     crashed(run)
-    assert "next: mend the cause, then" in "".join(page(run, capsys)[-2:])
+    assert page(run, capsys)[-1].startswith("next: mend the cause, then")
     fsio.remove_tree(run.checkpoints)
-    lines = page(run, capsys)
-    assert " begins anew: there is no checkpoint" in " ".join(line.strip() for line in lines[-2:])
-    # Only paths cannot be divided.
-    assert [line for line in lines if len(line) > 80 and not line.startswith(("  log: ", '    File "'))] == []
+    assert page(run, capsys)[-1].endswith(" begins anew: there is no checkpoint")
 
 
 def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -293,13 +287,11 @@ def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return str(out)
 
 
-def test_any_log_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_any_log_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "slurm-7.out"
     log.write_text(f"[rank3]: {OOM}\n")
     out = told_by_log(capsys, "--log", str(log))
     assert f"  seen: {OOM}\n  from: rank 3\n" in out
-    assert max(map(len, out.splitlines())) <= 80
     told = json.loads(told_by_log(capsys, "--log", str(log), "--json"))
     assert (told["diagnosis"]["rule"], told["diagnosis"]["rank"], told["last_lines"]) == ("cuda.oom", 3, [])
 

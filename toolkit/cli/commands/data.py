@@ -37,7 +37,7 @@ def run(args: Namespace) -> None:
     from toolkit.errors import RequestError
 
     if args.verb == "tokenize":
-        from toolkit import fsio, logs
+        from toolkit import fsio, logs, terminal
         from toolkit.cli import show
         from toolkit.data.tokens.writer import Encoder, tokenize
 
@@ -53,7 +53,7 @@ def run(args: Namespace) -> None:
             print(show.as_json(index.to_file()))
         else:
             print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
-            print(f"train on it: toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}")
+            terminal.say(f"train on it: `toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}`")
         return
     # The parser takes several names for tokenize; fetch takes one.
     if len(args.names) > 1:

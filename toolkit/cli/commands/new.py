@@ -20,9 +20,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import fsio
+    from toolkit import fsio, terminal
     from toolkit.cli import new
 
     folder = fsio.expand(args.folder)
     print(*new.create(folder, args.example), sep="\n")
-    print(f"next: cd {folder} && toolkit submit {new.target(folder.name, args.example)} --follow")
+    terminal.say(f"next: `cd {folder} && toolkit submit {new.target(folder.name, args.example)} --follow`")

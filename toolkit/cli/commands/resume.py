@@ -32,6 +32,7 @@ def run(args: Namespace) -> int:
     from toolkit.run.prepare import snapshot
     from toolkit.run.submission import rates
     from toolkit.run.submission.resume import resume
+    from toolkit.terminal import say
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)
@@ -39,12 +40,12 @@ def run(args: Namespace) -> int:
     step, saved = rates.saved_rates(chosen) if args.overrides else (0, None)
     sent = resume(chosen, args.overrides, code=args.code)
     if changed:
-        print(
+        say(
             f"note: {listing(changed, 3)} in {snapshot.project_of(chosen.code)} differs from the run's copy, which is "
             f"used; to use the project's code of now: `toolkit cancel {chosen.id}`, then "
             f"`toolkit resume {chosen.id} --code`",
-            file=sys.stderr,
+            sys.stderr,
         )
     if args.overrides and (change := rates.changed_rate(chosen, step, saved)) is not None:
-        print(f"{'note' if change.is_asked else 'warning'}: {change.text}", file=sys.stderr)
+        say(f"{'note' if change.is_asked else 'warning'}: {change.text}", sys.stderr)
     return follow.see_through(sent, args)

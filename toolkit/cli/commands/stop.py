@@ -26,16 +26,17 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     from toolkit.run.attempt import advice
     from toolkit.run.records import stop_request
     from toolkit.run.submission.handle import attach, withdraw_retry
+    from toolkit.terminal import say
 
     run = rundir.find(name)
     result = run.result()
     if result is not None:
         again = "was to be run again by its sweep, and is not any more; it stays"
-        print(f"run {run.id} {again if withdraw_retry(run) else 'has already ended:'} {result.state}")
+        say(f"run {run.id} {again if withdraw_retry(run) else 'has already ended:'} {result.state}")
         return
     # Asking again is harmless, but the answer should say so.
     before = stop_request.asked(run)
     getattr(attach(run), how)(**options)
     if before in (how, stop_request.Intent.CANCEL):
         text = f"{before} was asked for before; it has been told again, which changes nothing"
-    print(f"run {run.id}: {text}; {advice.after_request(run, how)}")
+    say(f"run {run.id}: {text}; {advice.after_request(run, how)}")

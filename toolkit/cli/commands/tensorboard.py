@@ -35,17 +35,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Replace this process by TensorBoard, so that Ctrl-C reaches it directly."""
-    from toolkit import rundir
+    from toolkit import rundir, terminal
     from toolkit.cli import selection
 
     runs = selection.named(args.run)[0] if args.run else rundir.all_runs()
     if not runs:
         raise RequestError(f"there are no runs under {rundir.runs_root()}")
     if not args.run and len(runs) > MOST_RUNS:
-        print(f"the newest {MOST_RUNS} of {len(runs)} runs; name others to see them", file=sys.stderr)
+        terminal.say(f"the newest {MOST_RUNS} of {len(runs)} runs; name others to see them", sys.stderr)
         runs = runs[-MOST_RUNS:]
     if args.host == "localhost" and "SSH_CONNECTION" in os.environ:
-        print(f"from your own machine: {_tunnel(args.port)}", file=sys.stderr)
+        terminal.say(f"from your own machine: {_tunnel(args.port)}", sys.stderr)
     argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", os.fspath(_links(runs))]
     os.execv(argv[0], [*argv, "--port", str(args.port), "--host", args.host])
 

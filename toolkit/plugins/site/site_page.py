@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator
-from textwrap import wrap
 
 from toolkit.durations import in_units
 from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
@@ -69,13 +66,6 @@ def proof_lines(profile: SiteProfile) -> Iterator[str]:
     width = max((len(proof.name) for proof in profile.proofs), default=0)
     for proof in profile.proofs:
         yield f"{_MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {proof.text}".rstrip()
-
-
-def wrapped(text: str) -> list[str]:
-    """Return the lines of a text in the terminal's width. It is one line where the output is no terminal."""
-    if not sys.stdout.isatty():
-        return [text]
-    return wrap(text, max(40, shutil.get_terminal_size().columns - 1), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def time_text(seconds: float | None) -> str:

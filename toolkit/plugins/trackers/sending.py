@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, terminal
 from toolkit.cli import arguments
 from toolkit.errors import EXIT_DONE, TrackerError
 from toolkit.plugins.trackers import build_tracker
@@ -58,7 +58,7 @@ def _sent(run: RunDir, name: str, project: str | None, *, everything: bool, is_t
         outcome = RunSync(run, name, tracker).send(everything)
     except TrackerError as error:
         if is_told or is_last:
-            print(f"toolkit: error: {run.name}/{run.id}: {error}", file=sys.stderr)
+            terminal.say(f"toolkit: error: {run.name}/{run.id}: {error}", sys.stderr)
         return False
     if outcome.points_sent or is_last:
         print(f"{run.name}/{run.id}: {tracker.place}\n{_lines(outcome)}", flush=True)

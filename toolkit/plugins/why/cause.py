@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from toolkit.errors import RequestError
@@ -16,7 +14,6 @@ from toolkit.plugins.why.diagnosis import cause_or_exception
 LAST_LINES = 12
 #: What `--log` takes for the standard input.
 STDIN = "-"
-_NO_TERMINAL = (1 << 20, 24)
 
 
 def of_log(path: str) -> dict[str, Any]:
@@ -45,15 +42,15 @@ def log_page(told: dict[str, Any]) -> str:
 
 
 def lines(diagnosis: dict[str, Any]) -> list[str]:
-    """Return a diagnosis as text, as wide as the terminal."""
+    """Return a diagnosis as lines of text."""
     rank, host, where = diagnosis["rank"], diagnosis["host"], diagnosis["where"]
     ranks = "" if rank is None else f"rank {rank}"
     source = ", ".join(filter(None, [" on ".join(filter(None, [ranks, host])), where]))
     return [
-        *wrapped("cause: ", f"{diagnosis['cause']} ({diagnosis['rule']})"),
-        *(wrapped("  seen: ", diagnosis["line"]) if diagnosis["line"] != diagnosis["cause"] else []),
-        *(wrapped("  from: ", source) if source else []),
-        *wrapped("  do: ", diagnosis["next"]),
+        f"cause: {diagnosis['cause']} ({diagnosis['rule']})",
+        *([f"  seen: {diagnosis['line']}"] if diagnosis["line"] != diagnosis["cause"] else []),
+        *([f"  from: {source}"] if source else []),
+        f"  do: {diagnosis['next']}",
     ]
 
 
@@ -70,16 +67,3 @@ def last_lines_of(path: Path) -> list[str]:
         return last_lines(tail_of_file(path), LAST_LINES)
     except OSError:
         return []
-
-
-def wrapped(label: str, text: str, indent: str = "    ") -> list[str]:
-    """Return a text as lines that fit the terminal, without breaking words. Without a terminal it is one line."""
-    width = shutil.get_terminal_size(_NO_TERMINAL).columns
-    return wrap(
-        text,
-        width,
-        initial_indent=label,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -22,13 +22,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import rundir
+    from toolkit import rundir, terminal
     from toolkit.cli import run_facts, show
     from toolkit.plugins.why import cause, page
 
     if args.log is not None:
         told = cause.of_log(args.log)
-        print(show.as_json(told) if args.json else cause.log_page(told))
+        print(show.as_json(told)) if args.json else terminal.say(cause.log_page(told))
         return
     facts = run_facts.facts(rundir.find(args.run))
-    print(show.as_json(run_facts.as_data(facts)) if args.json else page.page(facts))
+    print(show.as_json(run_facts.as_data(facts))) if args.json else terminal.say(page.page(facts))

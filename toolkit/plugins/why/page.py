@@ -22,35 +22,34 @@ TRACEBACK_LINES = 25
 def page(told: dict[str, Any]) -> str:
     """Return the facts as text."""
     waits = "not started yet" if told["state"] in ("unknown", RunState.QUEUED) else ""
-    lines = [f"{told['run']}: {told['state']}", *cause.wrapped("  ", told["why"] or waits, "  "), ""]
+    why = " ".join((told["why"] or waits).split())
+    lines = [f"{told['run']}: {told['state']}", *([f"  {why}"] if why else []), ""]
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
-    # Sentences, which are wrapped together below.
-    prose = [text for text in (told["given"], told["restarts"], told["loss"]) if text]
-    prose += slow.lines(told["stragglers"], told["nodes"])
+    lines += [text for text in (told["given"], told["restarts"], told["loss"]) if text]
+    lines += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
-        prose.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+        lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:
-        prose.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+        lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
-        prose.append(f"time: {time_told}")
-    prose += [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
-    prose += changes.lines(told["changes"])
-    prose += [f"staging: {line}" for line in told["staging"]]
-    prose += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
-    prose += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
-    prose += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
+        lines.append(f"time: {time_told}")
+    lines += [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
+    lines += changes.lines(told["changes"])
+    lines += [f"staging: {line}" for line in told["staging"]]
+    lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
     attempts: Sequence[AttemptRecord] = told["attempts"]
     # No failure above explains why a run was moved.
-    prose += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
-    prose += [f"damaged: {what}" for what in told["damage"]]
-    lines += [part for line in prose for part in cause.wrapped("", line)]
+    lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
+    lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", table(_attempt_rows(attempts[-12:]))]
     if used := efficiency.lines(told["efficiency"]):
         lines += ["", *used]
-    return "\n".join([*lines, "", *cause.wrapped("next: ", told["next"])])
+    return "\n".join([*lines, "", f"next: {told['next']}"])
 
 
 def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
@@ -58,7 +57,7 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
         return []
     known = failure["host"] or "a rank that nobody knows"
     who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
-    lines = cause.wrapped("first failure: ", f"{who}, attempt {failure['attempt']}: {failure['how']}")
+    lines = [f"first failure: {who}, attempt {failure['attempt']}: {' '.join(failure['how'].split())}"]
     lines += [f"  {line}" for line in tracebacks.folded(failure["traceback"])[-TRACEBACK_LINES:] if line]
     if failure["others"]:
         lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")

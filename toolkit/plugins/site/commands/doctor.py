@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit import config as configs
-    from toolkit import logs, rundir
+    from toolkit import logs, rundir, terminal
     from toolkit.cli import show
     from toolkit.plugins.site import doctor
     from toolkit.plugins.site.versions import versions
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
         answer["doubtful_nodes"] = doubtful = node_history.doubtful(rundir.runs_root())
         page += [f"{host} {text}" for host, text in doubtful.items()]
         is_fine = report.is_fine
-    print(show.as_json(answer) if args.json else "\n".join(page))
+    print(show.as_json(answer)) if args.json else terminal.say("\n".join(page))
     return EXIT_DONE if is_fine else EXIT_FAILED
 
 
@@ -71,15 +71,14 @@ def _site_page(profile: Any, about_profile: str) -> list[str]:
     from toolkit.plugins.site.versions import versions
     from toolkit.slurm import site_profile
 
-    here = site_page.wrapped(", ".join(f"{name} {version}" for name, version in versions().items()))
+    here = ", ".join(f"{name} {version}" for name, version in versions().items())
     # Without a profile, as on a machine without Slurm, only the environment is known.
     if profile is None:
-        return [about_profile, *here]
+        return [about_profile, here]
     date = site_profile.date(profile.made)
     head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it on {date}"
     table = show.table(site_page.partition_rows(profile))
-    said = [line for text in site_page.lines(profile) for line in site_page.wrapped(text)]
-    proofs = [line for text in site_page.proof_lines(profile) for line in site_page.wrapped(text)]
+    proofs = [*site_page.proof_lines(profile)]
     if proofs and profile.proven:
         proofs = ["", f"proven by a job on {site_profile.date(profile.proven)}:", *proofs]
-    return [*site_page.wrapped(head), "", table, "", *said, "", *here, *proofs, "", about_profile]
+    return [head, "", table, "", *site_page.lines(profile), "", here, *proofs, "", about_profile]

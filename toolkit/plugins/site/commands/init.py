@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs
+    from toolkit import logs, terminal
     from toolkit.plugins.site import doctor, site_file
 
     logs.setup()
@@ -30,4 +30,4 @@ def run(args: Namespace) -> None:
         return
     path = site_file.write(text, force=args.force)
     print(text, end="")
-    print(f"\n{path}: written; every command takes it as defaults\n{about_profile}")
+    terminal.say(f"\n{path}: written; every command takes it as defaults\n{about_profile}")
