@@ -4,7 +4,7 @@
 #   sbatch sbatch/ddp_4node.sh                                            # digits, four nodes, one rank on each
 #   sbatch --ntasks-per-node=4 sbatch/ddp_4node.sh                        # four ranks on each node
 #   sbatch -N1 sbatch/ddp_4node.sh                                        # one node
-#   sbatch sbatch/ddp_4node.sh configs/mnist_ddp.yaml optim.lr=0.1        # another config, with overrides
+#   sbatch sbatch/ddp_4node.sh configs/digits_ddp.yaml optim.lr=0.1       # another config, with overrides
 #
 # #SBATCH lines (and sbatch's own arguments, which win over them) state the size of the job. The run's folder appears
 # under runs/; `toolkit status`, `toolkit logs RUN --follow` and `toolkit cancel RUN` look after it.

@@ -238,6 +238,8 @@ def _at(facts: Facts) -> str:
 def _kept(facts: Facts) -> str:
     if facts.is_foreign:  # its checkpoints are not known
         return "by its exit code it has saved" if facts.stopped_cleanly else "the script is started again"
+    if facts.stopped_cleanly and facts.step_end == 0:
+        return "no step was made before that"
     return "committed, nothing is lost" if facts.stopped_cleanly else "goes on from the last checkpoint"
 
 
