@@ -127,7 +127,7 @@ def lines(efficiency: Efficiency | None) -> list[str]:
 
 
 def _advice(efficiency: Efficiency) -> list[str]:
-    return [] if efficiency.sbatch is None else ["enough would have been:", f"  {efficiency.sbatch}"]
+    return [] if efficiency.sbatch is None else ["enough would have been:", f"    {efficiency.sbatch}"]
 
 
 def rows(used: JobUsage) -> list[Row]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.listing import make_runs
+from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
@@ -61,6 +62,31 @@ def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
     monkeypatch.setattr(time, "sleep", go_on)
     assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
     assert capsys.readouterr().out == "café\nend \ufffd"
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_following_a_script_that_has_not_started_waits_for_what_it_prints(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prints: bool
+) -> None:
+    run.config.write_text(f"job: {configs.FOREIGN_JOB}\nargv: [python, x.py]\n")
+    (run.path / "result.json").unlink()
+
+    def supervisor_starts(seconds: float) -> None:
+        fsio.make_dir(run.logs)
+        (run.logs / "supervisor.log").write_text("attempt 1: 2 ranks\n")
+        monkeypatch.setattr(time, "sleep", script_runs)
+
+    def script_runs(seconds: float) -> None:
+        if prints:
+            fsio.make_dir(run.attempt_logs(1))
+            run.rank_log(1, 0).write_text("epoch 1\n")
+        run.write_result(RunResult(RunState.COMPLETED))
+
+    monkeypatch.setattr(time, "sleep", supervisor_starts)
+    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert out == ("epoch 1\n" if prints else "attempt 1: 2 ranks\n")
+    assert err == f"run {run.id} is completed: waiting for rank-0.log\n"  # as its status says
 
 
 def test_following_the_log_of_a_run_without_a_process_ends(

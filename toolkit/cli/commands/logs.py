@@ -13,8 +13,11 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from toolkit.errors import RequestError
+from toolkit.run_files import RunState
+from toolkit.terminal import say
 
 if TYPE_CHECKING:
+    from toolkit.cli.growing_log import GrowingLog
     from toolkit.rundir import RunDir
 
 EXAMPLES = (
@@ -64,18 +67,18 @@ def run(args: Namespace) -> None:
         attempt = args.attempt or max(of.attempts_with_logs(), default=1)
         sys.stdout.writelines((merged_logs.merged if args.merged else merged_logs.errors)(of, attempt))
         return
-    # Of a script the reader wants what it prints, once there is something.
+    # Of a script the reader wants what it prints.
     rank = 0 if args.rank is None and not args.supervisor and is_script(of) else args.rank
     log = GrowingLog(of, rank, args.attempt)
-    if args.rank is None and not log.path.exists():
-        log = GrowingLog(of, None)
-    if not log.path.exists():
-        there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
-        raise RequestError(f"{log.path}: no such log; there are: {', '.join(there) or 'none yet'}")
     idle_reads = 0
     while True:
         # Look for the end before the read: nothing written since is missed.
         ended = not args.follow or of.result() is not None or _is_lost(of, idle_reads)
+        if not log.path.exists():
+            if ended:
+                log = _other_log(of, log, args)
+            elif not idle_reads:
+                say(f"run {of.id} is {of.status().state or RunState.QUEUED}: waiting for {log.path.name}", sys.stderr)
         text = log.read()
         idle_reads = 0 if text else idle_reads + 1
         is_last = ended and not text
@@ -85,6 +88,18 @@ def run(args: Namespace) -> None:
             return
         if not text:
             time.sleep(EVERY_S)
+
+
+def _other_log(of: RunDir, log: GrowingLog, args: Namespace) -> GrowingLog:
+    """Return the supervisor's log for a script that has printed nothing. Raises RequestError where there is no log."""
+    from toolkit.cli.growing_log import GrowingLog
+
+    if args.rank is None:
+        log = GrowingLog(of, None)
+    if not log.path.exists():
+        there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
+        raise RequestError(f"{log.path}: no such log; there are: {', '.join(there) or 'none yet'}")
+    return log
 
 
 def _is_lost(run: RunDir, idle_reads: int) -> bool:
