@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
-    from toolkit.data.shards.dataset import ShardedData
-    from toolkit.data.shards.raw_tokens import RawTokens
     from toolkit.data.stream import Streams
     from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.errors import ConfigError
+    from toolkit.plugins.shards.dataset import ShardedData
+    from toolkit.plugins.shards.raw_tokens import RawTokens
     from toolkit.ranks.batch import Batch, Share
     from toolkit.run.submission.handle import Run, find, runs
     from toolkit.run.submission.submit import submit
@@ -68,10 +68,10 @@ _HOMES = {
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
     "PairMixing": "toolkit.data.mixing",
-    "RawTokens": "toolkit.data.shards.raw_tokens",
+    "RawTokens": "toolkit.plugins.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.run.submission.handle",
-    "ShardedData": "toolkit.data.shards.dataset",
+    "ShardedData": "toolkit.plugins.shards.dataset",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
     "TokenWindows": "toolkit.data.tokens.windows",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from toolkit import logs
 
@@ -23,12 +23,15 @@ INTERFACE = 1
 #: The entry-point group of other people's plugins.
 GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
-BUILT_IN = ("completion", "inference", "integrations", "mpi", "site", "trackers", "watch", "why")
+BUILT_IN = (
+    *("auto", "completion", "compression", "inference", "integrations", "mpi", "parameter_server", "report", "site"),
+    *("trackers", "watch", "why"),
+)
 
 log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
-Kind: TypeAlias = Literal["commands", "backends", "hooks", "adapters"]
+Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "hooks", "adapters"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Plugin:
     """What a plugin brings, by name. The values are modules, or ``module:attribute`` of one.
 
     * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
+    * ``strategies``: for a value of ``strategy.name``, a function that is called as ``build(config, session, train)``
+      and returns a :class:`toolkit.strategies.protocol.Strategy`.
+    * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
       ``complete``: the words that a shell may complete, see `toolkit.cli.main`.
@@ -44,6 +50,8 @@ class Plugin:
 
     name: str
     commands: Mapping[str, str] = field(default_factory=dict)
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -52,8 +60,8 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "compare", "logs", "stacks", "profile", "set"),
-    *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard", "report"),
+    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
+    *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard"),
 )
 CORE = Plugin("toolkit", commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS})
 
@@ -123,11 +131,10 @@ def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:
 
 def _shared(plugin: Plugin, others: Iterable[Plugin]) -> Iterator[str]:
     """Yield what ``plugin`` has in common with others."""
-    kinds: tuple[Kind, ...] = ("commands", "backends", "hooks", "adapters")
     for other in others:
         if other.name == plugin.name:
             yield "there is one of this name"
-        for kind in kinds:
+        for kind in get_args(Kind):
             for name in _brought(plugin, kind).keys() & _brought(other, kind).keys():
                 yield f"{name} of {kind} is there already, by {other.name}"
 

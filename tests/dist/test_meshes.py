@@ -24,9 +24,10 @@ from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
 from toolkit.config import MeshConfig, OptimConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
+from toolkit.plugins.auto import strategy as auto
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import Objective, Strategy, auto, build_strategy, of_pairs
+from toolkit.strategies import Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 

@@ -20,11 +20,12 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
+from toolkit.plugins.compression import overlapped
+from toolkit.plugins.compression.compressed import Compressed
+from toolkit.plugins.compression.overlapped import Overlapped, _BucketHook
+from toolkit.plugins.compression.schemes import Blocks
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.strategies.compression import Blocks, overlapped
-from toolkit.strategies.compression.compressed import Compressed
-from toolkit.strategies.compression.overlapped import Overlapped, _BucketHook
 from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
@@ -196,7 +197,7 @@ class Alone:
 
 @pytest.mark.parametrize("codec", ["Fp16", "Bf16", "Int8"])
 def test_the_bits_do_not_depend_on_how_much_is_worked_on_at_a_time(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.strategies import compression
+    from toolkit.plugins.compression import schemes as compression
 
     monkeypatch.setitem(compression.AT_ONCE, "cuda", 7)  # 2 blocks of each rank: the last piece is shorter
     found = []

@@ -28,11 +28,11 @@ from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, Strate
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.errors import ConfigError, StoppedError
+from toolkit.plugins.parameter_server.mail import Kind, Mail
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.objective import Measure, Sums
-from toolkit.strategies.parameter_server.mail import Kind, Mail
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
@@ -202,7 +202,7 @@ def die_after_a_push(number: int) -> None:
 
 
 def die_in_an_evaluation(number: int) -> None:
-    from toolkit.strategies.parameter_server.worker import Worker
+    from toolkit.plugins.parameter_server.worker import Worker
 
     plain_evaluate, calls = Worker.evaluate, iter(range(1000))
 

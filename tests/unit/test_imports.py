@@ -43,7 +43,7 @@ ROOMS = {
     "nodes": [["agent"], ["allocation"], ["start"]],
     "run": [["job"], ["records"], ["prepare", "attempt"], ["rank", "requeue"], ["supervise"], ["submission"]],
     "cli": [["."], ["commands"]],
-    "data": [["."], ["shards", "tokens"]],
+    "data": [["."], ["tokens"]],
 }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
 
 def test_what_the_plugins_bring_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
-    kinds: list[registry.Kind] = ["commands", "backends", "hooks", "adapters"]
+    kinds: tuple[registry.Kind, ...] = get_args(registry.Kind)
     assert set(Plugin.__dataclass_fields__) == {"name", "interface", *kinds}
     for kind in kinds:
         for name in registry.names(kind):

@@ -92,7 +92,7 @@ _WAITS = {
     ("ranks/device.py", "agree"): "joining",
     ("ranks/collectives.py", "sum_by_name"): "in all_reduce",
     ("ranks/collectives.py", "gather_by_name"): "in all_gather",
-    ("strategies/parameter_server/mail.py", "receive"): "waiting for a message",
+    ("plugins/parameter_server/mail.py", "receive"): "waiting for a message",
     ("strategies/spmd.py", "wait"): "in all_reduce",
 }
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.config import STATELESS, STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
+from toolkit import registry
+from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
@@ -32,6 +33,7 @@ __all__ = [
     "StepOutput",
     "Strategy",
     "Sums",
+    "build_layout",
     "build_strategy",
     "of_pairs",
 ]
@@ -51,49 +53,40 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     if sends_between_gpus and session.world_size > 1 and dist.get_backend() == "gloo":
         # gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
         raise ConfigError(f"dist.backend: gloo cannot carry what {config.name} sends between GPUs; use nccl")
+    if build := registry.find("strategies", config.name):
+        built: Strategy = build(config, session, train)
+        return built
     # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
     match config.name:
         case "pipeline":
             from toolkit.strategies.pipeline import Pipeline
 
             return Pipeline(session, config, train)
-        case "parameter_server":
-            from toolkit.strategies import parameter_server
-
-            return parameter_server.build(config, session, train)
         case "local_sgd":
             from toolkit.strategies.local_sgd import LocalSgd
 
             name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
-            return LocalSgd(session, config.local_sgd, _layout(name, config, session, train), train)
-        case "auto":
-            from toolkit.strategies.auto import Auto
-
-            return Auto(session, lambda name: _layout(name, config, session, train), train)
+            return LocalSgd(session, config.local_sgd, build_layout(name, config, session, train), train)
         case "custom":
             raise ConfigError(
                 "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
             )
         case name:
-            return Spmd(session, _layout(name, config, session, train), train)
+            return Spmd(session, build_layout(name, config, session, train), train)
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
         return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
-    # NCCL's collectives are only enqueued. What keeps nothing for the next step is sent during the backward pass then.
-    keeps_nothing = config.compression in STATELESS and not config.compression_layers
-    if keeps_nothing and dist.get_backend() == "nccl":
-        from toolkit.strategies.compression.overlapped import Overlapped
-
-        how |= {"channels_last": train.channels_last, "find_unused": config.find_unused}
-        return Overlapped(session, compression=config.compression, **how)
-    from toolkit.strategies.compression.compressed import Compressed
-
-    return Compressed(session, config=config, channels_last=train.channels_last, **how)
+    build = registry.find("layouts", "compressed")
+    if build is None:
+        raise ConfigError(f"strategy.compression: {config.compression} needs the plugin compression; use none")
+    compressed: Layout = build(config, session, train, how)
+    return compressed
 
 
-def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
+def build_layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
+    """Return how the ranks hold a model under the strategy ``name``. Raises ConfigError where it has no layout."""
     sizes = mesh_of(replace(config, name=name), session.world_size)
     how: dict[str, Any] = {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
     match name:

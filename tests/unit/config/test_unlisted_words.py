@@ -45,11 +45,12 @@ from toolkit.config.validation import WORDS
 from toolkit.data.loader import build_loader
 from toolkit.data.pictures import training_transform
 from toolkit.errors import ConfigError
+from toolkit.plugins.compression.schemes import build_scheme
+from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
-from toolkit.strategies import Custom, build_strategy, of_pairs, parameter_server
-from toolkit.strategies.compression import build_scheme
+from toolkit.strategies import Custom, build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.plan import _torch_style
 from toolkit.strategies.local_sgd import LocalSgd
@@ -67,7 +68,7 @@ SESSION = Session(0, 2, 0, CPU, Path("nowhere"), 1, HashStore(), NullReporter(),
 
 
 def a_layout(name: str) -> object:
-    return strategies._layout(name, StrategyConfig(name), SESSION, TrainConfig())
+    return strategies.build_layout(name, StrategyConfig(name), SESSION, TrainConfig())
 
 
 def a_strategy(name: str) -> object:

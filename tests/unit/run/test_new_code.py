@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from toolkit import rundir
-from toolkit.cli import compare, show
 from toolkit.cli import main as cli
+from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
+from toolkit.plugins.report import compare
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume

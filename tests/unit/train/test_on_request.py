@@ -20,10 +20,11 @@ from torch.distributed import HashStore
 from tests.unit.disks import no_file_longer_than
 from toolkit import config as configs
 from toolkit import fsio, rundir
-from toolkit.cli import compare, live_values
+from toolkit.cli import live_values
 from toolkit.config import JobConfig
 from toolkit.config.live import LIVE, set_values
 from toolkit.errors import ConfigError, RequestError
+from toolkit.plugins.report import compare
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate

@@ -1,0 +1,379 @@
+"""`toolkit report`: one HTML file, whatever is in the run folder."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import random
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.attempts import attempt
+from tests.unit.checkpoint.ranks import alone, weights
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.cli import main as cli
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.metrics.sinks import JsonlSink
+from toolkit.plugins.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from toolkit.plugins.report.curves import Curve, is_aside
+from toolkit.plugins.report.page import macro
+from toolkit.run.job import nodes
+from toolkit.run_files import RunResult, RunStatus
+from toolkit.rundir import RunDir
+
+#: Elements that have no end.
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x01\u202e"
+
+
+class Page(html.parser.HTMLParser):
+    """A page as a browser reads it: elements, their attributes, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], "elements that are not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+    def named(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(name: str = "digits", **config: Any) -> RunDir:
+    run = rundir.create(name)
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="digits", **config)))
+    return run
+
+
+def log(run: RunDir, values: dict[int, dict[str, float]]) -> None:
+    sink = JsonlSink(run.tensorboard / "metrics.jsonl", None, clock=lambda: 1.8e9)
+    for step, found in values.items():
+        sink.scalars(step, found)
+    sink.close()
+
+
+def report(*argv: str) -> Page:
+    assert cli.main(["report", *argv, "--to", "out.html"]) == EXIT_DONE
+    return Page(Path("out.html").read_text())
+
+
+@pytest.fixture
+def run() -> RunDir:
+    """Return a run that lost a node, came back on a spare, and was completed."""
+    run = made()
+    log(run, {step: {"train/loss": 2 / step, "eval/accuracy": step / 100} for step in range(10, 100, 10)})
+    spent = {"queue": 5.0, "start_up": 10.0, "training": 40.0, "idle": 5.0}
+    lost = {"lost_nodes": ["node2"], "first_failure": {"rank": 3, "host": "node2", "how": "no sign of life"}}
+    run.add_attempt(attempt(1, "node_failure", "restart", step_end=50, **lost, goodput=spent))
+    later = {"started": "2026-11-20T15:01:00.000+00:00", "ended": "2026-11-20T15:03:00.000+00:00"}
+    run.add_attempt(
+        attempt(2, "completed", "finish", nodes="node[1,3]", step_start=40, step_end=90, **later, goodput=spent)
+    )
+    nodes.remember(run, "node2", "its agent fell silent")
+    alone(CheckpointFolder(run.checkpoints), 90, weights(1.0))
+    run.write_result(RunResult.from_json({"state": "completed", "step": 90, "metrics": {"eval/accuracy": 0.9}}))
+    return run
+
+
+def test_a_report_shows_curves_attempts_causes_nodes_time_config_and_versions(run: RunDir) -> None:
+    page = report(run.id)
+    remark = "not used any more: its agent fell silent"
+    assert {"node_failure", "completed", "restart", remark, "optim.lr", "torch"} <= set(page.texts)
+    assert "9 points, last 0.02222, min 0.02222 at step 90, max 0.2 at step 10" in page.texts
+    row = page.texts.index("node2")
+    assert page.texts[row + 1] == "LF", "lost, and the first to fail"
+    assert [each["aria-label"] for each in page.named("svg") if each.get("class") == "bar"][1].startswith(
+        "attempt 1: node_failure, restart, 1 min from 2026-11-20 15:00:00 UTC on"
+    )
+    lines = [each for each in page.named("line") if each.get("class") == "restart"]
+    assert len(lines) == 2, "a mark of the second attempt in each chart"
+
+
+def test_a_report_loads_nothing_runs_nothing_and_is_private(run: RunDir) -> None:
+    page = report(run.id)
+    text = Path("out.html").read_text()
+    assert not page.named("script")
+    assert not page.named("link")
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "srcset", "action")], tag
+        assert attributes.get("href", "#").startswith("#")
+    assert "url(" not in text
+    assert "@import" not in text
+    [policy] = [each["content"] for each in page.named("meta") if each.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+    assert stat.S_IMODE(Path("out.html").stat().st_mode) == 0o600
+    anchors = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    assert {each["href"][1:] for each in page.named("a")} == anchors
+
+
+def test_names_that_look_like_markup_are_shown_as_text() -> None:
+    run = made(EVIL.replace("/", "").replace("\x01", ""), params={"text": EVIL.replace("\x01", "")})
+    log(run, {1: {EVIL: 1.0, "{{ 7 * 7 }}{% x %}": 2.0, "train/loss": 2.0}})
+    run.add_attempt(attempt(1, EVIL, EVIL, line=EVIL, goodput={"training": 1.0}))
+    run.write_status(RunStatus.from_json({"state": "running", "ailing_nodes": {"node1": EVIL}}))
+    page = report(run.id)
+    assert not page.named("script")
+    assert not page.named("img")
+    assert any("<script>alert(1)</script><img src=x onerror=alert(2)>" in text for text in page.texts)
+    assert "{{ 7 * 7 }}{% x %}" in page.texts
+    assert "\x01" not in page.text
+    assert "\u202e" not in page.text
+
+
+def test_values_that_may_be_secret_are_not_in_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("A_TOKEN_OF_THE_ENVIRONMENT", "planted-in-the-environment")
+    run = made(params={"api_key": "planted-1", "db": {"password": "planted-2"}}, notify=["mail", "--auth", "planted-3"])
+    text = run.config.read_text().replace("setup: []", "setup: ['export WANDB_API_KEY=planted-4']")
+    run.config.write_text(text)
+    report(run.id)
+    assert "planted" not in Path("out.html").read_text()
+    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
+    assert "planted" not in capsys.readouterr().out
+
+
+def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -> None:
+    other = made("other")
+    other.config.write_text(other.config.read_text().replace("lr: 0.05", "lr: 0.5"))
+    log(other, {step: {"train/loss": 3.0} for step in (10, 20)})
+    for argv in ([run.id, other.id], [run.id, "--compare", other.id]):
+        page = report(*argv)
+        classes = [each["class"] for each in page.named("path")]
+        assert {"line s0", "line s1"} <= set(classes)
+        row = page.texts.index("config optim.lr")
+        assert page.texts[row + 1 : row + 3] == ["0.05", "0.5"]
+    assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"
+
+
+def test_what_was_asked_and_used_is_a_table_with_the_next_request(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"nodes": 2, "tasks_per_node": 2, "cpus_per_task": 4, "cpus": 16, "memory_bytes": 64 << 30, "wall_s": 600.0}
+    used = {"cpu_s": 1200.0, "cpu_held_s": 9600.0, "most_cpus": 2.5, "most_bytes": 8 << 30, "most_bytes_host": "node2"}
+    efficiency = {"jobs": 1, "usage": {**asked, **used}, "sbatch": "sbatch --nodes=2 --mem=10G"}
+    run.write_result(RunResult.from_json({"state": "completed", "efficiency": efficiency}))
+    page = report(run.id)
+    row = page.texts.index("CPUs")
+    assert page.texts[row + 1 : row + 4] == [
+        "16 on 2 nodes",
+        "2.0 on average, 2.5 at a node's peak",
+        "88 % (2.3 CPU h)",
+    ]
+    assert "sbatch --nodes=2 --mem=10G" in page.text
+    capsys.readouterr()
+    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
+    [told] = json.loads(capsys.readouterr().out)["runs"]
+    assert told["efficiency"]["usage"]["cpus"] == 16
+    assert "last_lines" not in told
+
+
+def test_the_cause_of_a_failure_is_shown_without_the_lines_of_its_log(run: RunDir) -> None:
+    failure = {"rank": 3, "host": "node2", "how": "exit code 1"}
+    run.add_attempt(attempt(3, "crashed", "give_up", first_failure=failure))
+    run.write_result(RunResult.from_json({"state": "failed", "why": "rank 3 on node2: exit code 1"}))
+    log_of_rank = run.rank_log(3, 3)
+    fsio.make_dir(log_of_rank.parent)
+    text = "key planted-in-a-log\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. planted\n"
+    log_of_rank.write_text(text)
+    page = report(run.id)
+    [cause] = [text for text in page.texts if text.startswith("Cause: ")]
+    assert "memory" in cause
+    assert any(text.startswith("Next: ") for text in page.texts)
+    assert "planted" not in Path("out.html").read_text()
+
+
+def test_json_is_one_document_with_the_exact_extremes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    log(run, {1: {"train/loss": 1.0}, 2: {"train/loss": math.nan}, 3: {"train/loss": -7.5}})
+    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
+    found = json.loads(capsys.readouterr().out)
+    curve = found["runs"][0]["curves"]["train/loss"]
+    assert curve == {
+        "count": 3,
+        "not_finite": 1,
+        "first": [1, 1.0],
+        "last": [3, -7.5],
+        "least": [3, -7.5],
+        "greatest": [1, 1.0],
+    }
+    assert [line["cause"] for line in found["runs"][0]["attempts"]] == ["node_failure", "completed"]
+    assert not list(Path().glob("*.html"))
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def places(svg: str) -> list[tuple[float, float]]:
+    """Return the points of a chart's first line, in the chart's units. Read by the rules of SVG paths."""
+    [d] = re.findall(r'<path d="([^"]*)"', svg)
+    points: list[tuple[float, float]] = []
+    for x, y, rest in re.findall(r"M(-?\d+) (-?\d+)l?([-\d ]*)", d):
+        points.append((int(x) / 10, int(y) / 10))
+        numbers = list(map(int, rest.split()))
+        for dx, dy in zip(numbers[::2], numbers[1::2], strict=True):
+            points.append((points[-1][0] + dx / 10, points[-1][1] + dy / 10))
+    return points
+
+
+def test_no_peak_of_a_long_curve_is_lost_and_its_chart_is_small() -> None:
+    dice, curve, count = random.Random(5), Curve(), 200_000
+    values = [dice.gauss(0.0, 1.0) for _ in range(count)]
+    values[123_457], values[77_777] = 40.0, -30.0
+    for step, value in enumerate(values):
+        curve.add(step, value)
+    svg = macro("chart", "loss", [("run", curve)], count - 1, [])
+    assert len(svg) < 10_000
+    points = places(svg)
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    # In each column of four units, the line reaches as far up and down as the points of that column do.
+    low, high = min(values), max(values)
+    inner = HEIGHT - 24 - TOP
+    margin = 0.04 * (high - low)
+
+    def y_of(value: float) -> float:
+        return HEIGHT - 24 - inner * (value - (low - margin)) / (high - low + 2 * margin)
+
+    for step in (123_457, 77_777):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * step / (count - 1)
+        near = [y for at, y in points if abs(at - x) <= 1.0]
+        assert min(abs(y - y_of(values[step])) for y in near) <= 0.06
+    drawn = {point for stroke in curve.strokes() for point in stroke}
+    assert all(values[step] == value for step, value in drawn), "no value is made up"
+
+
+def test_a_value_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
+    curve = Curve()
+    for step, value in enumerate([1.0, 2.0, math.nan, 3.0, math.inf]):
+        curve.add(step, value)
+    assert list(curve.strokes()) == [[(0, 1.0), (1, 2.0)], [(3, 3.0)]]
+    svg = macro("chart", "loss", [("run", curve)], 4, [])
+    assert ">NaN" in svg
+    assert curve.summary()["not_finite"] == 2
+
+
+@pytest.mark.parametrize("values", [[0.0], [-1e299, 1e299], [5e-324, 0.0], [1e16, 1e16 + 2], [math.nan]])
+def test_any_range_of_values_can_be_drawn(values: list[float]) -> None:
+    curve = Curve()
+    for step, value in enumerate(values):
+        curve.add(step, value)
+    svg = macro("chart", "loss", [("run", curve)], 0, [])
+    assert "nan" not in svg.replace(">NaN", "").lower().replace("finite", "")
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places(svg))
+
+
+def test_thousands_of_metrics_and_nodes_and_attempts_stay_below_one_megabyte() -> None:
+    run = made()
+    log(run, {step: {f"train/metric_{tag}": math.sin(tag * step) for tag in range(600)} for step in range(1, 6)})
+    for number in range(1, 71):
+        spent = {"training": 60.0}
+        run.add_attempt(attempt(number, "crashed", "restart", nodes="node[0001-0200]", line="x" * 900, goodput=spent))
+    page = report(run.id)
+    assert Path("out.html").stat().st_size < 1_000_000
+    assert re.search(r"\d+ more metrics are in the run's files", page.text)
+    assert "136 more nodes" in page.texts
+    assert "The last 60 of 70 attempts." in page.text
+
+
+@pytest.mark.soak
+def test_a_million_points_are_reported_below_one_megabyte() -> None:
+    run = made()
+    with (run.tensorboard / "metrics.jsonl").open("w") as file:
+        for step in range(1_000_000):
+            file.write(f'{{"step": {step}, "wall_time": 1.8e9, "train/loss": {math.sin(step)}, "train/lr": 0.1}}\n')
+    page = report(run.id)
+    assert Path("out.html").stat().st_size < 1_000_000
+    assert f"1000000 points, last {math.sin(999_999):.4g}, min -1 at step" in page.text
+
+
+# --------------------------------------------------------------------------------------------- little or nothing to say
+
+
+def test_a_run_that_has_only_a_config_gets_a_report_with_what_there_is() -> None:
+    page = report(made().id)
+    assert {"No metrics were logged.", "No attempt has begun.", "No nodes are known."} <= set(page.texts)
+
+
+def test_the_attempt_that_runs_now_is_in_the_timeline() -> None:
+    run = made()
+    now = {"attempt": 1, "started": 1.8e9, "updated": 1.8e9 + 60, "nodes": ["node7"], "goodput": {"training": 50.0}}
+    run.write_status(RunStatus.from_json({"state": "running", "progress": {"step": 5}, "supervised": True, **now}))
+    page = report(run.id)
+    assert "1: running" in page.texts
+    assert "node7" in page.texts
+
+
+def test_a_damaged_run_gets_a_report_that_names_the_damage(run: RunDir) -> None:
+    for name in (
+        "status.json",
+        "result.json",
+        "attempts.jsonl",
+        "nodes.json",
+        "config.yaml",
+        "tensorboard/metrics.jsonl",
+    ):
+        (run.path / name).write_bytes(b"\x00\xff{[\n" * 9)
+    page = report(run.id)
+    for name in ("status.json", "result.json", "attempts.jsonl", "nodes.json", "config.yaml", "metrics.jsonl"):
+        assert any(text.startswith("damaged: ") and name in text for text in page.texts), name
+
+
+# --------------------------------------------------------------------------------------------------------- bad requests
+
+
+def test_a_report_replaces_a_report_and_no_other_file(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    report(run.id)
+    report(run.id)
+    Path("train.py").write_text("print()\n")
+    assert cli.main(["report", run.id, "--to", "train.py"]) == EXIT_REQUEST
+    assert "train.py is there already, and not from this command" in capsys.readouterr().err
+    assert Path("train.py").read_text() == "print()\n"
+    assert cli.main(["report", run.id, "--to", "missing/out.html"]) == EXIT_REQUEST
+    assert "missing is no folder" in capsys.readouterr().err
+
+
+def test_a_picture_is_a_browsers_work(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", run.id, "--to", "out.html", "--png"]) == EXIT_REQUEST
+    assert "there is no --png: open the HTML file in a browser and print it" in capsys.readouterr().err
+    assert not Path("out.html").exists()
+
+
+def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
+    curve = Curve()
+    for step, value in enumerate((1e-6, 3e-6, 2e-6)):
+        curve.add(step, value)
+    svg = macro("chart", "usage/disk_written_gib", [("run", curve)], 2, [])
+    assert re.findall(r'class="y">([^<]*)<', svg) == ["0", "0.05", "0.1"]
+    assert is_aside("usage/disk_written_gib")

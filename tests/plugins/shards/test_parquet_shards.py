@@ -1,0 +1,358 @@
+"""Parquet as a data set with an index. The oracle is pyarrow's own reading of the same files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.waiting import wait_for
+from toolkit.data.loader import Loader
+from toolkit.data.sampler import BatchPart
+from toolkit.data.workers import stacked
+from toolkit.errors import ConfigError, DataMissingError, JobFailedError
+from toolkit.plugins.shards import blocks
+from toolkit.plugins.shards.dataset import ShardedData
+from toolkit.plugins.shards.parquet import ParquetFormat
+from toolkit.ranks.batch import Batch, Share
+
+ROWS = 100
+
+
+def table(first: int, rows: int = ROWS) -> Any:
+    ids = np.arange(first, first + rows)
+    return pa.table(
+        {
+            "id": pa.array(ids),
+            "x": pa.array(np.outer(ids, [1.0, 0.5]).astype(np.float32).tolist(), pa.list_(pa.float32(), 2)),
+            "words": pa.array([list(range(i % 3)) for i in ids], pa.list_(pa.int32())),
+            "even": pa.array(ids % 2 == 0),
+            "name": [f"sample {i}" for i in ids],
+            "picture": [bytes([i % 256]) * 3 for i in ids],
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write three files of 100 rows, in row groups of 30."""
+    for number in range(3):
+        pq.write_table(table(number * ROWS), tmp_path / f"part-{number}.parquet", row_group_size=30)
+    return tmp_path
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def test_every_sample_is_what_pyarrow_reads(folder: Path) -> None:
+    data = ShardedData(folder)
+    assert len(data) == 3 * ROWS
+    expected = pq.read_table(folder).to_pylist()
+    assert [{name: plain(value) for name, value in data[i].items()} for i in range(len(data))] == expected
+    assert data[3]["id"].dtype == torch.int64
+    assert (data[3]["x"].dtype, data[3]["words"].dtype, data[3]["even"].dtype) == (
+        torch.float32,
+        torch.int32,
+        torch.bool,
+    )
+
+
+def test_a_batch_is_the_stack_of_its_samples(folder: Path) -> None:
+    data = ShardedData(folder, columns=["x", "name", "id", "picture"])
+    chosen = np.array([299, 0, 31, 150, 31])
+    batch, one_by_one = data.batch(chosen), stacked([data[int(i)] for i in chosen])
+    assert batch["name"] == one_by_one["name"]
+    assert batch["picture"] == one_by_one["picture"]
+    assert torch.equal(batch["x"], one_by_one["x"])
+    assert batch["id"].tolist() == chosen.tolist()
+    assert list(batch) == ["x", "name", "id", "picture"]
+
+
+def ids_of(data: Any, steps: range, share: Share, workers: int, seed: int = 0) -> list[list[int]]:
+    loader = Loader(data, global_batch_size=32, seed=seed, share=share, workers=workers)
+    try:
+        return [loader.at(step)["id"].tolist() for step in steps]
+    finally:
+        loader.close()
+
+
+def test_worlds_workers_and_resumes_read_every_sample_once(folder: Path) -> None:
+    data = ShardedData(folder, columns=["id"], lanes=4)
+    whole = [sample for batch in ids_of(data, range(20), Share(0, 1), 0) for sample in batch]
+    assert sorted(whole[:300]) == sorted(whole[300:600]) == list(range(300))
+    attempts = [(range(7), 3, 2), (range(7, 11), 2, 0), (range(11, 20), 4, 1)]
+    parts: list[int] = []
+    for steps, world, workers in attempts:
+        again = ShardedData(folder, columns=["id"], lanes=4)
+        ranks = [ids_of(again, steps, Share(r, world), workers) for r in range(world)]
+        parts += [sample for batches in zip(*ranks, strict=True) for batch in batches for sample in batch]
+    assert parts == whole
+
+
+def test_a_transform_is_applied_and_seeded_by_position(folder: Path) -> None:
+    data = ShardedData(folder, columns=["id"]).map(lambda row: {"id": row["id"], "noise": torch.rand(())})
+    two = [Loader(data, global_batch_size=8, seed=1, share=Share(0, 1), workers=workers) for workers in (0, 1)]
+    batches = [loader.at(2) for loader in two]
+    two[1].close()
+    assert torch.equal(batches[0]["noise"], batches[1]["noise"])
+    assert len(set(batches[0]["noise"].tolist())) == 8
+
+
+def test_each_row_group_is_read_once_by_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, int]] = []
+    plain_open = ParquetFormat.open
+    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
+
+    def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
+        opened.append((path.name, block))
+        return plain_open(self, path, file, block, columns)
+
+    monkeypatch.setattr(ParquetFormat, "open", spying)
+    for rank in range(4):
+        ids_of(ShardedData(folder, columns=["id"], lanes=4), range(9), Share(rank, 4), 0)
+    assert len(set(opened)) == 12
+    assert len(opened) <= 12 + 4  # a row group at the edge of two lanes belongs to both
+
+
+def test_row_groups_of_later_batches_are_read_ahead_by_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, int, bool]] = []
+    plain_open = ParquetFormat.open
+    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
+
+    def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
+        opened.append((path.name, block, threading.current_thread() is threading.main_thread()))
+        return plain_open(self, path, file, block, columns)
+
+    monkeypatch.setattr(ParquetFormat, "open", spying)
+    data = ShardedData(folder, columns=["id"], lanes=2)
+    loader = Loader(data, global_batch_size=8, seed=0, share=Share(0, 1))
+    loader.at(0)
+    wait_for(lambda: len(opened) == 4, 5, "two lanes, and what follows in each")
+    for step in range(1, 38):
+        loader.at(step)
+    assert not any(in_main for *_, in_main in opened)
+    assert len({(name, block) for name, block, _ in opened}) == 12
+
+
+def test_a_worker_does_not_wait_for_what_its_parent_had_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, begun = ShardedData(folder, columns=["id"], lanes=2), threading.Event()
+    release, plain_open = threading.Event(), ParquetFormat.open
+
+    def slow_in_threads(self: Any, *given: Any) -> Any:
+        if os.getpid() == parent and begun.is_set():
+            release.wait()
+        # the parent's threads block, so the forked worker inherits unfinished reads
+        return plain_open(self, *given)
+
+    parent = os.getpid()
+    monkeypatch.setattr(ParquetFormat, "open", slow_in_threads)
+    expected = ids_of(ShardedData(folder, columns=["id"], lanes=2), range(9), Share(0, 1), 0)
+    begun.set()
+    order = data.block_order(0, 32)
+    data.read_ahead(order, BatchPart(order.at(np.arange(32)), 0, 32))
+    try:
+        assert ids_of(data, range(9), Share(0, 1), 1) == expected
+    finally:
+        release.set()
+
+
+# --------------------------------------------------------------------------------------------- folders as Spark writes
+
+
+def spark_folder(root: Path, *, days: dict[str, int]) -> Path:
+    for number, (day, rows) in enumerate(days.items()):
+        place = root / day
+        place.mkdir(parents=True)
+        pq.write_table(table(number * ROWS, rows), place / "part-00000-0f.c000.snappy.parquet")
+        (place / ".part-00000-0f.c000.snappy.parquet.crc").write_bytes(b"crc")
+    (root / "_SUCCESS").touch()
+    (root / "._SUCCESS.crc").write_bytes(b"crc")
+    return root
+
+
+def test_partitions_of_spark_are_columns(tmp_path: Path) -> None:
+    root = spark_folder(tmp_path / "data", days={"day=1/at=a%20b": 10, "day=2/at=c": 10})
+    data = ShardedData(root, columns=["id", "day", "at"])
+    assert (data[0]["day"].item(), data[0]["at"]) == (1, "a b")
+    batch = data.batch(np.array([12, 3]))
+    assert batch["day"].tolist() == [2, 1]
+    assert batch["at"] == ["c", "a b"]
+
+
+def test_an_empty_partition_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = spark_folder(tmp_path / "data", days={"day=1": 10, "day=2": 0})
+    (root / "day=3").mkdir()
+    logging.getLogger("toolkit").propagate = True
+    assert len(ShardedData(root)) == 10
+    assert "shards without samples: day=2/part-00000-0f.c000.snappy.parquet" in caplog.text
+    assert "the partition day=3 is empty" in caplog.text
+
+
+def test_shards_that_are_being_written_are_refused(tmp_path: Path) -> None:
+    root = spark_folder(tmp_path / "data", days={"day=1": 10})
+    (root / "_temporary").mkdir()
+    with pytest.raises(ConfigError, match=r"_temporary: what wrote these shards has not finished"):
+        ShardedData(root)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def refused(folder: Path, *words: str, **arguments: Any) -> None:
+    with pytest.raises((ConfigError, DataMissingError)) as error:
+        ShardedData(folder, **arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_column_is_named_with_the_nearest_one(folder: Path) -> None:
+    refused(folder, "part-0.parquet: has no column 'nam'", "did you mean 'name'?", columns=["id", "nam"])
+
+
+def test_mixed_schemas_are_named_with_both_files(folder: Path) -> None:
+    pq.write_table(pa.table({"id": ["a"], "label": [1]}), folder / "part-9.parquet")
+    refused(folder, "part-9.parquet: column 'id' is string", "in part-0.parquet it is int64", columns=["id"])
+    refused(folder, "part-9.parquet")
+    pq.write_table(table(0, 5).append_column("more", pa.array(range(5))), folder / "part-9.parquet")
+    refused(folder, "part-9.parquet: has the column 'more', and part-0.parquet does not")
+    assert len(ShardedData(folder, columns=["id"])) == 3 * ROWS + 5
+
+
+def test_a_torn_file_is_named(folder: Path) -> None:
+    path = folder / "part-1.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(folder, f"{path}: its samples cannot be counted", "cut off")
+
+
+def test_folders_without_shards_or_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataMissingError, match="none: there is no such folder"):
+        ShardedData(tmp_path / "none")
+    pq.write_table(table(0, 0), tmp_path / "empty.parquet")
+    refused(tmp_path, "its shards hold no samples: empty.parquet")
+    refused(tmp_path, "lanes: 0", lanes=0)
+
+
+def test_shards_below_a_link_are_found_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (data / "_old").mkdir(parents=True)
+    (data / "_old" / "a.parquet").write_bytes(b"")
+    refused(data, "there are no shards in it")
+    pq.write_table(table(0), elsewhere / "a.parquet")
+    (data / "linked").symlink_to(elsewhere, target_is_directory=True)
+    assert len(ShardedData(data)) == ROWS
+
+
+def damage(path: Path, group: int) -> None:
+    """Overwrite the first column of a row group; the footer stays."""
+    column = pq.read_metadata(path).row_group(group).column(0)
+    content = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+
+
+def all_ids(loader: Loader, steps: int) -> tuple[list[int], set[int]]:
+    batches = [batch for step in range(steps) if isinstance(batch := loader.at(step), Batch)]
+    return [i for batch in batches for i in batch["id"].tolist()], {bad.index for b in batches for bad in b.bad}
+
+
+def test_a_damaged_row_group_goes_by_the_rule_for_bad_samples(folder: Path) -> None:
+    damage(folder / "part-1.parquet", 2)
+    data, lost = ShardedData(folder, columns=["id"]), set(range(160, 190))
+    given: dict[str, Any] = {"global_batch_size": 30, "seed": 0, "share": Share(0, 1)}
+    with pytest.raises(JobFailedError, match=r"row group 2: .*part-1\.parquet"):
+        all_ids(Loader(data, **given), 10)
+    ids, bad = all_ids(Loader(data, max_bad_samples=100, **given), 10)
+    assert bad == lost
+    assert len(ids) == 300
+    assert set(ids) == set(range(300)) - lost
+
+
+def test_a_null_is_no_number(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1, None, 3]}), tmp_path / "a.parquet")
+    data = ShardedData(tmp_path)
+    assert [data[i]["id"] for i in range(3)] == [1, None, 3]
+    with pytest.raises(JobFailedError, match=r"cannot be stacked: .*id"):
+        data.batch(np.arange(3))
+
+
+def test_a_null_does_not_change_the_type_of_the_values_beside_it(tmp_path: Path) -> None:
+    columns = {
+        "number": pa.array([1.5, 2.5, None, 4.5], pa.float32()),
+        "flag": pa.array([True, False, None, True]),
+        "pair": pa.array([[1, 2], [3, 4], None, [7, 8]], pa.list_(pa.int32(), 2)),
+        "list": pa.array([[1], [2], None, [4]], pa.list_(pa.int16())),
+        "holed": pa.array([[1], [2], [None], [4]], pa.list_(pa.int16())),
+        "text": pa.array(["a", "b", None, "d"]),
+        "nothing": pa.array([[1], [2], None, None], pa.list_(pa.int16())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    data = ShardedData(tmp_path)
+    assert [data[2][name] for name in columns] == [None, None, None, None, [None], None, None]
+    for name in columns.keys() - {"text", "nothing"}:
+        one = ShardedData(tmp_path, columns=[name])
+        without, mixed, single = (one.batch(np.array(rows))[name] for rows in ([0, 1], [3, 0], [3]))
+        assert without.dtype == mixed.dtype == single.dtype == data[3][name].dtype
+        assert mixed.tolist() == [plain(data[3][name]), plain(data[0][name])] == columns[name].take([3, 0]).to_pylist()
+    assert ShardedData(tmp_path, columns=["text"]).batch(np.array([3, 0])) == {"text": ["d", "a"]}
+
+
+def test_a_shard_that_changes_during_the_run_is_named(folder: Path) -> None:
+    data = ShardedData(folder)
+    pq.write_table(table(7000), folder / "part-2.parquet", row_group_size=30)
+    assert data[0]["id"].item() == 0
+    with pytest.raises(OSError, match=r"row group 0: the shard has changed since this run began.*part-2\.parquet"):
+        data[200]
+
+
+def test_a_shard_that_changes_between_runs_is_named_and_no_longer_the_same_data(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("toolkit").propagate = True
+    before = ShardedData(folder).fingerprint()
+    os.utime(folder / "part-0.parquet")  # the same content, copied again: the same data
+    assert ShardedData(folder).fingerprint() == before
+    pq.write_table(table(7000), folder / "part-2.parquet", row_group_size=30)
+    assert ShardedData(folder).fingerprint() != before
+    assert "New or changed: part-2.parquet. Gone: none" in caplog.text
+    assert ShardedData(folder, lanes=3).fingerprint() != ShardedData(folder).fingerprint()
+
+
+# ----------------------------------------------------------------------------------------------------------- the index
+
+
+def test_an_index_is_read_from_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ShardedData(folder)
+    scanned: list[str] = []
+    plain_scan = ParquetFormat.scan
+    monkeypatch.setattr(ParquetFormat, "scan", lambda self, path: scanned.append(path.name) or plain_scan(self, path))
+    second = ShardedData(folder)
+    assert scanned == []
+    assert second.fingerprint() == first.fingerprint()
+    assert [second[i]["id"].item() for i in (0, 299)] == [0, 299]
+    pq.write_table(table(300), folder / "part-3.parquet")
+    assert len(ShardedData(folder)) == 400
+    assert scanned == ["part-3.parquet"]
+
+
+def test_a_damaged_cache_is_made_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("toolkit").propagate = True
+    ShardedData(folder)
+    (cached,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("*.npz")
+    content = cached.read_bytes()
+    for broken in (b"", content[: len(content) // 2], b"x" * 100):
+        cached.write_bytes(broken)
+        assert len(ShardedData(folder)) == 300
+    assert len(re.findall("is damaged and is made again", caplog.text)) == 3
+    assert cached.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,1 @@
+"""The strategy auto: see `toolkit.plugins.auto.strategy`."""

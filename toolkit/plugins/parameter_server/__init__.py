@@ -1,0 +1,1 @@
+"""The strategy parameter_server: see `toolkit.plugins.parameter_server.roles`."""

@@ -1,0 +1,183 @@
+"""Workers: compute the tickets, also those of dead workers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.config import ParameterServerConfig, TrainConfig
+from toolkit.errors import ConfigError
+from toolkit.plugins.parameter_server.cuts import Flat
+from toolkit.plugins.parameter_server.inbox import Handler
+from toolkit.plugins.parameter_server.mail import Kind, PeerMessage
+from toolkit.plugins.parameter_server.side import Side
+from toolkit.plugins.parameter_server.ticket import PassFigures, Push
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.layouts import autocast
+from toolkit.strategies.modes import evaluating
+from toolkit.strategies.objective import (
+    Loss,
+    Measure,
+    Objective,
+    Sums,
+    means_of,
+    measured,
+    refuse_other_weights,
+    weights_of,
+)
+from toolkit.strategies.priming import priming, shareable, undone, unused_message, without_gradient
+from toolkit.strategies.protocol import StepOutput
+from toolkit.strategies.update.apply import weights_and_buffers
+
+
+class Worker(Side):
+    """Has the whole model and computes gradients. The servers have the newest weights."""
+
+    _objective: Objective
+
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: int) -> None:
+        super().__init__(session, config, train)
+        self._mine = self._rank - config.servers  #: its share in training
+        self._recompute = recompute
+        self._versions = dict.fromkeys(self._servers, 0)
+        self._later: list[PeerMessage] = []  #: requests for shares of a step whose weights have not all come
+        self._again_done: dict[int, tuple[int, dict[int, Tensor], PassFigures]] = {}  #: by share
+
+    @property
+    def share(self) -> Share:
+        """Return its share among living workers. The training's loader keeps the share that it was made with."""
+        living = [rank for rank in self._workers if rank not in self.lost]
+        return Share(living.index(self._rank), len(living))
+
+    def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
+        sample = shareable(sample, self._count, "workers")
+        self._model = model
+        if self._recompute:
+            checkpoint_activations(model, self._recompute)
+        if self._train.compile:
+            model.compile()
+        # For each server: the parameters that concern it, and their places in its messages.
+        self._placed = {server: self._exchanged(model, server) for server in self._servers}
+        self._places: dict[int, Flat] = {}
+        for server, placed in self._placed.items():
+            self._places[server] = Flat([rows_of(p, rows) for p, rows in placed])
+        self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)
+        # One pass that leaves nothing behind: it compiles, and shows which parameters are not used.
+        with priming(objective, self._train, model, self._session.activity) as checked:
+            self._objective = checked
+            self._pass(sample)
+        self._objective = objective
+        unused = without_gradient(model)
+        model.zero_grad()
+        if checked.refusal or unused:
+            raise ConfigError(checked.refusal or unused_message(unused))
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        """Compute the ticket, push it, and wait for the weights that the mode requires."""
+        assert batch is not None, "build() made sure that every worker has a sample"
+        self._settled = False
+        figures = self._pass(batch)
+        self.own_time.stop()
+        for server in self._servers:
+            self._push(server, self._mine, self._n, figures, self._packed(server))
+        self._model.zero_grad()
+        self._refresh()
+        self._n += 1
+        later, self._later = self._later, []
+        for message in later:
+            self._stand_in(message)
+        return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
+
+    def _pass(self, batch: Batch) -> PassFigures:
+        """Leave the gradient in ``.grad``. Return the fields of its :class:`~.ticket.Push` from the loss on."""
+        # No more micro-batches than the smallest share has samples.
+        parts = min(self._train.accumulate, batch.global_count // self._count)
+        passes: list[dict[str, Loss]] = []
+        for part in [batch] if parts == 1 else batch.split(parts):
+            with self._precision():
+                losses = self._objective(self._model, part)
+            refuse_other_weights(losses, "strategy.name: parameter_server")
+            first, *others = [loss.total / batch.global_count for loss in losses.values()]
+            loss = sum(others, first)
+            loss.backward()  # type: ignore[no-untyped-call]
+            passes.append({"": Loss(loss.detach(), next(iter(losses.values())).weight)})
+        # If the criterion gives no weights, each sample weighs one.
+        weights = [weight for weight in weights_of(passes) if weight is not None]
+        weight = float(sum(weight.detach().double() for weight in weights)) if weights else float(len(batch))
+        return float(means_of(passes)[""]), weight, len(batch), batch.global_count
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return autocast(self._device, self._train.precision)
+
+    def _packed(self, server: int) -> Tensor:
+        """Return the gradients that concern ``server``, in memory that the next step overwrites."""
+        gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
+        packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
+        return packed
+
+    def _push(self, server: int, share: int, step: int, figures: PassFigures, payload: Tensor) -> None:
+        pushed = Push(step, share, self._versions[server], *figures)
+        self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
+
+    def _refresh(self) -> None:
+        """Take new weights from every server, only when all have come.
+
+        Until then a server may ask for a share of the same step, which needs the old ones.
+        """
+        messages = [self._inbox.wait_for(Kind.WEIGHTS) for _ in self._servers]
+        with torch.no_grad():
+            for message in messages:
+                placed = self._placed[message.sender]
+                self._places[message.sender].unpack(message.payload, [rows_of(p, rows) for p, rows in placed])
+                self._versions[message.sender] = int(message.numbers[0])
+
+    # ------------------------------------------------------------------------------------------- for others and for all
+
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {Kind.REISSUE: self._stand_in, Kind.ASK: self._send_buffers}
+
+    def _send_buffers(self, message: PeerMessage) -> None:
+        buffers = [*self._part.buffers()]
+        self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
+
+    def _stand_in(self, message: PeerMessage) -> None:
+        """Compute a dead worker's ticket for the server that asks. It is computed only once, for all servers."""
+        step, share = int(message.numbers[0]), int(message.numbers[1])
+        assert self._again is not None, "begin() comes before the first step"
+        # One server may be a step ahead of another. In `sync` the weights of that step come from both.
+        if self._keeps_own and step > self._n:
+            self._later.append(message)
+            return
+        if self._again_done.get(share, (-1,))[0] != step:
+            # This also seeds the random generators: the pass draws what the dead worker would have drawn.
+            batch = self._again(step, Share(share, self._count))
+            with undone(self._model):
+                figures = self._pass(batch)
+            # Copies: the next step overwrites the packed gradients, and other servers may ask later.
+            payloads = {server: self._packed(server).clone() for server in self._servers}
+            self._again_done[share] = step, payloads, figures
+            self._model.zero_grad()
+        _, payloads, figures = self._again_done[share]
+        self._push(message.sender, share, step, figures, payloads[message.sender])
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        with evaluating(self._model), self._precision():
+            batch = batch.to(self._device)
+            return measured(measure, self._model, batch)
+
+    def live(self) -> dict[str, Tensor]:
+        return weights_and_buffers(self._model)
+
+
+def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """Return these rows of it, live; None: all of it."""
+    return tensor if rows is None else tensor[rows[0] : rows[1]]

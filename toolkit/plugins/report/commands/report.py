@@ -1,0 +1,45 @@
+"""one HTML file about runs: curves, attempts, times, nodes, differences"""
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+from toolkit.errors import RequestError
+
+EXAMPLES = (
+    ("toolkit report gpt", "a file report-RUN.html about the newest run named gpt"),
+    ("toolkit report gpt --compare 20260131-1200 --to gpt.html", "with the differences to another run"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", nargs="+", metavar="RUN")
+    parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html in the current folder")
+    parser.add_argument("--compare", metavar="RUN", help="show how the runs differ from this one")
+    parser.add_argument("--png", action="store_true", help=SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a file")
+
+
+def run(args: Namespace) -> None:
+    import time
+
+    from toolkit import fsio, rundir
+    from toolkit.cli import selection, show
+    from toolkit.plugins.report import differences, facts, page
+
+    if args.png:
+        raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
+    runs, _ = selection.named(list(dict.fromkeys(args.run)))
+    other = rundir.find(args.compare) if args.compare else None
+    if args.json and args.to:
+        raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to")
+    # Refuse a bad target first: reading the runs may take long.
+    target = None
+    if not args.json:
+        target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)
+    found = [facts.facts_of(each) for each in runs]
+    compared = facts.facts_of(other) if other else None
+    if target is None:
+        print(show.as_json(differences.as_data(found, compared)))
+        return
+    fsio.write_atomic(target, page.page(found, compared, time.time()))
+    print(target)

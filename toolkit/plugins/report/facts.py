@@ -1,0 +1,143 @@
+"""What a report says about a run, from the run's own files. No text of the environment is in it but versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit import records
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.folder import committed
+from toolkit.cli import run_facts
+from toolkit.config import shown
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.metrics import lines
+from toolkit.plugins.report.curves import Curve, read_curves
+from toolkit.records import FLAG, TEXT, Maybe, OrNull, Record
+from toolkit.run_files import AttemptRecord, RunStatus
+from toolkit.rundir import RunDir
+
+#: What of `toolkit why` may leave the run folder: no lines of logs.
+_TOLD = (
+    *("run", "state", "why", "cause", "diagnosis", "next", "loss", "last_checkpoint", "step_reached", "steps_lost"),
+    *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "start_up", "efficiency"),
+)
+_SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
+#: The manifest of a larger checkpoint would take seconds to read.
+_LARGEST_MANIFEST_BYTES = 1 << 25
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """One run."""
+
+    run: RunDir
+    told: Mapping[str, Any]  #: what `toolkit why` says
+    status: RunStatus
+    attempts: tuple[AttemptRecord, ...]  #: and the one that runs now, whose cause is its state
+    figures: Mapping[str, Any]  #: step, time and metrics at the end, or now
+    curves: Mapping[str, Curve]
+    config: Mapping[str, str]  #: by dotted key
+    hidden: Mapping[str, str] = field(repr=False)  #: the values that ``config`` does not show
+    versions: Mapping[str, str]
+    damage: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.run.name}/{self.run.id}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
+        told = run_facts.as_data(dict(self.told))
+        return {
+            **{name: told[name] for name in _TOLD},
+            "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in self.attempts],
+            "figures": self.figures,
+            "curves": {tag: curve.summary() for tag, curve in self.curves.items()},
+            "config": self.config,
+            "versions": self.versions,
+            "damage": self.damage,
+        }
+
+
+def facts_of(run: RunDir) -> ReportFacts:
+    """Return the facts about ``run``. Damaged files are named, and their facts left out."""
+    damage: list[str] = []
+    told = run_facts.facts(run)
+    # The line of a log that gave the cause away stays in the run folder.
+    diagnosis = (
+        {name: told["diagnosis"].get(name) for name in ("cause", "next", "rank", "host")} if told["diagnosis"] else None
+    )
+    told["diagnosis"] = diagnosis
+    status, result = run.status(damage), run.result(damage)
+    curves = _patiently(lambda: read_curves(lines.path_of(run), damage), {}, damage)
+    figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}
+    figures["metrics"] = status.progress.metrics
+    # The result of a run that has ended replaces the last report of its ranks.
+    if result is not None:
+        more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
+        figures |= {name: value for name, value in more if value not in (None, {})}
+    config, hidden = shown.values_of(run.config, damage)
+    return ReportFacts(
+        run,
+        told,
+        status,
+        _with_the_present_one(tuple(told["attempts"]), status),
+        figures,
+        curves,
+        config,
+        hidden,
+        _versions(run, damage),
+        tuple(dict.fromkeys([*told["damage"], *damage])),
+    )
+
+
+def _patiently(read: Any, default: Any, damage: list[str]) -> Any:
+    try:
+        return read()
+    except (OSError, CheckpointError, RequestError) as error:
+        records.note(str(error), damage)
+        return default
+
+
+def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) -> tuple[AttemptRecord, ...]:
+    """Return the attempts with the present one, which has no line in the file yet."""
+    if not status.attempt or status.started is None or any(line.attempt == status.attempt for line in closed):
+        return closed
+    # Its cause is its state, and its end is the latest status.
+    present = AttemptRecord(
+        status.attempt,
+        status.nodes,
+        status.started,
+        status.updated or status.started,
+        str(status.state or "unknown"),
+        "",
+        job_id=status.job_id,
+        world_size=status.world_size,
+        step_start=status.progress.step_start,
+        step_end=status.progress.step,
+        submitted=status.submitted,
+        goodput=status.goodput,
+        slow_nodes=status.progress.stragglers,
+    )
+    return (*closed, present)
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def _versions(run: RunDir, damage: list[str]) -> dict[str, str]:
+    """Return the versions of the sources, and of the packages that wrote the newest checkpoint."""
+    found: dict[str, str] = {}
+    note = records.read_or(run.code / "SNAPSHOT.json", _SNAPSHOT, {}, damage)
+    if note.get("git_sha"):
+        found["sources"] = f"{note['git_sha'][:12]}{', with changes' if note.get('dirty') else ''}"
+    if run.code_number > 1:
+        found["copy of the sources"] = str(run.code_number)
+    newest = _patiently(lambda: committed(run.checkpoints)[:1], [], damage)
+    for folder in newest:
+        if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:
+            versions = _patiently(lambda folder=folder: manifest.read(folder).versions, {}, damage)
+            found |= {name: str(version) for name, version in sorted(versions.items())}
+    return found
