@@ -35,6 +35,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("toolkit checkpoint v", ["verify"]),
         ("toolkit checkpoint verify dig", ["digits"]),
         ("toolkit status --sta", ["--state"]),
+        ("toolkit report --p", []),  # an option that is hidden
         ("toolkit status --state fa", ["failed"]),
         ("toolkit submit configs/digits_ddp.", ["configs/digits_ddp.yaml"]),
         ("toolkit submit configs/digits_ddp.yaml train.max_s", ["train.max_steps="]),

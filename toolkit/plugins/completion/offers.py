@@ -91,7 +91,7 @@ def _offered(words: Sequence[str]) -> Iterable[str]:
     if before in options and options[before].nargs != 0:
         return _values(options[before], last)
     if last.startswith("-"):
-        return options
+        return [name for name, action in options.items() if action.help is not argparse.SUPPRESS]
     # The arguments so far, without options and their values.
     given = [
         word
