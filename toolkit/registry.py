@@ -25,7 +25,7 @@ GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
     *("auto", "completion", "compression", "inference", "integrations", "mpi", "parameter_server", "report", "site"),
-    *("trackers", "watch", "why"),
+    *("sweep", "trackers", "watch", "why"),
 )
 
 log = logs.get(__name__)
@@ -44,7 +44,9 @@ class Plugin:
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
-      ``complete``: the words that a shell may complete, see `toolkit.cli.main`.
+      ``complete``: the words that a shell may complete, see `toolkit.cli.main`. ``sweep_rows``: the rows of sweeps in
+      a listing, ``may_start_again``: whether a run that has ended may come back, ``compare_runs``: ends runs that are
+      worse than others (`toolkit.run.supervise.attempt_loop`).
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     """
 
@@ -60,7 +62,7 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "sweep", "new", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
+    *("submit", "new", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
     *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard"),
 )
 CORE = Plugin("toolkit", commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS})

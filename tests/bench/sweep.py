@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from tests.bench import record
 from toolkit.cli import show
+from toolkit.plugins.sweep import request, states, submission
+from toolkit.plugins.sweep.request import Options
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.sweep import request, states, submission
-from toolkit.sweep.request import Options
 
 ROOT = Path(__file__).parents[2]
 Value = TypeVar("Value")

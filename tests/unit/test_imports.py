@@ -33,7 +33,6 @@ FLOORS = [
     ["checkpoint", "data", "metrics"],
     ["strategies", "run"],
     ["train"],
-    ["sweep"],
     ["cli"],
     ["plugins"],
 ]
@@ -149,7 +148,7 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 LOGIN_NODE = [
     *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run"),
-    *("sweep", "cli", *(f"plugins/{name}" for name in ("completion", "site", "trackers", "watch", "why"))),
+    *("cli", *(f"plugins/{name}" for name in ("completion", "report", "site", "sweep", "trackers", "watch", "why"))),
 ]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}

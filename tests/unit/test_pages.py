@@ -20,8 +20,8 @@ import pytest
 from tests.pages import PAGES, ROOT, blocks, console_lines
 from toolkit.cli import main as cli
 from toolkit.config import all_keys, load_config, validate
-from toolkit.sweep import request, submission
-from toolkit.sweep.request import Options
+from toolkit.plugins.sweep import request, submission
+from toolkit.plugins.sweep.request import Options
 
 
 def commands() -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, origin, rundir
+from toolkit import fsio, origin, registry, rundir
 from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
@@ -22,7 +22,6 @@ from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
-from toolkit.sweep import states
 
 
 def usage(run: RunDir) -> dict[str, Any]:
@@ -124,7 +123,8 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
             f"run {run.id} is {state}; when it has ended it can be removed: {how} "
             f"(if its job was killed, wait until its status is {HEARD_S:.0f} s old)"
         )
-    if states.may_start_again(run, shared_queue.of_user().show_jobs):
+    may_start_again = registry.find("hooks", "may_start_again")
+    if may_start_again is not None and may_start_again(run, shared_queue.of_user().show_jobs):
         return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
     path = run.path.resolve()
     user = next((user for source, user in used.items() if path in (source, *source.parents)), None)

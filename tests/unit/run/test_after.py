@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.sweep.test_submission import project  # noqa: F401  # a fixture
+from tests.plugins.sweep.test_submission import submit as submit_sweep
 from tests.unit.owners import STRANGER, give
 from tests.unit.run.test_supervisor import Ranks, completes, quick  # noqa: F401  # a fixture
-from tests.unit.sweep.test_submission import project  # noqa: F401  # a fixture
-from tests.unit.sweep.test_submission import submit as submit_sweep
 from toolkit import config as configs
 from toolkit import fsio, outages, rundir
 from toolkit.cli import main as cli
@@ -22,6 +22,9 @@ from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.sweep import again, element, request, submission
+from toolkit.plugins.sweep.request import Options
+from toolkit.plugins.sweep.states import PointStanding
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import after, awaited, ownership, stop_request
 from toolkit.run.records.stop_request import Intent
@@ -32,9 +35,6 @@ from toolkit.run_files import HALVED, AfterRecord, RunState, RunStatus, Submissi
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.sweep import again, element, request, submission
-from toolkit.sweep.request import Options
-from toolkit.sweep.states import PointStanding
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,9 @@ from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
 from toolkit.plugins.report import compare
+from toolkit.plugins.sweep import again, element, request, submission
+from toolkit.plugins.sweep.request import Options
+from toolkit.plugins.sweep.states import standings
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
@@ -22,9 +25,6 @@ from toolkit.run_files import RunResult
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.sweep import again, element, request, submission
-from toolkit.sweep.request import Options
-from toolkit.sweep.states import standings
 
 LOOP = "import toolkit\nfrom helper import f\nwith toolkit.start() as run:\n    f()\n"
 TEST = "def test_nothing():\n    pass\n"

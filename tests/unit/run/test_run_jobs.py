@@ -15,6 +15,10 @@ from toolkit.cli import show
 from toolkit.cli.main import main
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.sweep import again, element
+from toolkit.plugins.sweep import submission as sweeps
+from toolkit.plugins.sweep.request import Options, read
+from toolkit.plugins.sweep.states import standings
 from toolkit.run.records import awaited, ownership, run_jobs, stop_request, submitted_run
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
@@ -25,10 +29,6 @@ from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name, commands
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.sweep import again, element
-from toolkit.sweep import submission as sweeps
-from toolkit.sweep.request import Options, read
-from toolkit.sweep.states import standings
 
 JOB = "def main(config): ...\n"
 

@@ -35,7 +35,7 @@ def run(args: Namespace) -> None:
     from functools import partial
     from pathlib import Path
 
-    from toolkit import rundir
+    from toolkit import registry, rundir
     from toolkit.cli import columns, run_rows, show
 
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
@@ -45,11 +45,11 @@ def run(args: Namespace) -> None:
     is_long = args.all or selection.is_asked(args) or bool(sweeps)
     cache = run_rows.cache_of(rundir.runs_root()) if is_long else None
     rows_of = partial(show.status_rows, cache=cache)
-    if not sweeps:
+    # The rows of sweeps read configs, which takes longer to import than a listing without sweeps.
+    sweep_rows = registry.find("hooks", "sweep_rows") if sweeps else None
+    if sweep_rows is None:
         rows = rows_of(selection.by_place(runs, args)[-10 if is_short else 0 :])
     else:
-        from toolkit.cli import sweep_rows  # reads configs, which takes longer to import than a listing without sweeps
-
         rows = (
             sweep_rows.newest(runs, sweeps, rows_of) if is_short else sweep_rows.unfolded(runs, sweeps, args, rows_of)
         )

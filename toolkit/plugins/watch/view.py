@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit import rundir, terminal
+from toolkit import registry, rundir, terminal
 from toolkit.cli import columns, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
 from toolkit.rundir import RunDir
@@ -79,11 +79,10 @@ class Watch:
 
     def _fold_sweeps(self) -> None:
         """Replace the runs of points by the rows of their sweeps."""
-        if not (paths := rundir.sweep_paths()):
+        # The rows of sweeps read configs, which takes longer to import than all that is here.
+        if not (paths := rundir.sweep_paths()) or (sweep_rows := registry.find("hooks", "sweep_rows")) is None:
             self._sweep_rows = []
             return
-        from toolkit.cli import sweep_rows  # reads configs, which takes longer to import than all that is here
-
         ask, since = partial(self._queue.show_jobs, every_s=WATCH_S), self._now() - ENDED_S
         self._runs, stamped = sweep_rows.fold(self._runs, paths)
         rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]

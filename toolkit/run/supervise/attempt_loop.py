@@ -9,13 +9,13 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Empty
-from typing import Any
+from typing import Any, Protocol
 
-from toolkit import logs, records
+from toolkit import logs, records, registry
 from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
 from toolkit.nodes.agent.progress import RankReport
 from toolkit.nodes.start.agent_requests import NodeAnswered
@@ -37,7 +37,6 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.halving import Halving
 from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
@@ -77,13 +76,26 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
     AttemptLoop(context, attempt, running, store, care).run()
 
 
+class Comparison(Protocol):
+    """Compares a run with others while it trains: the hook ``compare_runs`` (see `toolkit.registry`) makes one."""
+
+    def look(self, attempt: Attempt, stops: StopPath) -> None:
+        """Ask the ranks to stop where the run is not to go on. Called twice a second."""
+        ...
+
+
+def comparison_of(context: Context) -> Comparison | None:
+    compare: Callable[[Context], Comparison] | None = registry.find("hooks", "compare_runs")
+    return None if compare is None else compare(context)
+
+
 class AttemptLoop:
     """Handles what happens to the ranks of one attempt."""
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
-        self._halving = Halving(context)
+        self._comparison = comparison_of(context)
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -166,7 +178,8 @@ class AttemptLoop:
             self._attempt.has_begun = self._context.run.rank_log(self._attempt.number, 0).exists()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
-        self._halving.look(self._attempt, self.stops)
+        if self._comparison is not None:
+            self._comparison.look(self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
         self._care.look_for_dead(self._attempt)

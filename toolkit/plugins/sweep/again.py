@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from toolkit.errors import RequestError
+from toolkit.plugins.sweep import local, submission
+from toolkit.plugins.sweep.states import PointStanding
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, run_jobs, stop_request
 from toolkit.run.records.run_jobs import RunJobs
@@ -19,8 +21,6 @@ from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, base_id
 from toolkit.slurm.states import Phase, phase
-from toolkit.sweep import local, submission
-from toolkit.sweep.states import PointStanding
 
 
 def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands | None = None) -> list[str]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from toolkit.cli import selection
 from toolkit.cli.run_rows import EMPTY
+from toolkit.plugins.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
-from toolkit.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
 
 #: A sweep is in the first of these states that one of its points has: what goes on counts before what has ended, and
 #: what went wrong before what is done.

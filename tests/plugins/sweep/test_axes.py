@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from toolkit.errors import RequestError
-from toolkit.sweep import axes
-from toolkit.sweep.axes import Discrete
-from toolkit.sweep.sobol import sobol
+from toolkit.plugins.sweep import axes
+from toolkit.plugins.sweep.axes import Discrete
+from toolkit.plugins.sweep.sobol import sobol
 
 
 def texts(text: str) -> list[str]:

@@ -19,15 +19,15 @@ from toolkit import config as configs
 from toolkit import rundir
 from toolkit.cli import show
 from toolkit.errors import EXIT_FAILED, RequestError, listing
+from toolkit.plugins.sweep import again, request, submission
+from toolkit.plugins.sweep.points import CheckedPoint
+from toolkit.plugins.sweep.request import Options
+from toolkit.plugins.sweep.states import REMOVED, PointStanding, standings
 from toolkit.run.records import awaited, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run_files import RunState
 from toolkit.slurm import shared_queue
-from toolkit.sweep import again, request, submission
-from toolkit.sweep.points import CheckedPoint
-from toolkit.sweep.request import Options
-from toolkit.sweep.states import REMOVED, PointStanding, standings
 from toolkit.terminal import say
 
 #: A longer table is shown in part, without ``--all``.

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.errors import RequestError
+from toolkit.plugins.sweep.axes import Axis, Discrete, Values, refuse_many
 from toolkit.run.records import sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run_files import RunState, is_halved
-from toolkit.sweep.axes import Axis, Discrete, Values, refuse_many
 
 
 class Tried(NamedTuple):

@@ -12,9 +12,9 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
 from toolkit.errors import RequestError, nearest
-from toolkit.sweep import axes, learnt
-from toolkit.sweep.axes import Axis, Values
-from toolkit.sweep.learnt import Tried
+from toolkit.plugins.sweep import axes, learnt
+from toolkit.plugins.sweep.axes import Axis, Values
+from toolkit.plugins.sweep.learnt import Tried
 
 
 @dataclass(frozen=True)

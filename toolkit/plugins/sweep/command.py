@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int | None:
-    from toolkit.cli import sweeps
+    from toolkit.plugins.sweep import verbs as sweeps
 
     if args.config in VERBS:
         return sweeps.look_after(args)

@@ -24,6 +24,9 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
+from toolkit.plugins.sweep import learnt, points
+from toolkit.plugins.sweep.points import CheckedPoint
+from toolkit.plugins.sweep.request import Options, SweepRequest
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.script_paths import refuse_unfit
@@ -35,9 +38,6 @@ from toolkit.run.submission.executors import choose_executor
 from toolkit.run_files import AfterRecord
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
-from toolkit.sweep import learnt, points
-from toolkit.sweep.points import CheckedPoint
-from toolkit.sweep.request import Options, SweepRequest
 
 #: The most jobs, one a point, where a site has no job arrays. More would overload its controller.
 MOST_SINGLE_JOBS = 200
@@ -141,7 +141,7 @@ def _submit_locally(
     found: Sequence[CheckedPoint],
     waits_for: AfterRecord | None,
 ) -> Submitted:
-    from toolkit.sweep import local
+    from toolkit.plugins.sweep import local
 
     with sweep.locked():
         if request.options.optuna is not None:
@@ -363,7 +363,7 @@ def _script(
         own = values["additional_parameters"].get("dependency")
         after = f"afterany:{':'.join(awaited_jobs)}"
         options.append(f"--dependency={own + ',' if own else ''}{after}")
-    command = f"{sbatch.exec_python()} -u -m toolkit.sweep.element {shlex.quote(str(array.points_path))}"
+    command = f"{sbatch.exec_python()} -u -m toolkit.plugins.sweep.element {shlex.quote(str(array.points_path))}"
     text = _make_sbatch_string(command=command, folder=sweep.path / "logs", **values)
     name = "%A_%a.out" if record.is_array else "%j.out"
     options.append(f"--output={sweep.path}/logs/{name}")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sweep.test_submission import project, submit  # noqa: F401  # a fixture
+from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
 from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.sweep import again, element, states
+from toolkit.plugins.sweep.states import PointStanding, standings
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.records import ownership, stop_request, submitted_run, sweep_folder
@@ -25,8 +27,6 @@ from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.sweep import again, element, states
-from toolkit.sweep.states import PointStanding, standings
 
 
 def look(sweep: SweepDir, slurm: FakeSlurm, damage: list[str] | None = None) -> dict[int, PointStanding]:

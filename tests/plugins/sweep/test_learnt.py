@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sweep.test_submission import SlurmOnDisk, killed, project, submit
+from tests.plugins.sweep.test_submission import SlurmOnDisk, killed, project, submit
 from toolkit.errors import RequestError
+from toolkit.plugins.sweep import learnt
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import sweep_folder
 from toolkit.run.records.sweep_folder import Point, SweepDir
 from toolkit.run_files import RunResult, RunState
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.sweep import learnt
 
 pytest.importorskip("optuna")
 __all__ = ["project"]  # the fixture: each test is in a project of its own

@@ -33,7 +33,7 @@ def start(sweep: SweepDir) -> None:
     path = sweep.path / "logs" / "local.log"
     with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
         subprocess.Popen(
-            [sys.executable, "-m", "toolkit.sweep.local", str(sweep.path)],
+            [sys.executable, "-m", "toolkit.plugins.sweep.local", str(sweep.path)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

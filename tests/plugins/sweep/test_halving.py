@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from toolkit import fsio, rundir
+from toolkit.plugins.sweep.halving import Halving, worse_than
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Stop
 from toolkit.run.attempt.verdict import judge
 from toolkit.run.job.fate import JobFate
-from toolkit.run.supervise.halving import Halving, worse_than
 from toolkit.run.supervise.stop_path import StopPath
 from toolkit.run_files import AttemptRecord, RunProgress, SweepPoint
 from toolkit.rundir import RunDir

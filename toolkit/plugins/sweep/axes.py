@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from toolkit.errors import RequestError
-from toolkit.sweep.sobol import sobol
+from toolkit.plugins.sweep.sobol import sobol
 
 #: A sweep with more points is a mistake, and would need more files than a disk should hold.
 MOST_POINTS = 100_000

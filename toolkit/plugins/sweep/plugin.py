@@ -1,0 +1,13 @@
+"""Sweeps: many runs of one config with other values, looked after by one name."""
+
+from toolkit.registry import Plugin
+
+PLUGIN = Plugin(
+    "sweep",
+    commands={"sweep": "toolkit.plugins.sweep.command"},
+    hooks={
+        "sweep_rows": "toolkit.plugins.sweep.rows",
+        "may_start_again": "toolkit.plugins.sweep.states:may_start_again",
+        "compare_runs": "toolkit.plugins.sweep.halving:Halving",
+    },
+)
