@@ -16,7 +16,6 @@ import pytest
 from tests.pages import PAGES, ROOT
 from toolkit.cli import main as cli
 from toolkit.config import (
-    DATASETS,
     STRATEGIES,
     ClusterConfig,
     JobConfig,
@@ -84,7 +83,7 @@ def test_the_page_on_steps_says_what_each_strategy_refuses() -> None:
             assert {is_refused(asked, name) for name in strategies} == {cell == "no"}, (strategies, asked)
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_each_data_set_can_be_built_and_is_in_the_docs(name: str) -> None:
     assert f"`{name}`" in (ROOT / "docs/config.md").read_text()
     if name not in ("text", "tokens"):  # a job reads them, see toolkit.TokenWindows

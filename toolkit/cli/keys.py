@@ -6,19 +6,20 @@ The text about each key is the comment in its source.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from toolkit.config import job_source, schema
-from toolkit.config.declared import dataclass_in, declared, defaults_of
-from toolkit.config.hints import hints_of, text_of
+from toolkit.config import JobConfig, job_source
+from toolkit.config.declared import declared, defaults_of
+from toolkit.config.hints import hints_of, limits_of, text_of
 from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
 from toolkit.config.source import PythonSource, read_source
-from toolkit.config.validation import WORDS
+from toolkit.config.words import OneOf
 from toolkit.errors import ConfigError
 
 WIDTH = 120
@@ -50,9 +51,7 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False) -> str:
     that cannot be read.
     """
     values, own = merged_layers(config, overrides, sweep=sweep)
-    source = read_source(Path(schema.__file__))
-    keys = dataclass_in(source, "JobConfig")
-    defaults = defaults_of(keys, _REQUIRED)
+    defaults = asdict(JobConfig())
     lines = [f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."]
     try:
         job = params_source(read_source(job_source(values["job"])), None)
@@ -67,13 +66,12 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False) -> str:
     top: list[Key] = []
     # Each dataclass in the config is a section; the other keys belong to the run itself.
     sections: list[str] = []
-    for f in fields(keys):  # type: ignore[arg-type]
-        hint = hints_of(keys)[f.name]
+    for name, hint in hints_of(JobConfig).items():
         if is_dataclass(hint):
-            found = _keys(hint, f"{f.name}.", defaults[f.name], values[f.name])
-            sections += ["", *_section(f.name, _about(source, hint), found)]
-        elif f.name != "params":
-            top.append(Key(f.name, hint, defaults[f.name], values[f.name], declared(f).comment))
+            found = _keys(hint, f"{name}.", defaults[name], values[name])
+            sections += ["", *_section(name, _about(_source_of(hint), hint), found)]
+        elif name != "params":
+            top.append(Key(name, hint, defaults[name], values[name], _comments(JobConfig)[name]))
     return "\n".join([*lines, "", *_section("the run", "", top), *sections])
 
 
@@ -82,14 +80,15 @@ def words_by_key() -> dict[str, list[str]]:
 
     A key without known words has an empty list.
     """
-    keys = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
-    defaults = defaults_of(keys, _REQUIRED)
-    known: dict[str, Collection[object]] = {"data.name": schema.DATASETS, **WORDS}
-    words = {}
-    for key in _keys(keys, "", defaults, defaults):
-        of_key = ("true", "false") if key.hint is bool else known.get(key.name, ())
-        words[key.name] = [str(word) for word in of_key]
-    return words
+    defaults = asdict(JobConfig())
+    keys = _keys(JobConfig, "", defaults, defaults)
+    return {key.name: ["true", "false"] if key.hint is bool else [*_words(key.name)] for key in keys}
+
+
+def _words(key: str) -> tuple[str, ...]:
+    """Return the words that a key of every config takes. Empty where others are taken, too."""
+    limit = limits_of(JobConfig).get(key)
+    return limit.words if isinstance(limit, OneOf) else ()
 
 
 def _about(source: PythonSource, kind: Any) -> str:
@@ -97,13 +96,24 @@ def _about(source: PythonSource, kind: Any) -> str:
     return source.docstring(kind.__name__).partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 
+def _source_of(kind: Any) -> PythonSource:
+    return read_source(Path(str(sys.modules[kind.__module__].__file__)))
+
+
+def _comments(kind: Any) -> dict[str, str]:
+    """Return the comment of each field of a section, from the source of its class."""
+    if any(f.metadata for f in fields(kind)):  # read from a job's file
+        return {f.name: declared(f).comment for f in fields(kind)}
+    return _source_of(kind).comments(kind.__name__)
+
+
 def _keys(kind: Any, prefix: str, defaults: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Key]:
     for f in fields(kind):
-        hint, full = hints_of(kind)[f.name], f"{prefix}{f.name}"
+        name, hint = f.name, hints_of(kind)[f.name]
         if is_dataclass(hint):
-            yield from _keys(hint, f"{full}.", defaults[f.name], values[f.name])
+            yield from _keys(hint, f"{prefix}{name}.", defaults[name], values[name])
         else:
-            yield Key(full, hint, defaults[f.name], values[f.name], declared(f).comment)
+            yield Key(f"{prefix}{name}", hint, defaults[name], values[name], _comments(kind)[name])
 
 
 def _section(name: str, about: str, keys: Sequence[Key] | Iterator[Key]) -> list[str]:
@@ -114,7 +124,7 @@ def _section(name: str, about: str, keys: Sequence[Key] | Iterator[Key]) -> list
 def _lines(key: Key) -> list[str]:
     value = "must be given" if key.value == _REQUIRED else f"= {_written(key.value)}"
     left = f"{'*' if key.is_set else ' '} {key.name}: {text_of(key.hint).replace('None', 'null')} {value}"
-    words = WORDS.get(key.name)
+    words = _words(key.name)
     notes = [f"one of {', '.join(words)}" if words else "", key.comment.replace("``", "`")]
     if key.is_set:
         notes.insert(0, "no default" if key.default == _REQUIRED else f"default {_written(key.default)}")

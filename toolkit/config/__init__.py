@@ -12,7 +12,6 @@ from toolkit.config.params import filled, leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
 from toolkit.config.schema import (
-    DATASETS,
     FIXED_ON_RESUME,
     FOREIGN_JOB,
     STATELESS,
@@ -44,7 +43,6 @@ from toolkit.config.validation import check_change, goes_on_with, validate
 from toolkit.config.words import choose, is_one_line, tensor_style
 
 __all__ = [
-    "DATASETS",
     "FIXED_ON_RESUME",
     "FOREIGN_JOB",
     "SAME_STATE",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,6 +133,8 @@ def text_files(root: str | None) -> list[Path]:
 
     Null means the Python files of the standard library.
     """
+    import sysconfig  # takes longer than all the rest, and other data sets do not need it
+
     folder = staged(fsio.expand(root or sysconfig.get_path("stdlib")).absolute())
     files = list(fsio.files_below(folder, "*" if root else "*.py"))
     if not root:

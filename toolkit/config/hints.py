@@ -5,11 +5,12 @@ These are texts, numbers, true and false, null, and lists and mappings of them.
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from toolkit.config.words import one_of
+from toolkit.config.words import OneOf, Range, one_of
 
 #: The types that ``Any`` stands for: anything but a list or a mapping.
 SCALARS = (str, int, float, bool)
@@ -29,6 +30,18 @@ NAME_OF_KIND: dict[type, str] = {
 def hints_of(schema: Any) -> dict[str, Any]:
     """Return the type of each field of a dataclass."""
     return get_type_hints(schema)
+
+
+@cache
+def limits_of(schema: Any, prefix: str = "") -> dict[str, OneOf | Range]:
+    """Return the words and the bounds in the annotations of a dataclass and its sections, by dotted key."""
+    found: dict[str, OneOf | Range] = {}
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        if is_dataclass(hint):
+            found |= limits_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        for member in members(hint):
+            found |= {f"{prefix}{name}": limit for limit in getattr(member, "__metadata__", ())}
+    return found
 
 
 def members(hint: Any) -> tuple[Any, ...]:

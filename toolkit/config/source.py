@@ -85,6 +85,12 @@ class PythonSource:
         """True if ``name`` is imported from another file."""
         return name in self._imported
 
+    def comments(self, name: str) -> dict[str, str]:
+        """Return the comment of each field that the class ``name`` declares."""
+        body = self.classes[name].body
+        fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+        return {ast.unparse(node.target): self.comment_at(node) for node in fields}
+
     def comment_at(self, node: ast.stmt) -> str:
         """Return the comment of a statement. It stands after it, or in lines before it that begin with ``#:``."""
         # A statement of several lines may have its comment after any of them, mostly after the last or the first.

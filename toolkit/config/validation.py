@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, origin, rundir, secret_values
+from toolkit.config.catalog import check_datasets, data_root
 from toolkit.config.cluster_checks import check_cluster
 from toolkit.config.data_checks import check_data
+from toolkit.config.hints import limits_of
 from toolkit.config.job_module import JobFiles
 from toolkit.config.optim_checks import check_optim
 from toolkit.config.params import leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
 from toolkit.config.schema import (
-    BACKENDS,
-    BAD_SAMPLES,
-    COMPRESSIONS,
-    DATASETS,
     FIXED_ON_RESUME,
     FOREIGN_JOB,
-    INIT_WEIGHTS,
-    INTERPOLATIONS,
-    MATMULS,
-    ON_NAN,
-    OUTER_STEPS,
-    PIPELINE_SCHEDULES,
-    POLICIES,
-    PRECISIONS,
-    SCHEDULES,
-    SERVER_MODES,
-    SHARES,
-    SPLITS,
-    STAGES,
     STATELESS,
+    STEPS,
     TENSOR_STYLES,
     JobConfig,
     MeshConfig,
@@ -45,9 +31,9 @@ from toolkit.config.schema import (
     value_of,
 )
 from toolkit.config.script_arguments import NEWEST
-from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
+from toolkit.config.strategy_traits import SAME_STATE
 from toolkit.config.update_checks import check_compression, check_step
-from toolkit.config.words import is_one_line, one_of, tensor_style, within
+from toolkit.config.words import is_one_line, tensor_style
 from toolkit.errors import ConfigError, DataMissingError
 
 
@@ -113,8 +99,6 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
             origin.find(config.model.init_from)
         ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
         check_batch(config, ranks)
-        from toolkit.config.catalog import check_datasets, data_root
-
         check_datasets(config.data)
         if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
             raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
@@ -152,11 +136,8 @@ def _check_values(config: JobConfig) -> None:
         )
     secret_values.check_form(config.secrets)  # before the others, whose errors show values
     # Single words and numbers first: the checks below rely on them.
-    for key, words in WORDS.items():
-        if value_of(config, key) is not None:
-            one_of(key, value_of(config, key), words)
-    for key, (least, most) in _LIMITS.items():
-        within(key, value_of(config, key), least, most)
+    for key, limit in limits_of(JobConfig).items():
+        limit.check(key, value_of(config, key))
     _check_texts(config)
     _check_options(config.args)
     for key in ("optim.momentum", "strategy.local_sgd.outer_momentum"):
@@ -292,96 +273,6 @@ def _check_custom(config: JobConfig) -> None:
             )
 
 
-#: The words that a key may have.
-WORDS: Mapping[str, Collection[str]] = {
-    "strategy.name": STRATEGIES,
-    "strategy.compression": COMPRESSIONS,
-    "strategy.parameter_server.mode": SERVER_MODES,
-    "dist.backend": BACKENDS,
-    "data.name": DATASETS,
-    "data.bad_samples": BAD_SAMPLES,
-    "data.share": SHARES,
-    "data.split": SPLITS,
-    "data.images.policy": POLICIES,
-    "data.images.interpolation": INTERPOLATIONS,
-    "cluster.stage": STAGES,
-    "model.init_weights": INIT_WEIGHTS,
-    "train.float32_matmul": MATMULS,
-    "train.on_nan": ON_NAN,
-    "optim.schedule": SCHEDULES,
-    "train.precision": PRECISIONS,
-    "strategy.pipeline.schedule": PIPELINE_SCHEDULES,
-    "strategy.local_sgd.outer": OUTER_STEPS,
-}
-#: Slurm counts nodes, tasks and CPUs of a task in 16 bits.
-_16_BITS = 65_533
-_STEPS, _MANY = 10**12, 10**9
-#: The least and the most that a number may be. Numbers beyond are mistakes, and would overflow somewhere.
-_LIMITS: Mapping[str, tuple[float, float]] = {
-    "cluster.nodes": (1, _16_BITS),
-    "cluster.tasks_per_node": (1, _16_BITS),
-    "cluster.cpus_per_task": (1, _16_BITS),
-    "cluster.gpus_per_node": (0, 1024),
-    "cluster.spare_nodes": (0, _16_BITS),
-    "cluster.mem_gb": (0.001, 2**20),
-    "cluster.time_min": (1, 366 * 24 * 60),
-    "cluster.signal_delay_s": (0, 65_535),
-    "cluster.price.cpu_hour": (0, 1e6),
-    "cluster.price.gpu_hour": (0, 1e6),
-    "retry.max_failures": (0, _MANY),
-    "retry.max_requeues": (0, _MANY),
-    "retry.no_progress_attempts": (1, _MANY),
-    "dist.timeout_s": (1, 7 * 86_400),
-    "strategy.compression_rank": (1, 65_536),
-    "strategy.activation_checkpointing_every": (1, 10_000),
-    "strategy.prefetch_blocks": (1, 1000),
-    "strategy.mesh.replicas": (1, _MANY),
-    "strategy.mesh.shards": (1, _MANY),
-    "strategy.mesh.tensor": (1, _MANY),
-    "strategy.mesh.stages": (1, _MANY),
-    "strategy.parameter_server.servers": (1, _MANY),
-    "strategy.parameter_server.staleness": (0, _MANY),
-    "strategy.pipeline.micro_batches": (1, _MANY),
-    "strategy.pipeline.stages_per_rank": (2, 1000),
-    "strategy.local_sgd.round_steps": (1, _STEPS),
-    "strategy.local_sgd.after_steps": (0, _STEPS),
-    "strategy.local_sgd.outer_lr": (0, 10_000),
-    "strategy.local_sgd.outer_momentum": (0, 1),
-    "data.global_batch_size": (1, _MANY),
-    "data.workers": (0, 1024),
-    "data.image_size": (1, 65_536),
-    "data.max_bad_samples": (0, _STEPS),
-    "data.repeats": (1, 1024),
-    "data.images.magnitude": (0, 30),
-    "data.images.erase": (0, 1),
-    "data.images.cache_gb": (0, 65_536),
-    "data.images.val_size": (1, 65_536),
-    "data.images.val_resize": (1, 65_536),
-    "optim.lr": (0, 10_000),
-    "optim.min_lr": (0, 10_000),
-    "optim.momentum": (0, 1),
-    "optim.eps": (1e-30, 1),
-    "optim.weight_decay": (0, 10_000),
-    "optim.layer_decay": (1e-6, 1),
-    "optim.warmup_steps": (0, _STEPS),
-    "optim.decay_steps": (1, _STEPS),
-    "train.epochs": (1, _MANY),
-    "train.max_steps": (1, _STEPS),
-    "train.seed": (0, 2**63 - 1),
-    "train.accumulate": (1, _MANY),
-    "train.log_every": (1, _STEPS),
-    "train.clip_norm": (1e-12, 1e12),
-    "train.spike_factor": (1.01, 1e12),
-    "train.rollback_after": (1, _STEPS),
-    "train.pruning.start_step": (0, _STEPS),
-    "train.pruning.end_step": (1, _STEPS),
-    "train.pruning.every_steps": (1, _STEPS),
-    "checkpoint.every_min": (0.01, 366 * 24 * 60),
-    "checkpoint.keep": (0, _MANY),
-    "checkpoint.keep_every": (1, _STEPS),
-}
-
-
 def _check_every(key: str, value: int | str, word: str) -> None:
-    if value != word and not (isinstance(value, int) and 1 <= value <= _STEPS):
+    if value != word and not (isinstance(value, int) and 1 <= value <= STEPS):
         raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more) or {word!r}")

@@ -1,14 +1,39 @@
-"""Errors for a value that is none of those that a key may have."""
+"""The words and bounds of a key, and errors for a value that is none of those that it may have."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from toolkit.errors import ConfigError, nearest
 
 Choice = TypeVar("Choice")
+
+
+class OneOf:
+    """The words that a key of a section may have: ``mode: Annotated[str, OneOf("sync", "async")]``."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def check(self, key: str, value: str | None) -> None:
+        """Raise ConfigError, naming the key, for another word. None passes."""
+        if value is not None:
+            one_of(key, value, self.words)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The least and the most that a number of a section may be: ``nodes: Annotated[int, Range(1, 65_533)]``."""
+
+    least: float
+    most: float
+
+    def check(self, key: str, value: float | None) -> None:
+        """Raise ConfigError, naming the key, for a number beyond the bounds. None passes."""
+        within(key, value, self.least, self.most)
 
 
 def choose(key: str, value: str, choices: Mapping[str, Choice]) -> Choice:

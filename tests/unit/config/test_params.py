@@ -6,7 +6,6 @@ import ast
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.config.conftest import ROOT
-from toolkit.config import JobConfig, dump_config, filled, leaves, load_config, schema, validate
+from toolkit.config import dump_config, filled, leaves, load_config, validate
 from toolkit.config.declared import dataclass_in, declared, defaults_of
 from toolkit.config.hints import hints_of, text_of
 from toolkit.config.source import read_source
@@ -249,11 +248,6 @@ def test_the_comment_and_the_type_of_a_key_are_known(tmp_path: Path) -> None:
     assert "KINDS" not in facts
     block = hints_of(params)["block"].__dataclass_fields__["dropout"]
     assert declared(block).comment == "what is dropped, of each block"
-
-
-def test_the_toolkits_own_keys_are_read_from_their_source_as_they_are() -> None:
-    found = dataclass_in(read_source(Path(schema.__file__)), "JobConfig")
-    assert defaults_of(found, None) == asdict(JobConfig())
 
 
 # ------------------------------------------------------------------------------------------- the same as Python's own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import HashStore
 
 from toolkit import strategies
+from toolkit.cli.keys import words_by_key
 from toolkit.config import (
-    STRATEGIES,
     TENSOR_STYLES,
     DataConfig,
     ImageConfig,
@@ -26,22 +26,7 @@ from toolkit.config import (
     TrainConfig,
 )
 from toolkit.config.learning_rate import build_schedule
-from toolkit.config.schema import (
-    BAD_SAMPLES,
-    COMPRESSIONS,
-    INTERPOLATIONS,
-    ON_NAN,
-    OPTIMIZERS,
-    OUTER_STEPS,
-    PIPELINE_SCHEDULES,
-    POLICIES,
-    PRECISIONS,
-    SCHEDULES,
-    SERVER_MODES,
-    SHARES,
-    SPLITS,
-)
-from toolkit.config.validation import WORDS
+from toolkit.config.schema import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.data.pictures import training_transform
 from toolkit.errors import ConfigError
@@ -113,40 +98,45 @@ def an_optimizer(name: str) -> object:
     return build_optimizer(OptimConfig(name), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
 
 
-#: By key: the words of the schema, and what makes something of each.
-MAKERS: dict[str, tuple[Sequence[str], Callable[[str], object]]] = {
-    "strategy.name": (STRATEGIES, a_strategy),
-    "strategy.compression": (COMPRESSIONS[1:], lambda kind: build_scheme(kind, [], WIRE, CPU)),  # not "none"
-    "strategy.parameter_server.mode": (SERVER_MODES, a_server),
-    "strategy.pipeline.schedule": (PIPELINE_SCHEDULES, a_pipeline_schedule),
-    "strategy.local_sgd.outer": (OUTER_STEPS, a_meeting),
-    "strategy.tensor_plan": (TENSOR_STYLES, lambda style: _torch_style(style, True, False)),
-    "optim.name": (OPTIMIZERS, an_optimizer),
-    "optim.schedule": (SCHEDULES, lambda name: build_schedule(OptimConfig(schedule=name), 10)),
-    "train.precision": (PRECISIONS, lambda name: autocast(CPU, name)),
-    "train.on_nan": (ON_NAN, lambda word: NotFinite(TrainConfig(on_nan=word), SESSION, NOBODY, NOBODY, NOBODY)),
-    "data.bad_samples": (BAD_SAMPLES, lambda word: a_loader(bad_samples=word)),
-    "data.share": (SHARES, lambda word: a_loader(share=word)),
-    "data.split": (SPLITS, lambda word: a_loader(split=word)),
-    "data.images.policy": (POLICIES, lambda word: a_transform(policy=word)),
-    "data.images.interpolation": (INTERPOLATIONS, lambda word: a_transform(interpolation=word)),
+#: By key: what makes something of each of its words.
+MAKERS: dict[str, Callable[[str], object]] = {
+    "strategy.name": a_strategy,
+    "strategy.compression": lambda kind: build_scheme(kind, [], WIRE, CPU),
+    "strategy.parameter_server.mode": a_server,
+    "strategy.pipeline.schedule": a_pipeline_schedule,
+    "strategy.local_sgd.outer": a_meeting,
+    "strategy.tensor_plan": lambda style: _torch_style(style, True, False),
+    "optim.name": an_optimizer,
+    "optim.schedule": lambda name: build_schedule(OptimConfig(schedule=name), 10),
+    "train.precision": lambda name: autocast(CPU, name),
+    "train.on_nan": lambda word: NotFinite(TrainConfig(on_nan=word), SESSION, NOBODY, NOBODY, NOBODY),
+    "data.bad_samples": lambda word: a_loader(bad_samples=word),
+    "data.share": lambda word: a_loader(share=word),
+    "data.split": lambda word: a_loader(split=word),
+    "data.images.policy": lambda word: a_transform(policy=word),
+    "data.images.interpolation": lambda word: a_transform(interpolation=word),
 }
 #: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names. What
 #: is made of cluster.stage is tested in tests/unit/nodes/test_staging.py, of train.float32_matmul in
 #: tests/unit/train/test_gpu_settings.py.
 ELSEWHERE = {"dist.backend", "data.name", "model.init_weights", "cluster.stage", "train.float32_matmul"}
+#: What these keys take besides paths of classes, and layer by layer.
+BY_NAME = {"optim.name": OPTIMIZERS, "strategy.tensor_plan": TENSOR_STYLES}
+WORDS = {key: words for key, words in words_by_key().items() if words and "true" not in words} | BY_NAME
+NOTHING_IS_MADE_OF = ("strategy.compression", "none")
+MADE = [(key, word) for key in MAKERS for word in WORDS[key] if (key, word) != NOTHING_IS_MADE_OF]
 
 
 def test_every_key_with_a_list_of_words_is_here() -> None:
-    assert WORDS.keys() <= MAKERS.keys() | ELSEWHERE
+    assert WORDS.keys() == MAKERS.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize(("key", "word"), [(key, word) for key, (words, _) in MAKERS.items() for word in words])
+@pytest.mark.parametrize(("key", "word"), MADE)
 def test_every_word_of_the_schema_makes_something(key: str, word: str) -> None:
-    assert MAKERS[key][1](word) is not None
+    assert MAKERS[key](word) is not None
 
 
 @pytest.mark.parametrize("key", MAKERS)
 def test_a_word_that_nothing_is_made_of_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*newcomer"):
-        MAKERS[key][1]("newcomer")
+        MAKERS[key]("newcomer")

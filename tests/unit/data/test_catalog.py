@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import DATASETS, DataConfig, catalog
+from toolkit.config import DataConfig, catalog
 from toolkit.errors import ConfigError, DataMissingError
-
-
-def test_the_catalogue_has_what_a_config_may_name() -> None:
-    assert tuple(catalog.CATALOG) == DATASETS
 
 
 def test_checking_files_loads_neither_torch_nor_numpy() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from toolkit.cli.keys import words_by_key
 from toolkit.config import TrainConfig
-from toolkit.config.schema import MATMULS
 from toolkit.train.gpu_settings import ALLOCATOR_VARIABLES, apply_gpu_settings
 
 
@@ -38,7 +38,7 @@ def test_deterministic_wins_over_timed_convolutions(allocator_calls: list[str]) 
     assert not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize("word", MATMULS)
+@pytest.mark.parametrize("word", words_by_key()["train.float32_matmul"])
 def test_each_word_for_products_is_one_of_torchs(allocator_calls: list[str], word: str) -> None:
     apply_gpu_settings(TrainConfig(float32_matmul=word))
     assert torch.get_float32_matmul_precision() == word

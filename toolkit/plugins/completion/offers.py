@@ -176,9 +176,10 @@ def _keys() -> dict[str, list[str]]:
     from toolkit.user_cache import cache_dir
 
     folder = cache_dir()
-    # The time of the schema: in a checkout the keys change while the version stays.
-    schema = Path(registry.__file__).with_name("config") / "schema.py"
-    path = folder and folder / f"keys-{__version__}-{schema.stat().st_mtime_ns}.json"
+    # The time of the newest source: in a checkout the keys change while the version stays.
+    sources = Path(registry.__file__).with_name("config").glob("*.py")
+    newest = max(source.stat().st_mtime_ns for source in sources)
+    path = folder and folder / f"keys-{__version__}-{newest}.json"
     try:
         found: dict[str, list[str]] = json.loads(path.read_bytes()) if path else {}
         if found and all(isinstance(words, list) for words in found.values()):
