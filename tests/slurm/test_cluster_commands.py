@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.box import Box
-from toolkit.config.sbatch_flags import FLAGS
+from toolkit.config.cluster import FLAGS
 from toolkit.slurm.placement import derive, launch_key
 from toolkit.slurm.states import Phase, phase
 

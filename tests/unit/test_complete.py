@@ -25,7 +25,7 @@ from toolkit.config import (
     check_step,
 )
 from toolkit.config.catalog import CATALOG
-from toolkit.config.sbatch_flags import REFUSED
+from toolkit.config.cluster import REFUSED
 from toolkit.data import datasets
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
@@ -123,7 +123,7 @@ def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(k
     lines = {*sbatch_script(config, run).splitlines()} - {*script.splitlines()}
     assert lines
     flags = re.findall(r"(?m)^#SBATCH --([\w-]+)", "\n".join(lines))
-    assert key == "extra" or {*flags} <= REFUSED.keys(), "a flag that is missing in REFUSED of sbatch_flags.py"
+    assert key == "extra" or {*flags} <= REFUSED.keys(), "a flag that is missing in REFUSED of cluster.py"
     assert (srun_options(config) != options) == (key not in NOT_FOR_SRUN), "`srun_options()` of sbatch.py, or here"
 
 

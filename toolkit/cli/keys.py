@@ -87,8 +87,7 @@ def words_by_key() -> dict[str, list[str]]:
 
 def _words(key: str) -> tuple[str, ...]:
     """Return the words that a key of every config takes. Empty where others are taken, too."""
-    limit = limits_of(JobConfig).get(key)
-    return limit.words if isinstance(limit, OneOf) else ()
+    return next((limit.words for limit in limits_of(JobConfig).get(key, ()) if isinstance(limit, OneOf)), ())
 
 
 def _about(source: PythonSource, kind: Any) -> str:

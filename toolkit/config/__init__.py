@@ -4,42 +4,44 @@ See schema, layers and validation. No module here imports torch or the job: a co
 well under a second.
 """
 
-from toolkit.config.counted_steps import warn_of_counting
+from toolkit.config.cluster import ClusterConfig
+from toolkit.config.combinations import check_batch, check_pipeline, check_step
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
 from toolkit.config.layer_files import Overrides, override_texts, parts_of, sweep_of
 from toolkit.config.layers import dump_config, load_config, merged_layers
+from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
-from toolkit.config.places import check_places
-from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
 from toolkit.config.schema import (
     FIXED_ON_RESUME,
     FOREIGN_JOB,
-    STATELESS,
-    TENSOR_STYLES,
     CheckpointConfig,
-    ClusterConfig,
     DataConfig,
     DistConfig,
     ImageConfig,
     JobConfig,
-    LocalSgdConfig,
-    MeshConfig,
     ModelConfig,
-    OptimConfig,
-    ParameterServerConfig,
-    PipelineConfig,
     PruningConfig,
     RetryConfig,
-    StrategyConfig,
     TrainConfig,
     all_keys,
     put,
     value_of,
 )
 from toolkit.config.script_arguments import argv_override, command_line
-from toolkit.config.strategy_traits import SAME_STATE, STRATEGIES
-from toolkit.config.update_checks import check_step
-from toolkit.config.validation import check_change, goes_on_with, validate
+from toolkit.config.strategy import (
+    SAME_STATE,
+    STATELESS,
+    STRATEGIES,
+    TENSOR_STYLES,
+    LocalSgdConfig,
+    MeshConfig,
+    ParameterServerConfig,
+    PipelineConfig,
+    StrategyConfig,
+    mesh_of,
+    micro_batches,
+)
+from toolkit.config.validation import check_change, check_places, check_section, goes_on_with, validate
 from toolkit.config.words import choose, is_one_line, tensor_style
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "check_change",
     "check_pipeline",
     "check_places",
+    "check_section",
     "check_step",
     "choose",
     "command_line",
@@ -96,5 +99,4 @@ __all__ = [
     "torchvision_models",
     "validate",
     "value_of",
-    "warn_of_counting",
 ]

@@ -10,7 +10,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from toolkit.config.words import OneOf, Range, one_of
+from toolkit.config.words import TEXT, Limit, one_of
 
 #: The types that ``Any`` stands for: anything but a list or a mapping.
 SCALARS = (str, int, float, bool)
@@ -33,14 +33,15 @@ def hints_of(schema: Any) -> dict[str, Any]:
 
 
 @cache
-def limits_of(schema: Any, prefix: str = "") -> dict[str, OneOf | Range]:
-    """Return the words and the bounds in the annotations of a dataclass and its sections, by dotted key."""
-    found: dict[str, OneOf | Range] = {}
+def limits_of(schema: Any, prefix: str = "") -> dict[str, tuple[Limit, ...]]:
+    """Return what the values of a dataclass and its sections may be, by dotted key."""
+    found: dict[str, tuple[Limit, ...]] = {}
     for name, hint in get_type_hints(schema, include_extras=True).items():
         if is_dataclass(hint):
             found |= limits_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-        for member in members(hint):
-            found |= {f"{prefix}{name}": limit for limit in getattr(member, "__metadata__", ())}
+        else:
+            stated = [member.__metadata__ for member in members(hint) if hasattr(member, "__metadata__")]
+            found[f"{prefix}{name}"] = stated[0] if stated else (TEXT,)
     return found
 
 

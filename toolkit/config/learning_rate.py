@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from toolkit.config.schema import JobConfig, OptimConfig, TrainConfig, value_of
+from toolkit.config.optim import OptimConfig
+from toolkit.config.schema import JobConfig, TrainConfig, value_of
 from toolkit.config.words import choose
 
 Schedule: TypeAlias = Callable[[int], float]

@@ -1,39 +1,114 @@
-"""The words and bounds of a key, and errors for a value that is none of those that it may have."""
+"""What the value of a key may be, stated in the annotation of its field, and the errors for any other.
+
+Such as ``mode: Annotated[str, OneOf("sync", "async")] = "sync"`` in the dataclass of a section. What depends on other
+keys of the section is refused by its method ``check()``. :func:`toolkit.config.validate` calls both.
+"""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
+from toolkit import fsio
 from toolkit.errors import ConfigError, nearest
 
 Choice = TypeVar("Choice")
 
 
+class Limit(Protocol):
+    """What the value of a key may be."""
+
+    def check(self, key: str, value: Any) -> None:
+        """Raise ConfigError, naming the key, for any other value. None passes: the type says whether it may be."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, or a list or mapping of some, without control characters but those in ``also``; anything but texts.
+
+    A line break would start a new line in the job's script. This is the limit of a key that states none.
+    """
+
+    also: str = ""
+    is_path: bool = False  #: such that the system can look it up
+
+    def check(self, key: str, value: Any) -> None:
+        words = {key: value}
+        if isinstance(value, list):
+            words = {f"{key}[{index}]": word for index, word in enumerate(value)}
+        elif isinstance(value, dict):
+            words = {f"{key}.{name}": f"{name}{word}" for name, word in value.items()}
+        for full, word in words.items():
+            if isinstance(word, str):
+                self._check_word(full, word)
+
+    def _check_word(self, key: str, word: str) -> None:
+        if not ((word.strip() or self.also) and is_one_line(word, self.also)):
+            raise ConfigError(f"{key}: {word!r} is empty or holds a line break or another control character")
+        if self.is_path:
+            try:
+                Path(word).expanduser().exists()
+            except RuntimeError:
+                raise ConfigError(f"{key}: there is no user whose home folder {word!r} could be in") from None
+            except OSError as error:
+                raise ConfigError(f"{key}: {word!r} cannot be looked for: {error.strerror}") from None
+
+
 class OneOf:
-    """The words that a key of a section may have: ``mode: Annotated[str, OneOf("sync", "async")]``."""
+    """One of these words."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
 
     def check(self, key: str, value: str | None) -> None:
-        """Raise ConfigError, naming the key, for another word. None passes."""
         if value is not None:
             one_of(key, value, self.words)
 
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the most that a number of a section may be: ``nodes: Annotated[int, Range(1, 65_533)]``."""
+    """A number between these, or one of them. One beyond is a mistake, and would overflow somewhere."""
 
     least: float
     most: float
 
     def check(self, key: str, value: float | None) -> None:
-        """Raise ConfigError, naming the key, for a number beyond the bounds. None passes."""
         within(key, value, self.least, self.most)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A value for which ``holds`` is true. The error for any other is ``says``, formatted with it."""
+
+    holds: Callable[[Any], object]
+    says: str
+
+    def check(self, key: str, value: Any) -> None:
+        if value is not None and not self.holds(value):
+            raise ConfigError(f"{key}: {self.says.format(value)}")
+
+
+MANY, STEPS = 10**9, 10**12
+Count: TypeAlias = Annotated[int, Range(1, MANY)]
+Steps: TypeAlias = Annotated[int, Range(1, STEPS)]
+_LESS_THAN_1 = Where(lambda value: value != 1, "1 never forgets anything; use less than 1, such as 0.9")
+Momentum: TypeAlias = Annotated[float, Range(0, 1), _LESS_THAN_1]
+Factor: TypeAlias = Annotated[float, Range(0, 10_000)]
+TEXT, PATH, LINES = Text(), Text(is_path=True), Text(also="\t\r\n")
+
+
+def steps_or(word: str) -> Where:
+    """Return the limit of a number of steps, or of ``word`` in its place."""
+    says = f"{{!r}} is not a number of steps (1 or more) or {word!r}"
+    return Where(lambda value: value == word or (isinstance(value, int) and 1 <= value <= STEPS), says)
+
+
+def is_absolute(path: str) -> bool:
+    """True for a path from the root or from a user's home folder."""
+    return fsio.expand(path).is_absolute()
 
 
 def choose(key: str, value: str, choices: Mapping[str, Choice]) -> Choice:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit import registry
-from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
+from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
@@ -48,6 +48,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     """
     one_of("strategy.name", config.name, STRATEGIES)
     train = train or TrainConfig()
+    check_section(train, "train.")
     check_step(train, config)
     sends_between_gpus = config.name in ("tensor", "pipeline") and session.device.type == "cuda"
     if sends_between_gpus and session.world_size > 1 and dist.get_backend() == "gloo":

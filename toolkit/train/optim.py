@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from toolkit.config import OptimConfig
-from toolkit.config.optim_checks import is_path
+from toolkit.config.optim import is_path
 from toolkit.config.words import choose
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.train.muon import MuonAndAdamW

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import JobConfig, load_config, validate
-from toolkit.config.sbatch_flags import FLAGS, REFUSED, SHORT, check_extra
+from toolkit.config.cluster import FLAGS, REFUSED, SHORT, check_extra
 from toolkit.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from toolkit.config import (
     TrainConfig,
 )
 from toolkit.config.learning_rate import build_schedule
-from toolkit.config.schema import OPTIMIZERS
+from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.data.pictures import training_transform
 from toolkit.errors import ConfigError

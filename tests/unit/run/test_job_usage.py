@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
-from toolkit.config.schema import PriceConfig
+from toolkit.config.cluster import PriceConfig
 from toolkit.health.usage import GpuUsage, NodeUsage
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt import job_usage

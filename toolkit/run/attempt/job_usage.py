@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from toolkit import hostlist, logs
-from toolkit.config.schema import PriceConfig
+from toolkit.config.cluster import PriceConfig
 from toolkit.health.usage import NodeUsage
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt

@@ -15,6 +15,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, RequestError
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.counted_steps import warn_of_counting
 from toolkit.run.prepare.script_paths import refuse_unfit
 from toolkit.run.prepare.site_checks import check_site
 from toolkit.rundir import RunDir
@@ -103,4 +104,4 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    configs.warn_of_counting(source)
+    warn_of_counting(source)

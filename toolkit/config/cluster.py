@@ -1,4 +1,4 @@
-"""The flags of sbatch that ``cluster.extra`` may hold.
+"""What a job asks Slurm for, and which flags of sbatch ``cluster.extra`` may hold.
 
 These are all but those that the toolkit sets or relies on. sbatch_flags.txt lists all flags and says where they are
 from.
@@ -6,17 +6,111 @@ from.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 from toolkit import hostlist
-from toolkit.config.schema import ClusterConfig
+from toolkit.config.words import PATH, TEXT, OneOf, Range, Text, Where, is_absolute
 from toolkit.errors import ConfigError, RequestError, SlurmError, nearest
-from toolkit.slurm import commands
+from toolkit.slurm import commands, container
 
-_LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()[1:]
+#: Slurm counts nodes, tasks and CPUs of a task in 16 bits.
+_SLURMS_MOST = 65_533
+_Some: TypeAlias = Annotated[int, Range(1, _SLURMS_MOST)]
+_Price: TypeAlias = Annotated[float, Range(0, 1e6)]
+_GPU_TYPE = Where(re.compile(r"[\w.+-]+").fullmatch, "{!r} is no type of a GPU, such as a100")
+_ON_EACH_NODE = Where(is_absolute, "{!r} is relative: give an absolute path on each node")
+
+
+@dataclass
+class PriceConfig:
+    """What this site charges; for the table at the end of a run, see docs/efficiency.md."""
+
+    cpu_hour: _Price = 0.0  #: for an hour of one CPU
+    gpu_hour: _Price = 0.0  #: for an hour of one GPU
+    currency: str | None = None  #: such as EUR, or credits
+
+
+@dataclass
+class ClusterConfig:
+    """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
+
+    nodes: _Some = 1  #: nodes of the job
+    tasks_per_node: _Some = 1  #: ranks on each of them; one for each GPU where there are GPUs
+    cpus_per_task: _Some = 1  #: CPU cores of each rank, for it and its data workers
+    gpus_per_node: Annotated[int, Range(0, 1024)] = 0  #: 0: a job on CPUs
+    gpu_type: Annotated[str, TEXT, _GPU_TYPE] | None = None  #: the type in a site's --gres, such as a100
+    mem_gb: Annotated[float, Range(0.001, 2**20)] | None = None  #: memory of a node; null: the site's default
+    #: the time limit; the run goes on in another job when it is over
+    time_min: Annotated[int, Range(1, 366 * 24 * 60)] = 30
+    partition: str | None = None  #: null: the default of the site, as for account and qos
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None  #: features of nodes, as for sbatch --constraint
+    exclude: str | None = None  #: nodes that are never used: n[1-4,7], or the path of a file of them
+    exclusive: bool = False  #: no other job on the same nodes
+    #: more nodes than the ranks need, to go on without one that fails
+    spare_nodes: Annotated[int, Range(0, _SLURMS_MOST)] = 0
+    #: a checkpoint is committed at least so long before the time limit
+    signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
+    preflight: bool = True  #: check the nodes before the ranks start
+    #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
+    stage: Annotated[str, OneOf("auto", "always", "never")] = "auto"
+    #: the folder for copies on each node; null: a temporary one with room
+    stage_dir: Annotated[str, PATH, _ON_EACH_NODE] | None = None
+    #: lines for the shell of the job's script, such as module load cuda
+    setup: Annotated[list[str], Text(also="\t")] = field(default_factory=list)
+    container: str | None = None  #: an image in which the ranks run, see slurm/container.py
+    container_mounts: Annotated[list[str], PATH] = field(default_factory=list)  #: more folders that they see
+    price: PriceConfig = field(default_factory=PriceConfig)  #: what an hour costs
+    extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
+
+    def check(self) -> None:
+        """Refuse what sbatch would not accept, or would take for something else. Raises ConfigError."""
+        check_extra(self)
+        if self.exclude is not None:
+            _check_hosts("cluster.exclude", self.exclude)
+        if 0 < self.gpus_per_node < self.tasks_per_node:
+            raise ConfigError(
+                f"cluster.tasks_per_node: {self.tasks_per_node} ranks cannot share {self.gpus_per_node} GPUs of a "
+                "node; each rank needs one of its own: set both keys to the same number"
+            )
+        if self.container is not None:
+            container.parse(self.container)
+            container.outermost(self.container_mounts)
+        if self.setup:
+            _check_setup(self.setup)
+
+
+def _check_setup(lines: list[str]) -> None:
+    for line in lines:
+        if line.startswith(("#SBATCH", "#PBS", "#BSUB")):
+            raise ConfigError(f"cluster.setup: {line!r} is an option of sbatch; use cluster.extra")
+    if re.search(r"(?<!\\)(?:\\\\)*\\$", lines[-1]):
+        raise ConfigError(f"cluster.setup: {lines[-1]!r} ends with a backslash, which would take the next line along")
+    # bash -n reads the lines without running them.
+    if bash := shutil.which("bash"):
+        # In the C locale: bash warns of a locale that this machine lacks, and what it prints counts as an error.
+        checked = subprocess.run(
+            [bash, "-n"],
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            env={**os.environ, "LC_ALL": "C"},
+        )
+        if checked.stderr:
+            raise ConfigError(f"cluster.setup: these are no lines of bash: {checked.stderr.strip()}")
+
+
+_LINES = Path(__file__).with_name("sbatch_flags.txt").read_text().splitlines()[1:]
 #: Whether a value follows a flag, by the flag's long name: value, none or optional.
 FLAGS: Mapping[str, str] = {name: follows for name, _, follows in map(str.split, _LINES)}
 #: The long names by the short ones.
@@ -129,13 +223,13 @@ def _check_value(where: str, flag: str, value: object) -> None:
     if not isinstance(value, bool) and FLAGS.get(flag) == "none":
         raise ConfigError(f"{where}: --{flag} takes no value; write true")
     if flag == "nodelist" and isinstance(value, str):
-        check_hosts(where, value)
+        _check_hosts(where, value)
     resources = [part.partition(":")[0].removeprefix("gres/") for part in str(value).split(",")]
     if flag == "gres" and "gpu" in resources:
         raise ConfigError(f"{where}: use cluster.gpus_per_node and cluster.gpu_type for GPUs")
 
 
-def check_hosts(key: str, text: str) -> None:
+def _check_hosts(key: str, text: str) -> None:
     """Refuse a list of hosts that Slurm would read as other hosts.
 
     To Slurm ``n[1`` is a host ``n]``. A text with a slash is a file for sbatch, which holds a list. Raises ConfigError.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import JobConfig
-from toolkit.config.counted_steps import counted_anew
 from toolkit.config.source import PythonSource
+from toolkit.run.prepare.counted_steps import counted_anew
 from toolkit.run.prepare.new_run import check_submittable
 
 SCRIPT = """import toolkit

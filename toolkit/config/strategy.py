@@ -1,0 +1,234 @@
+"""How the ranks share the work: the strategies, what the checks of a config must know of each, and their keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple
+
+from toolkit.config.words import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
+from toolkit.errors import ConfigError
+
+
+class StrategyTraits(NamedTuple):
+    """What holds of a strategy. Only the mesh has a default: a new strategy must state all others."""
+
+    same_state: bool
+    """Its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
+    with the mean). Another of them may continue a run, to rounding."""
+    whole_update: bool
+    """It does everything that ``train:`` asks for between gradients and weights."""
+    sync_batch_norm: bool
+    """BatchNorm may use all ranks' samples."""
+    sharded: bool
+    """A rank holds a part of each weight, or of many."""
+    own_time: bool
+    """Its ranks compute a step up to its backward pass before they wait for each other."""
+    mesh: tuple[str, ...] = ("replicas",)
+    """The dimensions that its mesh may have; the first one that is null takes the ranks that are left."""
+
+
+# fmt: off
+TRAITS = {
+    # same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
+    "ddp":              StrategyTraits(True,  True,  True,  False, True, ("replicas",)),
+    "fsdp":             StrategyTraits(True,  True,  True,  True,  False, ("shards", "replicas")),
+    "zero":             StrategyTraits(True,  True,  True,  True,  False, ("shards", "replicas")),
+    "tensor":           StrategyTraits(True,  True,  False, True,  False, ("tensor", "replicas", "shards")),
+    "pipeline":         StrategyTraits(True,  True,  False, False, False, ("stages", "replicas")),
+    "parameter_server": StrategyTraits(True,  False, False, False, False),
+    "local_sgd":        StrategyTraits(True,  False, False, False, False),
+    "dp":               StrategyTraits(True,  True,  False, False, False),
+    "auto":             StrategyTraits(True,  True,  True,  False, False),
+    "custom":           StrategyTraits(False, False, False, False, False),
+}
+# fmt: on
+STRATEGIES = tuple(TRAITS)
+SAME_STATE, WHOLE_UPDATE, SYNC_BATCH_NORM, SHARDED, OWN_TIME = (
+    tuple(name for name, traits in TRAITS.items() if getattr(traits, trait))
+    for trait in ("same_state", "whole_update", "sync_batch_norm", "sharded", "own_time")
+)
+#: Values in ``strategy.tensor_plan``: see strategies/layouts/plan.py.
+TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
+#: Kinds of compression that keep nothing from one step to the next.
+STATELESS = ("none", "fp16", "bf16")
+_DECAY = Where(lambda decay: 0 < decay < 1, "{!r} is refused; between 0 and 1, such as 0.9")
+_RATIO = Where(
+    lambda part: 0 < part <= 1, "{!r} is refused; it is the part of the values that is sent: above 0, 1 at most"
+)
+
+
+@dataclass
+class MeshConfig:
+    """How many ways each kind of parallelism goes; their product is the number of ranks. ``null``: what is left."""
+
+    replicas: Count | None = None  #: copies of the model, each with samples of its own
+    shards: Count | None = None  #: parts of each weight that the ranks of a copy keep: fsdp's
+    tensor: Count | None = None  #: ranks that compute a layer together
+    stages: Count | None = None  #: parts of the model that follow each other: a pipeline's
+
+
+@dataclass
+class ParameterServerConfig:
+    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
+
+    servers: Count = 1  #: ranks that hold the weights; all others compute gradients
+    #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
+    mode: Annotated[str, OneOf("sync", "async", "bounded")] = "sync"
+    staleness: Annotated[int, Range(0, MANY)] = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+
+
+@dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages of a pipeline."""
+
+    #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
+    schedule: Annotated[str, OneOf("1f1b", "gpipe", "interleaved")] = "1f1b"
+    micro_batches: Count | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
+    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
+    stages_per_rank: Annotated[int, Range(2, 1000)] = 2  #: with interleaved
+
+
+@dataclass
+class LocalSgdConfig:
+    """How often the ranks of ``strategy.name: local_sgd`` meet, and what they make of their weights then."""
+
+    round_steps: Steps = 8  #: steps that each rank makes by itself
+    after_steps: Annotated[int, Range(0, STEPS)] = 0  #: steps of ordinary ddp before the first round
+    #: the mean of the weights; diloco: a step of an outer SGD towards it
+    outer: Annotated[str, OneOf("average", "diloco")] = "average"
+    outer_lr: Factor = 0.7  #: of diloco
+    outer_momentum: Momentum = 0.9  #: of diloco
+
+
+@dataclass
+class StrategyConfig:
+    """How the ranks share the work."""
+
+    name: Annotated[str, OneOf(*STRATEGIES)] = "ddp"  #: see docs/strategies.md
+    #: of ddp's gradients, for slow links; with fsdp and zero bf16
+    compression: Annotated[str, OneOf("none", "fp16", "bf16", "int8", "topk", "powersgd")] = "none"
+    compression_ratio: Annotated[float, _RATIO] = 0.01  #: topk: the part of the values that is sent
+    compression_rank: Annotated[int, Range(1, 65_536)] = 4  #: powersgd
+    #: topk, powersgd, int8: decay of a moving average of each rank's gradients, which is sent in their place
+    compression_average: Annotated[float, _DECAY] | None = None
+    compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    find_unused: bool = False  #: ddp: parameters that a step does not use get a gradient of zero, not an error
+    activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    #: with it: of every so many blocks the last one
+    activation_checkpointing_every: Annotated[int, Range(1, 10_000)] = 1
+    cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
+    #: fsdp and zero: how many blocks' weights are gathered ahead; more takes more memory
+    prefetch_blocks: Annotated[int, Range(1, 1000)] = 1
+    tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
+    sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
+
+    def check(self) -> None:
+        """Refuse keys that the chosen strategy does not use, instead of ignoring them silently. Raises ConfigError."""
+        if self.cpu_offload and self.name != "fsdp":
+            raise ConfigError(
+                f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
+                f"{self.name}; use fsdp, or set it to false"
+            )
+        if self.prefetch_blocks != 1 and self.name not in ("fsdp", "zero"):
+            raise ConfigError(
+                f"strategy.prefetch_blocks: only fsdp and zero gather weights, and strategy.name is {self.name}; leave "
+                "it at 1"
+            )
+        if self.name == "auto" and self.mesh != MeshConfig():
+            raise ConfigError(
+                "strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy"
+            )
+        for key in ("tensor_plan", "sequence_parallel"):
+            if getattr(self, key) and self.name != "tensor":
+                raise ConfigError(
+                    f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out"
+                )
+        for pattern, style in self.tensor_plan.items():
+            tensor_style(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
+        if self.find_unused and (self.name != "ddp" or self.compression != "none"):
+            other = f"strategy.name: {self.name}" if self.name != "ddp" else f"strategy.compression: {self.compression}"
+            raise ConfigError(
+                f"strategy.find_unused: goes with strategy.name: ddp only, and not with {other}; leave it out"
+            )
+        _check_compression(self)
+
+
+def _check_compression(strategy: StrategyConfig) -> None:
+    kind = strategy.compression
+    # fsdp and zero reduce the gradients themselves: only the number format can be chosen.
+    goes_with_shards = kind == "bf16" and strategy.name in ("fsdp", "zero")
+    if kind != "none" and strategy.name != "ddp" and not goes_with_shards:
+        raise ConfigError(
+            f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "
+            f"with {strategy.name} set it to none (with fsdp and zero bf16 can be used too)"
+        )
+    if goes_with_shards and strategy.compression_layers:
+        raise ConfigError(
+            f"strategy.compression_layers: with strategy.name: {strategy.name} all gradients are sent in "
+            "bf16; leave it {}"
+        )
+    if kind == "none" and strategy.compression_layers:
+        raise ConfigError(
+            "strategy.compression_layers: nothing is compressed; set strategy.compression, or leave it {}"
+        )
+    if strategy.compression_average is not None and kind in STATELESS:
+        raise ConfigError(
+            f"strategy.compression_average: with strategy.compression: {kind} nothing is sent late that an average "
+            "could steady; leave it null, or use topk, powersgd or int8"
+        )
+    for pattern, value in strategy.compression_layers.items():
+        _check_layer(f"strategy.compression_layers: {pattern}", kind, value)
+
+
+def _check_layer(key: str, kind: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value == "none":
+        return
+    if kind == "topk" and number:
+        _RATIO.check(key, value)
+    elif not (kind == "powersgd" and isinstance(value, int) and number and value >= 1):
+        valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
+        valid["powersgd"] = "a rank of 1 or more, or none"
+        raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {valid.get(kind, 'none, or not listed')}")
+
+
+def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
+    """Return ``strategy.mesh`` for ``ranks`` ranks, every dimension a number. Raises ConfigError for a mismatch."""
+    dimensions = TRAITS[strategy.name].mesh if strategy.name in TRAITS else ("replicas",)
+    given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
+    for name, size in given.items():
+        if name not in dimensions and size != 1:
+            other = ", ".join(key for key, traits in TRAITS.items() if name in traits.mesh) or "none"
+            raise ConfigError(
+                f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
+                f"a strategy that has it: {other}"
+            )
+    # What the given dimensions leave goes to the first that is free.
+    product = math.prod(given.values())
+    free = [name for name in dimensions if name not in given]
+    if ranks % product or (product != ranks and not free):
+        shown = " x ".join(f"{size} {name}" for name, size in given.items())
+        raise ConfigError(
+            f"strategy.mesh: {shown} = {product}, and there are {ranks} ranks: "
+            + (f"{product} must divide their number" if free else "the product must be their number")
+            + " (cluster.nodes x cluster.tasks_per_node); null stands for what is left"
+        )
+    sizes = dict.fromkeys((f.name for f in fields(MeshConfig)), 1) | given
+    return MeshConfig(**(sizes | dict.fromkeys(free[:1], ranks // product)))
+
+
+def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
+    """Return how many micro-batches a pipeline of ``stages`` ranks makes of its ``samples``.
+
+    Without a number in the config there are four for each rank, or ``least`` if that is more, as long as each has two
+    samples (a batch norm needs them). interleaved needs a multiple of the ranks.
+    """
+    if config.micro_batches is not None:
+        return config.micro_batches
+    count = max(stages, min(max(4 * stages, least), samples // 2))
+    return count - count % stages if config.schedule == "interleaved" else count
