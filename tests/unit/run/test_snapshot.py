@@ -329,6 +329,24 @@ def test_neither_runs_nor_slurms_outputs_are_copied(
     assert found == {"jobs/a.py", "run.sh", ".gitignore", "out/often.py"}
 
 
+@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
+def test_the_runs_of_a_project_within_the_project_are_not_copied(project: Path, tmp_path: Path, with_git: bool) -> None:
+    """They grow: after some runs each submission of the outer project was refused for its size."""
+    run = "demo/runs/demo/20261127-135917-58024848"
+    names = ("checkpoints/step-00000450/rank-00000.safetensors", ".code/1/demo.py", "config.yaml")
+    for name in ("demo/demo.py", *(f"{run}/{each}" for each in names), "old/.sweeps/demo/.code/1/demo.py"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    (project / run / ".code/now").symlink_to("../../../.sweeps/demo/.code/1")
+    if with_git:
+        git(project, "init", "-q")
+    code = tmp_path / "run/code"
+    snapshot.take(project, code)
+    assert copied(code) - {"weights.bin"} == {"jobs/a.py", "run.sh", ".gitignore", "demo/demo.py"}
+    assert not list(code.rglob("now"))
+    assert json.loads((code / "SNAPSHOT.json").read_text())["left_out"] == {}
+
+
 def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

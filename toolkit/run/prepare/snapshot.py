@@ -249,6 +249,8 @@ class _ProjectFiles:
     def _add(self, path: Path, name: str) -> None:
         if (self._runs and f"{name}/".startswith(self._runs)) or _matches(path.name, SLURM_OUTPUTS):
             return
+        if any(map(_is_of_runs, PurePath(name).parts)):
+            return
         with contextlib.suppress(FileNotFoundError):  # git tracks it, and it has been deleted
             found = path.lstat()
             is_link = stat.S_ISLNK(found.st_mode)
@@ -341,10 +343,15 @@ def _walk(top: Path, skipped_at_top: Set[str]) -> Iterator[str]:
         skipped = skipped_at_top if here == top else SKIPPED_DIRS
         links = [name for name in folders if (here / name).is_symlink()]
         # os.walk goes on with the folders that are left in its list.
-        folders[:] = [name for name in folders if name not in skipped and name not in links]
+        folders[:] = [name for name in folders if name not in {*skipped, *links} and not _is_of_runs(name)]
         for name in sorted([*files, *links]):
             if name not in skipped:
                 yield str((here / name).relative_to(top))
+
+
+def _is_of_runs(name: str) -> bool:
+    """True for the folder of a run, or of sweeps, also among runs other than the present ones."""
+    return rundir.is_run_id(name) or name == rundir.SWEEPS
 
 
 def _is_without_modules(folder: Path) -> bool:
