@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
-from toolkit.errors import ConfigError
+from toolkit.config import load_config
+from toolkit.errors import EXIT_REQUEST, ConfigError
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +44,7 @@ import flat_script
 
 executor = submitit.LocalExecutor("submitit")
 executor.update_parameters(timeout_min=2)
-print(executor.submit(flat_script.train, 8).result())
+print(executor.submit(flat_script.train, 8, *map(int, sys.argv[1:])).result())
 """
 
 
@@ -68,14 +70,40 @@ def test_a_flat_script_that_fails_is_not_completed_and_goes_on_where_it_was(tmp_
     assert (run.result().state, run.result().step) == ("completed", 8)
 
 
-def test_a_run_within_a_job_of_submitit_has_the_scripts_name(tmp_path: Path) -> None:
+def test_a_run_within_a_job_of_submitit_has_the_scripts_name_and_goes_on_by_submitit(tmp_path: Path) -> None:
+    """Before, `toolkit resume` submitted a job that started submitit's own program, and failed."""
     (tmp_path / "flat_script.py").write_text(SCRIPT)
     (tmp_path / "submit.py").write_text(SUBMIT)
-    done = python(tmp_path, "submit.py")
-    assert done.stdout == "0\n", done.stderr
+    assert "a bad row" in python(tmp_path, "submit.py", "6").stderr
     (run,) = rundir.all_runs(tmp_path / "runs")
     assert run.name == "flat_script"
-    assert run.result().state == "completed"
+    refused = python(tmp_path, "-m", "toolkit", "resume", run.id)
+    assert refused.returncode == EXIT_REQUEST
+    told = python(tmp_path, "-m", "toolkit", "why", run.id).stdout
+    assert "toolkit resume" not in told
+    for text in (refused.stderr, told):
+        variable = re.search(f"`export {rundir.RUN_DIR_VARIABLE}=(.+)`", text)
+        assert variable is not None, text
+    done = python(tmp_path, "submit.py", **{rundir.RUN_DIR_VARIABLE: variable[1]})
+    assert done.stdout == "0\n", done.stderr
+    assert (run.result().state, run.result().step) == ("completed", 8)
+
+
+def test_a_module_of_a_package_is_resumed_as_a_module(tmp_path: Path) -> None:
+    """Before, `toolkit resume` started it as a file, which has no relative imports."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rows.py").write_text("GOOD = False\n")
+    text = SCRIPT.replace("import toolkit\n", "import toolkit\nfrom . import rows\n")
+    (package / "training.py").write_text(text.replace("step == bad", "step == bad and not rows.GOOD"))
+    assert "a bad row" in python(tmp_path, "-m", "package.training", "6").stderr
+    (run,) = rundir.all_runs(tmp_path / "runs")
+    assert (run.name, load_config(run.config, site=False).job) == ("training", "package.training")
+    (package / "rows.py").write_text("GOOD = True\n")
+    ended = python(tmp_path, "-m", "toolkit", "resume", run.id, "--code", "--wait", PATH="/nothing")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (run.result().state, run.result().step) == ("completed", 8)
 
 
 def test_without_a_run_there_is_no_current_one() -> None:

@@ -12,6 +12,7 @@ from toolkit.config.layers import dump_config, load_config, merged_layers
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
 from toolkit.config.schema import (
+    CALLED_JOB,
     FIXED_ON_RESUME,
     FOREIGN_JOB,
     CheckpointConfig,
@@ -45,6 +46,7 @@ from toolkit.config.validation import check_change, check_places, check_section,
 from toolkit.config.words import choose, is_one_line, tensor_style
 
 __all__ = [
+    "CALLED_JOB",
     "FIXED_ON_RESUME",
     "FOREIGN_JOB",
     "SAME_STATE",

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toolkit import registry
-from toolkit.config.schema import JobConfig
+from toolkit.config.schema import CALLED_JOB, JobConfig
 from toolkit.config.source import PythonSource, read_source
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError, nearest
@@ -129,6 +129,8 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
     Such a file calls ``toolkit.start()``, or an adapter that a plugin brings, as ``toolkit.plugins.integrations``.
     """
+    if job == CALLED_JOB:
+        return True
     source = read_source(job_source(job, project))
     calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
     names = {source.full_name(func) for func in calls}

@@ -35,6 +35,9 @@ from toolkit.errors import ConfigError
 
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
 FOREIGN_JOB = "toolkit.nodes.start.foreign"
+#: ``job`` of a run that another program has started by calling ``toolkit.start()``, such as a job of submitit's or a
+#: notebook. Only that program can start it again.
+CALLED_JOB = "toolkit.start"
 
 #: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (

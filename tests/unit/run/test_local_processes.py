@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit import config as configs
 from toolkit import rundir
 from toolkit.cli import disk
 from toolkit.cli.main import main
@@ -226,6 +229,32 @@ def test_a_run_within_a_job_of_submitits_has_its_name(
     assert rank._name_by_submitit() is None
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
     assert rank._name_by_submitit() == name
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "job"),
+    [
+        ("train.py", None, "train.py"),
+        ("package/train.py", "package.train", "package.train"),
+        ("driver.py", None, configs.CALLED_JOB),
+        ("-c", None, configs.CALLED_JOB),
+        ("bin/train", None, configs.CALLED_JOB),
+        ("lib/ipykernel_launcher.py", "ipykernel_launcher", configs.CALLED_JOB),
+    ],
+)
+def test_only_a_program_that_starts_the_run_itself_is_started_again(
+    program: str, module: str | None, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the example that comes with the toolkit was started for a run of `python -c`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py", "package/__init__.py"):
+        (tmp_path / name).write_text("import toolkit\nrun = toolkit.start()\n")
+    (tmp_path / "driver.py").write_text("import train\n")
+    monkeypatch.setattr("sys.argv", [program])
+    spec = None if module is None else ModuleSpec(module, None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert rank._program() == job
 
 
 def test_a_rank_alone_takes_its_run_over_from_one_on_another_node(

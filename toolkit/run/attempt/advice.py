@@ -8,6 +8,7 @@ types each of them, in the situation that it is given for.
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 
 from toolkit import config as configs
@@ -17,7 +18,7 @@ from toolkit.errors import ConfigError
 from toolkit.run.attempt.budgets import may_be_chance
 from toolkit.run.attempt.facts import THEN_PRINTED
 from toolkit.run_files import AttemptRecord, RunState, RunStatus
-from toolkit.rundir import RunDir
+from toolkit.rundir import RUN_DIR_VARIABLE, RunDir
 
 #: The state of a run that has ended without a result.
 LOST = "lost"
@@ -34,6 +35,7 @@ class Situation:
     saved: int | None = None  #: the step of the newest checkpoint
     is_script: bool = False  #: of `toolkit exec`: it has checkpoints of its own, and its sources are not copied
     has_copy: bool = True  #: of its sources
+    program: str = ""  #: how to start it again, if `toolkit resume` cannot
     has_curves: bool = True
     mended_by: str = ""  #: overrides without which a resume would end in the same way
     refusal: bool = False  #: its last attempt found its config or its surroundings wrong
@@ -66,6 +68,8 @@ def next_step(facts: Situation) -> str:
 
 def _resume(facts: Situation, words: str = "") -> str:
     """Return ``toolkit resume`` with ``words``, and what it does."""
+    if facts.program:
+        return facts.program
     command = " ".join(filter(None, ["toolkit resume", facts.run, words]))
     if facts.is_script:
         return f"`{command}` starts the script again, which goes on from its own checkpoints if it looks for them"
@@ -93,6 +97,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
         newest_step(run.checkpoints),
         is_script=config is not None and config.job == configs.FOREIGN_JOB,
         has_copy=run.code.is_dir(),
+        program=of_program(run) if config is not None and config.job == configs.CALLED_JOB else "",
         has_curves=run.tensorboard.is_dir() and any(run.tensorboard.iterdir()),
         mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
         refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
@@ -118,11 +123,20 @@ def of_restarts(run: RunDir, attempt: int) -> str:
     )
 
 
+def of_program(run: RunDir) -> str:
+    """Return how to start a run again that a program has started by calling ``toolkit.start()``."""
+    return (
+        "start its program again, as it was started before, with the run in its environment: "
+        f"`export {RUN_DIR_VARIABLE}={shlex.quote(str(run.path))}`"
+    )
+
+
 def after_request(run: RunDir, how: str) -> str:
     """Return what brings a run back that was just asked to ``stop`` or to ``cancel``."""
     if run.result() is not None or how == "cancel":
         return of(run, None if run.result() is not None else RunState.CANCELLED)
-    return f"when it has ended, `toolkit resume {run.id}` goes on from there"
+    program = situation_of(run).program
+    return f"when it has ended, {program or f'`toolkit resume {run.id}` goes on from there'}"
 
 
 def of(run: RunDir, state: str | None = None) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from toolkit import chaos, error_file, fsio, logs, rundir, secret_values, signals
 from toolkit import config as configs
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.hang import stacks
 from toolkit.process_identity import ProcessIdentity
 from toolkit.run.prepare.new_run import new_run
@@ -147,10 +147,12 @@ def joined(name: str | None = None) -> JobConfig:
     place = placement.derive(os.environ, socket.gethostname())
     _note(place)
     stacks.answer(place.rank)
-    is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
-    if is_script and path is None:  # a later `toolkit resume` starts it with the same arguments
-        path, overrides = sys.argv[0], [*overrides, configs.argv_override(sys.argv[1:])]
-    if not supervised and (name := name or _name_by_submitit()):
+    name = None if supervised else name or _name_by_submitit()
+    if path is None:  # a later `toolkit resume` starts the program with the same arguments
+        job = _program()
+        name = name or _name_of(job)
+        overrides = [*overrides, f"job={json.dumps(job)}", configs.argv_override(sys.argv[1:])]
+    if name:
         overrides = [f"name={json.dumps(name)}", *overrides]
     config = configs.load_config(path, overrides)
     if not supervised:
@@ -158,6 +160,27 @@ def joined(name: str | None = None) -> JobConfig:
     secret_values.give_to_rank(config.secrets)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
     return config
+
+
+def _program() -> str:
+    """Return the script, or the module, that this process was started with, as ``job`` of a config.
+
+    What does not itself call ``toolkit.start()``, such as submitit or a notebook, would do something else when it is
+    started again: ``CALLED_JOB`` stands for it.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    job = sys.argv[0] if spec is None else str(spec.name)
+    try:
+        is_loop = (spec is not None or job.endswith(".py")) and configs.is_loop(job)
+    except ConfigError:  # it is not there any more, as in another current folder
+        is_loop = False
+    return job if is_loop else configs.CALLED_JOB
+
+
+def _name_of(job: str) -> str | None:
+    if job == configs.CALLED_JOB:
+        return None
+    return Path(job).stem if job.endswith(".py") else job.removesuffix(".__main__").rpartition(".")[2]
 
 
 def _name_by_submitit() -> str | None:

@@ -16,6 +16,7 @@ from toolkit.config import JobConfig
 from toolkit.config.layer_files import override_layer
 from toolkit.config.live import LIVE
 from toolkit.errors import RequestError
+from toolkit.run.attempt import advice
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import absolute, check_submittable
@@ -38,6 +39,8 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     overrides = configs.override_texts(overrides)
     # Refuse all that can be refused before a file is changed.
     refuse_unfit(run.path)
+    if configs.load_config(run.config, site=False).job == configs.CALLED_JOB:
+        raise RequestError(f"run {run.id}: toolkit cannot start again what has started it; {advice.of_program(run)}")
     before, result, status = ownership.number_of(run), run.result(), run.status()
     if result is None:
         _refuse_unless_over(run, status)
