@@ -43,7 +43,7 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/mypy
 
 coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
-	$(PYTEST) $(ABREAST) -m "not soak and not dist and not slurm" tests/unit tests/plugins $(MEASURE)
+	$(PYTEST) $(ABREAST) -m "not soak and not dist and not slurm" tests/unit tests/plugins tests/house $(MEASURE)
 MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
@@ -67,7 +67,7 @@ bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ra
 	$(BIN)/python -m tests.bench.compare $(NAMES)
 
 fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz
-	$(PYTEST) tests/unit/fuzz -m soak -rP --show-capture=no -s
+	$(PYTEST) tests/house/fuzz -m soak -rP --show-capture=no -s
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fuzz.harness import ROOT
+from tests.house.fuzz.harness import ROOT
 from toolkit.cli.main import commands
 from toolkit.config import all_keys
 from toolkit.config.catalog import CATALOG

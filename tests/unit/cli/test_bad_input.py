@@ -56,11 +56,6 @@ def test_a_checkpoint_without_its_manifest_is_not_verified(run: RunDir, capsys: 
     assert "step-00000010: is damaged: it has no manifest.json" in capsys.readouterr().out
 
 
-def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "cluster.nodes=0"]) == EXIT_REQUEST
-    assert "cluster.nodes: 0 is refused" in capsys.readouterr().err
-
-
 def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:
     run.write_result(RunResult.from_json({"state": "failed", "why": "the disk of Müller is full"}))
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}

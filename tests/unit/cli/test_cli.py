@@ -20,8 +20,6 @@ from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Intent
 from toolkit.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
@@ -79,23 +77,6 @@ def test_status_says_what_slurm_lets_a_job_wait_for(
     out = capsys.readouterr().out
     assert says in out
     assert ("release" in out) == (reason not in ("Resources", None))
-
-
-@pytest.mark.parametrize("command", ["status", "why"])
-def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    run = rundir.create("digits")
-    run.config.write_text("")
-    run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
-    failed = JobStatus("7", "FAILED", "JobLaunchFailure", "node[2-3]")
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [failed])
-    assert cli.main([command, run.id]) == EXIT_DONE
-    out = capsys.readouterr().out
-    assert "lost (FAILED)" in out
-    assert "Slurm could not start job 7 on node2" in out
-    assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
 
 
 @pytest.mark.parametrize(("log_s", "is_told"), [(None, True), (100.0, True), (300.0, False)])
@@ -177,23 +158,6 @@ def test_saves_that_fail_are_told_while_the_run_goes_on(
         run.write_status(RunStatus.from_json(fields))
         assert cli.main(["status"]) == EXIT_DONE
         assert (f"{run.id}: {error}" in capsys.readouterr().out) == (found is not None)
-
-
-@pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
-def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
-    wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The job was cancelled at the moment at which it started."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    run = rundir.create("digits")
-    run.config.write_text("")
-    run.write_status(RunStatus.from_json({"state": "queued", "job_id": "7", "updated": time.time()}))
-    stop_request.ask(run, wish)
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "CANCELLED", None)])
-    assert cli.main(["why", run.id]) == EXIT_DONE
-    out = capsys.readouterr().out
-    assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out
-    assert f"next: `toolkit resume {run.id}` begins anew: there is no checkpoint" in out
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json"])

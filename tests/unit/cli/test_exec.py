@@ -60,11 +60,6 @@ def test_what_follows_the_two_dashes_is_the_commands_word_for_word(
     assert calls == [("submit", command, overrides, {"name": name, "executor": "auto", "after": []})]
 
 
-def test_a_metric_may_begin_with_a_minus() -> None:
-    args = cli.parse(cli.build_parser(["sweep"]), ["sweep", "a.yaml", "--metric", "-eval/loss", "optim.lr=1,2"])
-    assert (args.metric, args.overrides) == ("-eval/loss", ["optim.lr=1,2"])
-
-
 def test_words_for_a_restart_may_begin_with_a_minus(calls: list[Call]) -> None:
     assert cli.main(["exec", "--on-restart", "--resume", "--name", "n", "--", "x"]) == EXIT_DONE
     assert calls == [("submit", ["x"], ['on_restart=["--resume"]'], {"name": "n", "executor": "auto", "after": []})]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main as cli
-from toolkit.config import all_keys
 from toolkit.errors import EXIT_REQUEST
 
 JOB = '''
@@ -67,18 +66,6 @@ def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
     assert f"{'  train.precision: str = fp32':58}one of fp32, bf16, fp16; what the model computes in" in found
 
 
-@pytest.mark.parametrize("command", ["submit", "run", "supervise", "resume-check"])
-def test_every_key_is_listed_within_the_width_of_a_terminal(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "c.yaml").write_text(f"job: job.py\nparams: {{width: 3}}\nname: {'n' * 99}\nnotify: [{'x' * 150}]\n")
-    found = lines(capsys, command, "c.yaml", "-h")
-    assert max(len(line) for line in found if "xxx" not in line) <= 120
-    names = [line[2:].partition(":")[0] for line in found if line[:2] in ("  ", "* ") and line[2:3].strip()]
-    own = {"params.width", "params.dropout", "params.block.heads"}
-    assert set(names) == own | set(all_keys()) - {"params"}
-
-
 def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["submit", "--help"])
@@ -100,12 +87,6 @@ def test_a_job_without_own_keys_has_all_others(
     (folder / "c.yaml").write_text(text)
     found = lines(capsys, "submit", "c.yaml", "--help")
     assert says in found[2]
-    assert any(line.startswith("  train.epochs: int = 10") for line in found)
-
-
-def test_a_sweep_shows_the_keys_too_whatever_values_it_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "c.yaml").write_text(f"{(folder / 'c.yaml').read_text()}\nsweep: {{optim.lr: [0.1, 0.2]}}\n")
-    found = lines(capsys, "sweep", "c.yaml", "train.seed=0..4", "--help")
     assert any(line.startswith("  train.epochs: int = 10") for line in found)
 
 

@@ -65,26 +65,3 @@ def test_status_says_nothing_where_nobody_is_slow(
 ) -> None:
     stands(run, *stragglers)
     assert told(capsys, "status") == []
-
-
-def test_why_names_who_was_slow_and_what_to_do(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    stands(run, RECOVERED, SLOW)
-    assert told(capsys, "why", run.id) == [
-        "slow: node01 (rank 2) was 3.0 times slower than the others for 90 s",
-        "slow: node03 (ranks 12-15) is 1.6 times slower than the others for 12 min",
-        "  all ranks wait for the slowest: see what else runs there, and how hot it is; "
-        "to leave it out: cluster.exclude=node[01,03]",
-    ]
-
-
-def test_after_the_end_nobody_is_slow_any_more(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    stands(run, SLOW, state="failed", ended=NOW - 120.0)
-    assert told(capsys, "status") == []
-    assert told(capsys, "why", run.id)[0] == (
-        "slow: node03 (ranks 12-15) was 1.6 times slower than the others for 10 min"
-    )
-
-
-def test_the_only_node_of_a_run_cannot_be_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    stands(run, SLOW, nodes=["node03"])
-    assert not [line for line in told(capsys, "why", run.id) if "exclude" in line]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -292,25 +291,6 @@ def test_the_first_step_is_dated_by_the_report_that_came_fastest(monkeypatch: py
 
 
 # ------------------------------------------------------------------------------------------------ through the commands
-
-
-def test_status_and_why_tell_where_the_time_went_while_it_runs_and_after(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger = {**HOUR, "ratio": 0.87}
-    live = {"attempt": 1, "goodput": ledger, "submitted": SUBMITTED, "updated": SUBMITTED + 4320.0, "started": 0.0}
-    run.write_status(RunStatus.from_json({"state": "running", "progress": {}, **live}))
-    assert of_files(run) == pytest.approx(ledger, abs=1e-3)
-    for command in ("status", "why"):
-        assert cli.main([command, str(run.path)]) == EXIT_DONE
-        assert sentence(HOUR) in capsys.readouterr().out
-    run.write_result(
-        RunResult.from_json(
-            {"state": "completed", "attempts": 1, "metrics": {}, "goodput": {**ledger, "training": 3759.0}}
-        )
-    )
-    assert cli.main(["status", str(run.path), "--json"]) == EXIT_DONE
-    assert json.loads(capsys.readouterr().out)[0]["goodput"]["training"] == 3759.0
 
 
 def test_the_list_of_all_runs_tells_no_times(tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,11 +149,6 @@ def test_a_rank_at_work_waits_for_nobody() -> None:
     assert awaits([]) is None
 
 
-@pytest.mark.parametrize(("file", "function"), stack_digest._WAITS)
-def test_the_places_where_ranks_wait_are_where_they_are_said_to_be(file: str, function: str) -> None:
-    assert f"def {function}(" in (Path(stack_digest.__file__).parents[1] / file).read_text()
-
-
 def test_thousands_of_ranks_are_judged_in_no_time() -> None:
     seen = [rank(number, BACKWARD) for number in range(4096)]
     begun = time.monotonic()

@@ -9,21 +9,14 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit import config as configs
-from toolkit import fsio, rundir
-from toolkit.cli import main as cli
-from toolkit.config import JobConfig
-from toolkit.metrics import start_up
 from toolkit.metrics.goodput import of_attempt as ledger_of
 from toolkit.metrics.start_up import PARTS, of_attempt, sentence
-from toolkit.run_files import AttemptRecord, RunProgress, RunResult, RunState, Start
+from toolkit.run_files import RunProgress, Start
 
 IN_RANK = {"program": 0.5, "group": 0.25, "data": 1.0, "resume": 0.75, "first_step": 0.125}
 
@@ -122,27 +115,3 @@ def test_a_rank_counts_its_parts_from_the_start_of_its_process() -> None:
     assert parts["group"] >= 0.2
     assert parts["data"] >= 0.1
     assert sum(parts.values()) <= lived_s + 0.02
-
-
-def test_why_and_the_report_show_the_first_and_the_last_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
-    run = rundir.create("test", tmp_path)
-    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
-    for number, parts in enumerate(
-        ({"queue": 3.0, "agents": 0.5, "first_step": 0.25}, {}, {"ranks": 0.1, "group": 0.2, "first_step": 0.02}), 1
-    ):
-        run.add_attempt(AttemptRecord(number, ("node1",), 1.7e9, 1.7e9 + 9, "crashed", "restart", start_up=parts))
-    run.write_result(RunResult(RunState.COMPLETED, 3))
-    assert cli.main(["why", run.id]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "start of attempt 1: 3.8 s to the end of the first step: 3.0 s in the queue, 0.5 s agent" in out
-    assert "start of attempt 3: 0.3 s to the end of the first step: 0.1 s store and ranks' processes, 0.2 s" in out
-    assert cli.main(["why", run.id, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["start_up"]["3"]["group"] == 0.2
-    page = tmp_path / "page.html"
-    assert cli.main(["report", run.id, "--to", str(page)]) == 0
-    text = page.read_text()
-    assert "Where the start went" in text
-    assert start_up.WORDS["group"] in text

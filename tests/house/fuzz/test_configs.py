@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, seclude
+from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, seclude
 from toolkit.config import all_keys, dump_config, load_config, validate
 from toolkit.errors import RequestError
 from toolkit.run.submission import submit

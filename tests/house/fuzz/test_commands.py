@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, seclude
+from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, seclude
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cli import disk

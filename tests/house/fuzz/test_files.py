@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.unit.fuzz.damage import Damaged, damaged
-from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
+from tests.house.fuzz.damage import Damaged, damaged
+from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
 from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir

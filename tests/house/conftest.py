@@ -1,0 +1,12 @@
+"""Tests of the core with its plugins start as unit tests do."""
+
+from __future__ import annotations
+
+from tests.unit.conftest import (  # noqa: F401
+    cache_folder_of_its_own,
+    cache_folders,
+    log_as_at_the_start,
+    no_modules_of_earlier_tests,
+    pytest_collection_finish,
+    tmp_path,
+)
