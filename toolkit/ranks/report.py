@@ -16,7 +16,7 @@ from toolkit.hang.activity import Activity
 from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
 from toolkit.nodes.agent.reports import AgentGoneError, Outbox
 from toolkit.ranks.early_work import EarlyWork
-from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
+from toolkit.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 #: Seconds between two reports of rank 0.
@@ -150,7 +150,10 @@ class FileReporter(_Latest):
 
     def close(self) -> None:
         super().close()
-        state = RunState.FAILED if self._status.ended is None else RunState.COMPLETED
+        state = RunState.COMPLETED
+        if self._status.ended is None:
+            has_saved = self._fields.get("phase") == STOPPED_PHASE
+            state = RunState.STOPPED if has_saved else RunState.FAILED
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
             self._run_dir.write_status(self._run_dir.status().replace(state=state))
 

@@ -243,6 +243,13 @@ def test_an_unsupervised_run_that_ends_without_a_result_has_failed(run: RunDir) 
     assert run.result() is None
 
 
+def test_an_unsupervised_run_that_has_saved_as_it_was_asked_to_is_stopped(run: RunDir) -> None:
+    reporter = FileReporter(run, RunStatus())
+    reporter.progress(step=5, phase="stopped")
+    reporter.close()
+    assert run.status().state == "stopped"
+
+
 def test_an_unsupervised_rank_ends_when_another_process_has_its_run(tmp_path: Path) -> None:
     run = rundir.create("alone", tmp_path)
     code = (

@@ -269,6 +269,18 @@ def test_a_rank_alone_takes_its_run_over_from_one_on_another_node(
         begin(RunDir(tmp_path / "nothing"), monkeypatch)
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_rank_alone_on_another_node_has_ended_when_its_status_says_so(tmp_path: Path, state: str) -> None:
+    """Before, `toolkit resume`, which `why` advised, was refused on the login node after an `srun toolkit run`."""
+    run = make_run(tmp_path, state=state, updated=time.time() - 60)
+    owner = owned_by(run, os.getpid(), executor="debug", host="another", birth="boot-of-another:1:2")
+    assert not attach(run).is_over()  # the status is that of an earlier start
+    run.write_status(run.status().replace(state=RunState.RUNNING, updated=owner.time + 1))
+    assert not attach(run).is_over()
+    run.write_status(run.status().replace(state=RunState(state)))
+    assert attach(run).is_over()
+
+
 def test_a_run_of_this_process_is_over_when_its_handle_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

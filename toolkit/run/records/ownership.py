@@ -65,13 +65,17 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
 def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
     """Return whether a run without Slurm has a living process, and which one.
 
-    It has two: its supervisor, and the one that starts the supervisor.
+    It has two: its supervisor, and the one that starts the supervisor. A rank without a supervisor writes when its run
+    has ended, which is seen also where its process is not.
     """
-    owner, sent = read(run), run.submission()
+    owner, sent, status = read(run), run.submission(), run.status()
+    updated, says_so = status.updated or 0.0, status.state is not None and status.state.is_over
+    if owner is not None and owner.executor == "debug" and says_so and owner.time <= updated:
+        return Life.ENDED, owner.process
     processes = [owner.process] if owner is not None and owner.serves else []
     if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
         processes.append(sent.process)
-    seen = max(0.0 if owner is None else owner.time, run.status().updated or 0.0)
+    seen = max(0.0 if owner is None else owner.time, updated)
     lives = [(process.life(seen), process) for process in processes]
     return min(lives, key=lambda each: each[0], default=(Life.ENDED, None))
 
