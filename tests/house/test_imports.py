@@ -120,6 +120,12 @@ def test_imports_point_down() -> None:
     assert upward == []
 
 
+def test_tests_of_the_core_import_no_plugin() -> None:
+    """They run without plugins, see tests/unit/conftest.py."""
+    for path in (ROOT / "tests/unit").rglob("*.py"):
+        assert not [m for m in imports_of(path) if m.startswith(("toolkit.plugins", "tests.plugins"))], path
+
+
 def test_no_plugin_imports_another() -> None:
     for path in (PACKAGE / "plugins").rglob("*.py"):
         own = f"toolkit.plugins.{path.relative_to(PACKAGE / 'plugins').parts[0]}"

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import settings
 
+from toolkit import registry
 from toolkit.logs import LOGGER
 
 settings.register_profile("unit", deadline=None)  # a busy machine takes longer, and is no failure
@@ -44,6 +45,15 @@ def log_as_at_the_start() -> Iterator[None]:
             stream.close()
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
     LOGGER.setLevel(before[1])
+
+
+@pytest.fixture(autouse=True)
+def core_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the core without plugins: it must work without what they bring."""
+    monkeypatch.setattr(registry, "BUILT_IN", ())
+    registry.built_in.cache_clear(), registry.plugins.cache_clear()
+    yield
+    registry.built_in.cache_clear(), registry.plugins.cache_clear()
 
 
 @pytest.fixture(autouse=True)
