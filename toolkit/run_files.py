@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,6 +51,11 @@ class RunState(StrEnum):
     def is_over(self) -> bool:
         """True for a run that has ended: only a user starts it again."""
         return not (self.is_waiting or self.has_ranks or self is RunState.RESTARTING)
+
+
+def state_word(shown: str) -> str:
+    """Return the state in a table's text: ``lost`` of ``lost (FAILED)``, ``running`` of ``running? (silent)``."""
+    return re.split(r"\?? \(", shown)[0]
 
 
 Moment: TypeAlias = Annotated[float, MOMENT]

@@ -13,6 +13,7 @@ from toolkit.cli import run_rows
 from toolkit.durations import as_clock, in_units
 from toolkit.errors import RequestError, listing, nearest
 from toolkit.run.records import after
+from toolkit.run_files import state_word
 
 Row = dict[str, Any]
 
@@ -142,9 +143,7 @@ def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
 
 def with_short_states(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with ``queued (PENDING, Priority)`` as ``queued``. The reason stands below the table."""
-    return [
-        {**row, "state": str(row["state"]).split(" ")[0]} if row["slurm"] == "PENDING" else dict(row) for row in rows
-    ]
+    return [{**row, "state": state_word(str(row["state"]))} if row["slurm"] == "PENDING" else dict(row) for row in rows]
 
 
 def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:

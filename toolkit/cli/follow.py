@@ -17,11 +17,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from toolkit import terminal
-from toolkit.cli.growing_log import GrowingLog, is_script
+from toolkit.cli.growing_log import GrowingLog
 from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.metrics import efficiency, goodput
 from toolkit.run.attempt import advice
+from toolkit.run.records import run_config
 from toolkit.run.submission.handle import Run
 from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.rundir import RunDir
@@ -112,7 +113,7 @@ class _ScriptOutput:
     """What the first rank of a script prints from now on, in whole lines. Of other runs nothing."""
 
     def __init__(self, run: RunDir) -> None:
-        self._log = GrowingLog(run, 0) if is_script(run) else None
+        self._log = GrowingLog(run, 0) if run_config.is_script(run) else None
         self._rest = ""
         if self._log is not None:
             self._log.skip()

@@ -6,20 +6,10 @@ import codecs
 import io
 from pathlib import Path
 
-from toolkit import config as configs
-from toolkit.errors import ConfigError
 from toolkit.rundir import RunDir
 
 #: A log is read in such pieces, so that one of many GiB needs no memory.
 READ_BYTES = 1 << 20
-
-
-def is_script(run: RunDir) -> bool:
-    """True for a run of `toolkit exec`: a reader of its logs wants what the script prints."""
-    try:
-        return configs.load_config(run.config, site=False).job == configs.FOREIGN_JOB
-    except ConfigError:
-        return False
 
 
 class GrowingLog:

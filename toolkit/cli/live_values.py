@@ -8,7 +8,7 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.config.live import LIVE, LIVE_IN_OWN_LOOPS, set_values
 from toolkit.errors import ConfigError, RequestError, nearest
-from toolkit.run.records import changes
+from toolkit.run.records import changes, run_config
 from toolkit.rundir import RunDir
 
 
@@ -16,7 +16,7 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values by key. Raises ConfigError for a key that cannot be set now, or a value that does not fit."""
     if not overrides:
         raise RequestError(f"set: say what, as in `toolkit set {run.id} optim.lr=0.01`; keys: {', '.join(LIVE)}")
-    now = configs.load_config(run.config, site=False)
+    now = run_config.in_force(run)
     keys = [override.partition("=")[0] for override in overrides]
     for key in keys:
         if now.job == configs.FOREIGN_JOB:
@@ -37,7 +37,6 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     then = configs.load_config(run.config, overrides, site=False)
     values = {key: configs.value_of(then, key) for key in keys}
     # Check them together with what the ranks have now, which is not what the file says.
-    set_values(now, changes.latest(changes.in_force(changes.read(run))))
     set_values(now, values)
     configs.validate(now, login_node=False, project=run.code.resolve(), goes_on=True)
     return values

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit import rundir
 from toolkit.errors import RequestError, RunNotFoundError, nearest
-from toolkit.run_files import RunState
+from toolkit.run_files import RunState, state_word
 from toolkit.rundir import RunDir
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -78,12 +78,7 @@ def by_state(rows: Sequence[dict[str, Any]], states: str | None) -> list[dict[st
         if word not in STATES:
             raise RequestError(f"--state: no state {word!r}; {nearest(word, STATES)}states: {', '.join(STATES)}")
         wanted |= {str(state) for state in GROUPS.get(word, [word])}
-    return [row for row in rows if _plain(row["state"]) in wanted or (row["damage"] and "damaged" in wanted)]
-
-
-def _plain(state: str) -> str:
-    """Return the state's word: ``lost`` of ``lost (FAILED)``, ``running`` of ``running? (silent)``."""
-    return re.split(r"[? ]", str(state))[0]
+    return [row for row in rows if state_word(str(row["state"])) in wanted or (row["damage"] and "damaged" in wanted)]
 
 
 def parse_since(argument: str, text: str, now: float) -> float:

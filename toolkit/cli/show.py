@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import time
 from collections import Counter
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from toolkit import fsio, rundir, terminal
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ToolkitError
 from toolkit.metrics import goodput
 from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run.attempt import advice
-from toolkit.run.records import changes, ownership
+from toolkit.run.records import changes, ownership, run_config
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.stop_request import Intent
-from toolkit.run_files import RunState
+from toolkit.run_files import RunState, state_word
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 
@@ -241,9 +240,8 @@ def given_words(run: RunDir) -> str:
     """Return the arguments of a run's script, or the command of `toolkit exec`; empty for a run without any."""
     from toolkit import config as configs  # takes longer to import than the listing of many runs
 
-    try:
-        config = configs.load_config(run.config, site=False)
-    except ConfigError:
+    config = run_config.read(run)
+    if config is None:
         return ""
     words = shlex.join(configs.command_line(config))
     return words and f"{'command' if config.job == configs.FOREIGN_JOB else 'arguments'}: {words}"
@@ -273,7 +271,7 @@ MOST_TOLD = 20
 
 def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return how many rows are in each state, the most first."""
-    counts = Counter(re.split(r"[? ]", str(row["state"]))[0] for row in rows)
+    counts = Counter(state_word(str(row["state"])) for row in rows)
     return f"{len(rows)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())
 
 

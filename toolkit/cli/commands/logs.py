@@ -47,7 +47,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
     from toolkit import rundir
-    from toolkit.cli.growing_log import GrowingLog, is_script
+    from toolkit.cli.growing_log import GrowingLog
+    from toolkit.run.records.run_config import is_script
 
     of_all = args.merged or args.errors
     if args.supervisor and (of_all or args.rank is not None or args.attempt is not None):

@@ -15,7 +15,7 @@ from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.handle import attach
-from toolkit.run_files import RunState
+from toolkit.run_files import RunState, state_word
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
@@ -59,8 +59,8 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
     A point at work commits a checkpoint and ends. Slurm is called at most four times, for all of them. Raises
     RequestError where their jobs are on another cluster.
     """
-    waiting = [each for each in standings if each.state.split()[0] in (RunState.QUEUED, RunState.REQUEUED)]
-    working = [each for each in standings if each.state.split()[0] in _AT_WORK]
+    waiting = [each for each in standings if state_word(each.state) in (RunState.QUEUED, RunState.REQUEUED)]
+    working = [each for each in standings if state_word(each.state) in _AT_WORK]
     jobs = {each.point.id: _jobs_of(each) for each in (*waiting, *working) if each.executor == "slurm"}
     _refuse_elsewhere(sweep, [job for of_point in jobs.values() for job in of_point])
     # The requests come first: a job that starts at this moment finds its own.

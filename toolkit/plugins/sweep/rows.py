@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from toolkit.cli import selection
 from toolkit.cli.run_rows import EMPTY
 from toolkit.plugins.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
 from toolkit.run.records.sweep_folder import SweepDir
-from toolkit.run_files import RunState
+from toolkit.run_files import RunState, state_word
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
@@ -88,5 +87,4 @@ def _row(run: str, name: str, path: str, **values: Any) -> dict[str, Any]:
 
 def count_states(states: Iterable[str]) -> dict[str, int]:
     """Return how many are in each state, the most first. ``running? (silent)`` counts as running."""
-    plain = (state if state == NOT_SUBMITTED else re.split(r"[? ]", str(state))[0] for state in states)
-    return dict(Counter(plain).most_common())
+    return dict(Counter(map(state_word, states)).most_common())

@@ -13,7 +13,7 @@ from toolkit.errors import SlurmError
 from toolkit.run.records import after, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.run_files import RunState, is_halved
+from toolkit.run_files import RunState, is_halved, state_word
 from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name, reasons
 from toolkit.slurm import states as slurm_states
@@ -49,8 +49,8 @@ class PointStanding:
         """True if the point has ended without its result, or will never start. Not one that halving has ended."""
         if is_halved(self.why):
             return False
-        word = self.state.split()[0]
-        return word in (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
+        ended_early = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
+        return state_word(self.state) in ended_early
 
     @property
     def metrics(self) -> Mapping[str, Any]:

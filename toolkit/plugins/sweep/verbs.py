@@ -9,7 +9,6 @@ import csv
 import io
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from toolkit.errors import EXIT_FAILED, RequestError, listing
 from toolkit.plugins.sweep import again, request, submission
 from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options
+from toolkit.plugins.sweep.rows import count_states
 from toolkit.plugins.sweep.states import REMOVED, PointStanding, standings
 from toolkit.run.records import awaited, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
@@ -116,8 +116,8 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
     if args.json:
         print(show.as_json([_as_data(each) for each in found]))
         return
-    states = Counter(each.state.split()[0] if each.state != "not submitted" else each.state for each in found)
-    counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    states = count_states(each.state for each in found)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
     say(f"sweep {sweep.name}: {_points(len(found))}: {counts}")
     shown = found
     if len(found) > MOST_ROWS and not args.all:

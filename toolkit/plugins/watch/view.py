@@ -22,6 +22,7 @@ from typing import Any
 from toolkit import registry, rundir, terminal
 from toolkit.cli import columns, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
+from toolkit.run_files import state_word
 from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
@@ -165,7 +166,7 @@ def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, he
     if len(shown) < len(rows):
         text.append(f"... and {len(rows) - len(shown)} older runs\n", "dim")
     for row, line in zip(shown, table[1:], strict=True):
-        text.append(f"{line}\n", _COLORS.get(str(row["state"]).split(" ")[0], ""))
+        text.append(f"{line}\n", _COLORS.get(state_word(str(row["state"])), ""))
     for note in notes:
         text.append(f"{note}\n", "yellow")
     text.append("q ends this; the runs go on", "dim")

@@ -17,7 +17,8 @@ from toolkit.config import JobConfig
 from toolkit.errors import ConfigError
 from toolkit.run.attempt.budgets import may_be_chance
 from toolkit.run.attempt.facts import THEN_PRINTED
-from toolkit.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.run.records import run_config
+from toolkit.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.rundir import RUN_DIR_VARIABLE, RunDir
 
 #: The state of a run that has ended without a result.
@@ -85,9 +86,8 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     damage: list[str] = []
     result, status = run.result(damage), run.status(damage)
     attempts = run.attempts(damage)
-    known = state or (result.state if result is not None else status.state) or "unknown"
-    known = known.split(" ")[0].rstrip("?")
-    config = _config(run)
+    known = state_word(state or (result.state if result is not None else status.state) or "unknown")
+    config = run_config.read(run)
     last = attempts[-1] if attempts else None
     failure = last.first_failure if last is not None and known == RunState.FAILED else None
     is_clear = failure is not None and not may_be_chance(failure.how) and THEN_PRINTED not in failure.how
@@ -110,7 +110,7 @@ def of_restarts(run: RunDir, attempt: int) -> str:
 
     Whether it goes on from a checkpoint of its own cannot be seen. One that does not ends as completed, too.
     """
-    config = _config(run) if attempt > 1 else None
+    config = run_config.read(run) if attempt > 1 else None
     if config is None or config.job != configs.FOREIGN_JOB:
         return ""
     # It is told, or it has the toolkit's checkpoints.
@@ -142,13 +142,6 @@ def after_request(run: RunDir, how: str) -> str:
 def of(run: RunDir, state: str | None = None) -> str:
     """Return what to do next about ``run``."""
     return next_step(situation_of(run, state))
-
-
-def _config(run: RunDir) -> JobConfig | None:
-    try:
-        return configs.load_config(run.config, site=False)
-    except ConfigError:
-        return None
 
 
 def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from toolkit import config as configs
 from toolkit.checkpoint.folder import CheckpointFolder, committed
-from toolkit.config import live
 from toolkit.config.learning_rate import RateChange, rate_change_by
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.run.records import changes
+from toolkit.run.records import run_config
 from toolkit.rundir import RunDir
 
 
@@ -27,8 +25,6 @@ def saved_rates(run: RunDir) -> tuple[int, Any]:
 def changed_rate(run: RunDir, step: int, saved: Any) -> RateChange | None:
     """Return what is to be said of the rate with which the resumed ``run`` goes on from ``saved``, if anything."""
     try:
-        config = configs.load_config(run.config, site=False)
-        live.set_values(config, changes.latest(changes.in_force(changes.read(run))))
-        return rate_change_by(saved, step, config, run.id)
+        return rate_change_by(saved, step, run_config.in_force(run), run.id)
     except (ConfigError, KeyError, TypeError, AttributeError):  # another version of the toolkit kept it
         return None
