@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -99,6 +100,7 @@ def _source_of(kind: Any) -> PythonSource:
     return read_source(Path(str(sys.modules[kind.__module__].__file__)))
 
 
+@cache
 def _comments(kind: Any) -> dict[str, str]:
     """Return the comment of each field of a section, from the source of its class."""
     if any(f.metadata for f in fields(kind)):  # read from a job's file

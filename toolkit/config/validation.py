@@ -6,15 +6,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, origin, rundir, secret_values
 from toolkit.config.catalog import check_datasets, data_root
 from toolkit.config.combinations import check_batch, check_combinations
-from toolkit.config.hints import limits_of
+from toolkit.config.hints import hints_of, limits_of
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
@@ -129,19 +129,24 @@ def check_section(section: Any, prefix: str = "") -> None:
     """
     kind: Any = type(section)
     for key, limits in limits_of(kind).items():
+        value = value_of(section, key)
         for limit in limits:
-            limit.check(f"{prefix}{key}", value_of(section, key))
-    for part in _parts(section):
-        if hasattr(part, "check"):
-            part.check()
+            limit.check(prefix + key, value)
+    for name in _checked(kind):
+        value_of(section, name).check()
+    if hasattr(section, "check"):
+        section.check()
 
 
-def _parts(section: Any) -> Iterator[Any]:
-    """Yield the sections in a section, and then itself."""
-    for f in fields(section):
-        if is_dataclass(value := getattr(section, f.name)):
-            yield from _parts(value)
-    yield section
+@cache
+def _checked(schema: Any, prefix: str = "") -> tuple[str, ...]:
+    """Return the dotted names of the sections in a section that have a check of their own."""
+    found: list[str] = []
+    for name, hint in hints_of(schema).items():
+        if is_dataclass(hint):
+            found += _checked(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            found += [f"{prefix}{name}"] if hasattr(hint, "check") else []
+    return tuple(found)
 
 
 def check_places(config: JobConfig) -> None:

@@ -36,6 +36,8 @@ class Text:
     is_path: bool = False  #: such that the system can look it up
 
     def check(self, key: str, value: Any) -> None:
+        if value is None or isinstance(value, (int, float)):  # most keys, of thousands of configs
+            return
         words = {key: value}
         if isinstance(value, list):
             words = {f"{key}[{index}]": word for index, word in enumerate(value)}
@@ -64,7 +66,7 @@ class OneOf:
         self.words = words
 
     def check(self, key: str, value: str | None) -> None:
-        if value is not None:
+        if value is not None and value not in self.words:
             one_of(key, value, self.words)
 
 
