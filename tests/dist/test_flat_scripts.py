@@ -70,6 +70,29 @@ def test_a_flat_script_that_fails_is_not_completed_and_goes_on_where_it_was(tmp_
     assert (run.result().state, run.result().step) == ("completed", 8)
 
 
+BLOCK = """
+import sys
+import torch
+import toolkit
+
+with toolkit.start() as run:
+    run.resumable(model=torch.nn.Linear(1, 1))
+    for step in run.steps(range(100), total=8):
+        if step == 3:
+            sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "completed"), (3, "failed")])
+def test_an_exit_ends_a_block_as_it_ends_a_flat_script(tmp_path: Path, code: int, state: str) -> None:
+    """Before, a block that was left by `sys.exit(0)` was not completed."""
+    (tmp_path / "block.py").write_text(BLOCK)
+    assert python(tmp_path, "block.py", str(code)).returncode == code
+    (run,) = rundir.all_runs(tmp_path / "runs")
+    assert run.status().state == state
+    assert (run.result() is not None) == (code == 0)
+
+
 def test_a_run_within_a_job_of_submitit_has_the_scripts_name_and_goes_on_by_submitit(tmp_path: Path) -> None:
     """Before, `toolkit resume` submitted a job that started submitit's own program, and failed."""
     (tmp_path / "flat_script.py").write_text(SCRIPT)

@@ -88,7 +88,7 @@ class StartedRun(TrainingRun):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._script_end.forget()
-        self._end(error)
+        self._end(None if script_end.is_good_exit(error) else error)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the run, unless an ``error`` ended it, and close all. A stop becomes the process's exit."""

@@ -106,12 +106,16 @@ def ended_here() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_good = isinstance(error, SystemExit) and error.code in (None, 0)
         for waiting in _waiting:
-            waiting.call(None if is_good else error)
+            waiting.call(None if is_good_exit(error) else error)
         raise
     for waiting in _waiting:
         waiting.call(None)
+
+
+def is_good_exit(error: BaseException | None) -> bool:
+    """True for the exit of a script that has done what it was to do."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _frame_of_script() -> FrameType | None:
