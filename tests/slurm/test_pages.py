@@ -29,14 +29,13 @@ ELSEWHERE = re.compile(
     r"pip install|make (check|coverage|test|box|bench|gpu|soak)|tests\.(scale|bench)|\bRUN\b"
     r"|toolkit (stacks|profile|set|watch|sync) "
 )
-#: A box has four nodes of two CPUs, no GPU, no partition of that name, and no network to fetch MNIST over.
+#: A box has four nodes of two CPUs, no GPU, and no partition of that name.
 FITTED = [
     (r"cluster\.nodes=8", "cluster.nodes=2"),
     (r"cluster\.tasks_per_node=4", "cluster.tasks_per_node=1"),
     (r"--ntasks-per-node=4", "--ntasks-per-node=2"),
     (r" cluster\.gpus_per_node=4", ""),
     (r" cluster\.partition=gpu|\"cluster\.partition=gpu\", ", ""),
-    (r"configs/mnist_ddp\.yaml", "configs/digits_ddp_4node.yaml"),
     (r"/scratch/other_books", "~/books"),
     (r"--optuna ([24])0", r"--optuna \1"),
     (r"CONFIG key=value", "configs/mine.yaml train.epochs=2"),
