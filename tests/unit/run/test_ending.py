@@ -606,6 +606,13 @@ def test_a_failure_one_step_before_the_furthest_is_at_the_wall() -> None:
     assert judge(facts).decision is Decision.GIVE_UP
 
 
+def test_the_first_failure_is_kept_where_a_lost_node_requeues_the_job() -> None:
+    lost = Facts(1, (PEER, KILLED), slurm=JobFate.NODE_FAILED, lost_nodes=("node2",))
+    assert (judge(lost).decision, judge(lost).first_failure) == (Decision.REQUEUE, KILLED)
+    # A preemption kills the ranks, too.
+    assert judge(replace(lost, slurm=JobFate.PREEMPTED, lost_nodes=())).first_failure is None
+
+
 @pytest.mark.parametrize(
     ("facts", "cause", "decision"),
     [

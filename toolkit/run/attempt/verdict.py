@@ -222,13 +222,15 @@ def _requeue(facts: Facts, cause: Cause, line: str) -> Verdict:
     A run does not choose when it is taken away; the budget is for a run without progress.
     """
     limit = facts.budgets.max_requeues
+    # A preemption ends the ranks by itself. What they say of it is no failure.
+    first = first_failure(facts.failures) if cause is Cause.NODE_FAILURE else None
     if limit == 0:
-        return Verdict(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)")
+        return Verdict(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)", first)
     before = requeues_in_vain(facts.history)
     if facts.gained_s == 0.0 and before >= limit:
         line = f"{line}; given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
-        return Verdict(cause, Decision.GIVE_UP, line)
-    return Verdict(cause, Decision.REQUEUE, line)
+        return Verdict(cause, Decision.GIVE_UP, line, first)
+    return Verdict(cause, Decision.REQUEUE, line, first)
 
 
 def _at(facts: Facts) -> str:
