@@ -31,7 +31,7 @@ BUILT_IN = (
 log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
-Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "hooks", "adapters"]
+Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "trackers", "hooks", "adapters"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ class Plugin:
 
     * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
     * ``strategies``: for a value of ``strategy.name``, a function that is called as ``build(config, session, train)``
-      and returns a :class:`toolkit.strategies.protocol.Strategy`.
+      and returns a :class:`toolkit.strategies.protocol.Strategy`. One of another package counts as ``custom`` where a
+      config is checked: see `toolkit.config.strategy.StrategyTraits`.
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
+    * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
     * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
       ``complete``: the words that a shell may complete, see `toolkit.cli.main`. ``sweep_rows``: the rows of sweeps in
       a listing, ``may_start_again``: whether a run that has ended may come back, ``compare_runs``: ends runs that are
@@ -55,6 +57,7 @@ class Plugin:
     strategies: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     interface: int = INTERFACE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +67,22 @@ def test_the_plugin_of_the_page_is_installed_from_a_wheel_and_used(site: Path) -
     assert "the step of the newest run named gpt" in toolkit(site, "steps", "--help")[0]
     assert "did you mean 'steps'" in toolkit(site, "stepss", code=2)[1]
     assert toolkit(site, "__complete", "bash", "toolkit step")[0] == "steps\n"
+
+
+def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
+    options = ["strategy.name=slow_ddp", "train.max_steps=20", "train.log_every=10", "optim.warmup_steps=0"]
+    config = str(ROOT / "configs/digits_ddp.yaml")
+    shutil.copytree(ROOT / "jobs", site / "jobs")
+    toolkit(site, "submit", config, *options, "cluster.tasks_per_node=1", "--executor", "local", "--wait")
+    toolkit(site, "sync", "digits-ddp", "lines")
+    toolkit(site, "sync", "digits-ddp", "lines")  # nothing is new
+    (file,) = site.glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line or "train/loss" in line] == [10, 20]
+    refused = toolkit(site, "submit", config, "strategy.name=slow_dpp", "--dry-run", code=2)[1]
+    assert "strategy.name" in refused
+    refused = toolkit(site, "submit", config, *options, "train.clip_norm=1", "--dry-run", code=2)[1]
+    assert "slow_ddp" in refused
 
 
 @pytest.mark.parametrize(

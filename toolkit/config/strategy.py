@@ -105,7 +105,7 @@ class LocalSgdConfig:
 class StrategyConfig:
     """How the ranks share the work."""
 
-    name: Annotated[str, OneOf(*STRATEGIES)] = "ddp"  #: see docs/strategies.md
+    name: Annotated[str, OneOf(*STRATEGIES, kind="strategies")] = "ddp"  #: see docs/strategies.md
     #: of ddp's gradients, for slow links; with fsdp and zero bf16
     compression: Annotated[str, OneOf("none", "fp16", "bf16", "int8", "topk", "powersgd")] = "none"
     compression_ratio: Annotated[float, _RATIO] = 0.01  #: topk: the part of the values that is sent

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
-from toolkit import fsio
+from toolkit import fsio, registry
 from toolkit.errors import ConfigError, nearest
 
 Choice = TypeVar("Choice")
@@ -60,13 +60,15 @@ class Text:
 
 
 class OneOf:
-    """One of these words."""
+    """One of these words, or of those that other people's plugins bring as ``kind``."""
 
-    def __init__(self, *words: str) -> None:
-        self.words = words
+    def __init__(self, *words: str, kind: registry.Kind | None = None) -> None:
+        self.words, self._kind = words, kind
 
     def check(self, key: str, value: str | None) -> None:
-        if value is not None and value not in self.words:
+        if value is None or value in self.words:
+            return
+        if self._kind is None or registry.where(self._kind, value) is None:
             one_of(key, value, self.words)
 
 

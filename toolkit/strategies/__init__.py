@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from toolkit import registry
 from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
-from toolkit.config.words import one_of
+from toolkit.config.words import OneOf
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import recomputed
@@ -46,7 +46,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` or the
     process group's backend does not go with this strategy.
     """
-    one_of("strategy.name", config.name, STRATEGIES)
+    OneOf(*STRATEGIES, kind="strategies").check("strategy.name", config.name)
     train = train or TrainConfig()
     check_section(train, "train.")
     check_step(train, config)

@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+from toolkit import registry
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
-from toolkit.plugins.trackers import TRACKERS
 
 EXAMPLES = (
     ("toolkit sync gpt wandb --project mine", "the newest run named gpt, as a run of W&B"),
@@ -14,7 +14,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
-    parser.add_argument("tracker", choices=[*TRACKERS, "csv"])
+    parser.add_argument("tracker", choices=[*registry.names("trackers"), "csv"])
     parser.add_argument("--project", metavar="NAME", help="mlflow: the experiment; default: the run's name")
     parser.add_argument("--follow", action="store_true", help="go on until the runs have ended")
     parser.add_argument("--all", action="store_true", help="also steps that a resume would make again")

@@ -2,4 +2,12 @@
 
 from toolkit.registry import Plugin
 
-PLUGIN = Plugin("trackers", commands={"sync": "toolkit.plugins.trackers.command"})
+PLUGIN = Plugin(
+    "trackers",
+    commands={"sync": "toolkit.plugins.trackers.command"},
+    trackers={
+        "mlflow": "toolkit.plugins.trackers.mlflow:Mlflow",
+        "trackio": "toolkit.plugins.trackers.trackio:Trackio",
+        "wandb": "toolkit.plugins.trackers.wandb:Wandb",
+    },
+)
