@@ -87,7 +87,7 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     assert told is not None
     assert told.currency == "EUR"
     assert told.cost == pytest.approx(told.usage.cpu_held_s / 100, rel=0.01)
-    line = next(line for line in why.splitlines() if line.startswith("  sbatch --nodes=2"))
+    line = next(line.strip() for line in why.splitlines() if line.startswith("    sbatch --nodes=2"))
     options = dict(re.findall(r"--([\w-]+)=(\S+)", line))
     assert (options["ntasks-per-node"], options["time"]) == ("1", "5")
     # The toolkit's import of torch, for the ranks' store, needs no processor of its own.
