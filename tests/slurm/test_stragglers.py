@@ -111,7 +111,7 @@ def test_the_error_files_of_a_foreign_script_lie_in_the_runs_logs_and_are_told(s
     assert (
         f"first failure: rank {first} on node{1 + first // 2}, attempt 1: ValueError: rank {first} has no data" in why
     )
-    assert "1 other ranks failed after it" in why
+    assert "1 other rank failed after it" in why
     assert str(Path(run.path) / f"logs/attempt-001/rank-{first}.log") in why
 
 

@@ -185,7 +185,7 @@ def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
     lines = page(run, capsys)
     assert "first failure: rank 1 on node2, attempt 1: RuntimeError: theirs" in lines
     assert "  RuntimeError: theirs" in lines
-    assert "  1 other ranks failed after it, most likely because of it" in lines
+    assert "  1 other rank failed after it, most likely because of it" in lines
     assert not [line for line in lines if line.startswith("steps lost")]
     assert ["1", "local", "2", "4", "crashed", "give_up"] in [line.split() for line in lines]
 

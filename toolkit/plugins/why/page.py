@@ -60,7 +60,8 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     lines = [f"first failure: {who}, attempt {failure['attempt']}: {' '.join(failure['how'].split())}"]
     lines += [f"  {line}" for line in tracebacks.folded(failure["traceback"])[-TRACEBACK_LINES:] if line]
     if failure["others"]:
-        lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")
+        ranks = "1 other rank" if failure["others"] == 1 else f"{failure['others']} other ranks"
+        lines.append(f"  {ranks} failed after it, most likely because of it")
     return [*lines, f"  log: {failure['log']}", ""]
 
 
