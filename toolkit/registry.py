@@ -68,7 +68,14 @@ _CORE_COMMANDS = (
     *("submit", "new", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
     *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard"),
 )
-CORE = Plugin("toolkit", commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS})
+CORE = Plugin(
+    "toolkit",
+    commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS},
+    strategies=dict.fromkeys(
+        ("ddp", "fsdp", "zero", "tensor", "pipeline", "local_sgd", "dp", "custom"), "toolkit.strategies"
+    ),
+    backends=dict.fromkeys(("auto", "nccl", "gloo"), "torch.distributed"),
+)
 
 
 def names(kind: Kind) -> dict[str, str]:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.pages import ROOT, blocks
 from toolkit import registry, rundir
+from toolkit.config import is_loop
 from toolkit.registry import Plugin
 from toolkit.run_files import RunProgress, RunStatus
 
@@ -95,6 +96,7 @@ def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
         ("PLUGIN = Plugin('other', interface=2)", "written for version 2 of toolkit.registry, and this is version 1"),
         ("PLUGIN = Plugin('other', commands={'status': 'x'})", "status of commands is there already, by toolkit"),
         ("PLUGIN = Plugin('other', commands={'why': 'x'})", "why of commands is there already, by why"),
+        ("PLUGIN = Plugin('other', strategies={'ddp': 'x:y'})", "ddp of strategies is there already, by toolkit"),
         ("PLUGIN = Plugin('why')", "there is one of this name"),
     ],
 )
@@ -112,6 +114,25 @@ def test_a_plugin_at_fault_is_named_in_a_line_and_the_others_work(
     assert "print the last step of a run" in out
     assert [line for line in err.splitlines() if why in line] == err.splitlines()
     assert len(err.splitlines()) == 1
+
+
+def test_a_rank_of_a_core_strategy_searches_for_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of the installed packages would cost each rank's start some hundredths of a second."""
+    monkeypatch.setattr(registry, "plugins", lambda: pytest.fail("searched"))
+    for name in registry.CORE.strategies:
+        assert registry.where("strategies", name) == "toolkit.strategies"
+    for name in registry.CORE.backends:
+        assert registry.where("backends", name) is not None
+
+
+def test_a_script_with_the_adapter_of_another_package_has_the_toolkit_in_its_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("from lab_plugin.loop import Lab\n\nLab().fit()\n")
+    assert not is_loop("train.py", tmp_path)
+    lab = Plugin("lab", adapters={"lab": "lab_plugin.loop"})
+    monkeypatch.setattr(registry, "plugins", lambda: (*registry.built_in(), lab))
+    assert is_loop("train.py", tmp_path)
 
 
 @pytest.fixture

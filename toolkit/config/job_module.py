@@ -136,9 +136,7 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     names = {source.full_name(func) for func in calls}
     if "toolkit.start" in names:
         return True
-    # Without a name of the toolkit's there is no adapter to look for.
-    adapters = registry.names("adapters").values() if any("toolkit." in name for name in names) else ()
-    return any(name.startswith(f"{adapter}.") for name in names for adapter in adapters)
+    return any(name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in names)
 
 
 def is_job(job: str, project: Path | None = None) -> bool:

@@ -54,9 +54,6 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     if sends_between_gpus and session.world_size > 1 and dist.get_backend() == "gloo":
         # gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
         raise ConfigError(f"dist.backend: gloo cannot carry what {config.name} sends between GPUs; use nccl")
-    if build := registry.find("strategies", config.name):
-        built: Strategy = build(config, session, train)
-        return built
     # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
     match config.name:
         case "pipeline":
@@ -72,8 +69,13 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
             raise ConfigError(
                 "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
             )
-        case name:
+        case name if name in registry.CORE.strategies:
             return Spmd(session, build_layout(name, config, session, train), train)
+    build = registry.find("strategies", config.name)
+    if build is None:
+        raise ConfigError(f"strategy.name: {config.name} needs a plugin that is not installed")
+    built: Strategy = build(config, session, train)
+    return built
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
