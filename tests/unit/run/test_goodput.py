@@ -204,7 +204,7 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result.goodput).values()) == pytest.approx(time.time() - submitted, abs=1.0)
+    assert sum(parts_of(result.goodput).values()) == pytest.approx(second.ended - submitted, abs=0.01)
     assert result.goodput["training"] == pytest.approx(0.18)
     assert result.goodput["ratio"] == pytest.approx(0.18 / sum(parts_of(result.goodput).values()), abs=1e-3)
 
@@ -225,12 +225,14 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     assert supervise(run, Ranks(goes_on)) == 0
     first, second = run.attempts()
     assert first.goodput == told
-    assert second.goodput["idle"] == pytest.approx(100.0, abs=2.0)
+    assert 100.0 <= second.goodput["idle"] <= time.time() - died
     assert second.goodput["queue"] == 0.0
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result.goodput).values()) == pytest.approx(time.time() - (died - 20), abs=1.0)
-    assert (result.goodput["queue"], result.goodput["start_up"]) == pytest.approx((2.0, 8.0), abs=0.5)
+    assert sum(parts_of(result.goodput).values()) == pytest.approx(second.ended - (died - 20), abs=0.01)
+    assert (first.goodput["queue"], first.goodput["start_up"]) == pytest.approx((2.0, 8.0))
+    both = [first.goodput[part] + second.goodput[part] for part in ("queue", "start_up")]
+    assert [result.goodput["queue"], result.goodput["start_up"]] == pytest.approx(both, abs=0.01)
 
 
 GOOD_REPORT = RunProgress(step=50, step_start=0, spent=spent(training=9.0, evaluation=1.0))
@@ -245,7 +247,7 @@ def test_lines_of_an_older_version_are_read_and_their_time_is_idle(run: RunDir) 
     assert supervise(run, Ranks(goes_on)) == 0
     result = run.result()
     assert result is not None
-    assert result.goodput["idle"] == pytest.approx(60.0, abs=2.0)
+    assert 60.0 <= result.goodput["idle"] <= time.time() - now + 60.0
     assert result.goodput["replay"] == pytest.approx(0.08)
 
 
