@@ -204,7 +204,8 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result.goodput).values()) == pytest.approx(second.ended - submitted, abs=0.01)
+    whole_s = sum(parts_of(result.goodput).values())
+    assert second.ended - submitted - 0.01 <= whole_s <= time.time() - submitted + 0.01
     assert result.goodput["training"] == pytest.approx(0.18)
     assert result.goodput["ratio"] == pytest.approx(0.18 / sum(parts_of(result.goodput).values()), abs=1e-3)
 
@@ -229,7 +230,8 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     assert second.goodput["queue"] == 0.0
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result.goodput).values()) == pytest.approx(second.ended - (died - 20), abs=0.01)
+    whole_s = sum(parts_of(result.goodput).values())
+    assert second.ended - (died - 20) - 0.01 <= whole_s <= time.time() - (died - 20) + 0.01
     assert (first.goodput["queue"], first.goodput["start_up"]) == pytest.approx((2.0, 8.0))
     both = [first.goodput[part] + second.goodput[part] for part in ("queue", "start_up")]
     assert [result.goodput["queue"], result.goodput["start_up"]] == pytest.approx(both, abs=0.01)
