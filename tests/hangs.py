@@ -11,7 +11,7 @@ import os, threading, time
 from pathlib import Path
 import numpy as np
 from jobs.classify import Classify
-from toolkit import fsio
+from toolkit.base import fsio
 
 KIND = "{kind}"
 FIRST = os.environ["TOOLKIT_ATTEMPT"] == "1"

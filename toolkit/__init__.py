@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from toolkit.base.errors import ConfigError
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
     from toolkit.data.stream import Streams
     from toolkit.data.tokens.windows import TokenWindows, load_tokens
-    from toolkit.errors import ConfigError
     from toolkit.plugins.shards.dataset import ShardedData
     from toolkit.plugins.shards.raw_tokens import RawTokens
     from toolkit.ranks.batch import Batch, Share
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "toolkit.ranks.batch",
-    "ConfigError": "toolkit.errors",
+    "ConfigError": "toolkit.base.errors",
     "Custom": "toolkit.strategies",
     "Dataset": "toolkit.data.datasets",
     "Forward": "toolkit.strategies.objective",

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 VARIABLE = "TOOLKIT_CHAOS"
 #: Functions of ``os`` that the writers of this package use directly or through ``pathlib``. A ``write`` to a file

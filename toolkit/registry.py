@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal, TypeAlias, get_args
 
-from toolkit import logs
+from toolkit.base import logs
 
 #: The version of this interface. A plugin that was written for another one is left out.
 INTERFACE = 1

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.bench import record
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.config import CheckpointConfig

@@ -33,7 +33,7 @@ from tests.box import Box
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import ranks_on
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 CONFIG = """
 job: jobs.goodput

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import record
-from toolkit import rundir
+from toolkit.files import rundir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import WATCH_S, SharedQueue
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from toolkit import fsio
+from toolkit.base import fsio
 
 ROOT = Path(__file__).parents[2]
 #: The results that the pages show.

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE, processes_with, wait_for
-from toolkit import rundir
+from toolkit.base.errors import EXIT_FAILED, JobFailedError
 from toolkit.checkpoint.folder import newest_step
-from toolkit.errors import EXIT_FAILED, JobFailedError
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.run.submission.handle import attach
-from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +32,7 @@ LOOP = """
 import pathlib, time
 import torch
 import toolkit
-from toolkit.errors import DataMissingError
+from toolkit.base.errors import DataMissingError
 
 HERE = pathlib.Path("PROJECT")
 with toolkit.start() as run:

@@ -24,7 +24,7 @@ RANKS = 3
 JOB = """
 import threading, time
 from jobs import classify
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.checkpoint import exchange
 
 exchange._LONGEST_PAUSE_S = 1e-6

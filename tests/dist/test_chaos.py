@@ -21,10 +21,11 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # noqa: F401  # a fixture
 from tests.waiting import PATIENCE
-from toolkit import chaos, rundir
+from toolkit import chaos
+from toolkit.base.errors import ConfigError
 from toolkit.chaos import Fault
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.errors import ConfigError
+from toolkit.files import rundir
 from toolkit.ranks.session import Session
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.sample(3)]

@@ -31,13 +31,13 @@ from tests.dist.strategy_cases import (
     token_loss,
 )
 from tests.unit.checkpoint.ranks import tensor_of
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.config import DataConfig, StrategyConfig, TrainConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import build_loader, eval_batches
-from toolkit.errors import ConfigError
 from toolkit.plugins.compression.schemes import BLOCK, Piece, Wire, build_scheme
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session

@@ -16,8 +16,8 @@ from jobs import custom
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, global_batch, part, snapshot
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, load_config, validate
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, Strategy, build_strategy

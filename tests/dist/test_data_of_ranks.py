@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.dist.ranks import run_ranks
+from toolkit.base.errors import ConfigError
 from toolkit.config import CheckpointConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.train.checkpoints import Checkpoints
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, oracle, part, plain_model, rates, snapshot
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = pytest.mark.dist
 

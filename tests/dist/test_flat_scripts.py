@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit.base.errors import EXIT_REQUEST, ConfigError
 from toolkit.config import load_config
-from toolkit.errors import EXIT_REQUEST, ConfigError
+from toolkit.files import rundir
 
 pytestmark = pytest.mark.dist
 

@@ -37,11 +37,11 @@ from tests.dist.foreign_models import (
 )
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import rates, whole
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import fsio, rundir
+from toolkit.base import fsio
 from toolkit.config import FOREIGN_JOB, JobConfig, dump_config
+from toolkit.files import rundir
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import foreign

@@ -32,10 +32,10 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.manifest import file_name
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.layouts import local

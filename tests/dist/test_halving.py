@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 

@@ -23,8 +23,8 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, DataConfig, ImageConfig, JobConfig, ModelConfig, TrainConfig
+from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.ranks.session import Session
-from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.train import run_job
 
 pytestmark = pytest.mark.dist

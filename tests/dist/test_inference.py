@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from jobs.models import lenet
 from tests.pages import blocks
 from tests.waiting import PATIENCE
-from toolkit import rundir
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

@@ -19,8 +19,8 @@ import toolkit
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_trainer import logged
 from tests.unit.checkpoint.ranks import tensor_of
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.session import Session
 from toolkit.train import run_job
 

@@ -18,7 +18,7 @@ from jobs.language_model import NO_TARGET, next_token, summed_cross_entropy
 from jobs.llama import Llama, LlamaSizes
 from toolkit.cli.main import main
 from toolkit.data.tokens.folder import Tokens
-from toolkit.rundir import all_runs
+from toolkit.files.rundir import all_runs
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 SMALL = [

@@ -21,8 +21,8 @@ from tests.dist.strategy_cases import (
     rates,
     snapshot,
 )
+from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.update.apply import Update

@@ -20,10 +20,10 @@ import pytest
 from tests import hangs
 from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, nobody_left, wait_for
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.hang.silence import SilenceWatch, start_watch
 from toolkit.nodes.allocation import Allocation
-from toolkit.run_files import RunResult
-from toolkit.rundir import RANK_VARIABLE, RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.waiting import PATIENCE, nobody_left, processes_with, wait_for
-from toolkit import rundir
 from toolkit.checkpoint.folder import newest_step
-from toolkit.run_files import FirstFailure, RunStatus
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.run_files import FirstFailure, RunStatus
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

@@ -31,12 +31,12 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.config.learning_rate import build_schedule, total_steps
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
-from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session

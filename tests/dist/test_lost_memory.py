@@ -16,12 +16,12 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import SUBJECTS
 from tests.dist.test_trainer import assert_same, die_after, logged, plain_model, train
-from toolkit import node_memory
+from toolkit.base import node_memory
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
-from toolkit.errors import ConfigError
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.state_memory import NodeFiles
 from toolkit.ranks.session import Session

@@ -22,8 +22,8 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
+from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, OptimConfig, PipelineConfig, StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.plugins.auto import strategy as auto
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session

@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from tests.dist.mpi import ROOT, mpirun
 from tests.waiting import PATIENCE
-from toolkit import rundir
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.export import export
+from toolkit.files import rundir
 
 pytest.importorskip("mpi4py")
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]

@@ -15,11 +15,11 @@ from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.data.permutation import ShuffledOrder
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist

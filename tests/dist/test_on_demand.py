@@ -22,7 +22,7 @@ from tests.dist.test_local_hangs import start as start_hanging
 from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, start, the_run
 from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.folder import newest_step
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

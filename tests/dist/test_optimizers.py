@@ -18,8 +18,8 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, SUBJECTS, Residual, global_batch, part, rates, snapshot
 from tests.dist.test_trainer import assert_same, die_after, train
+from toolkit.base.errors import ConfigError
 from toolkit.config import OptimConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs

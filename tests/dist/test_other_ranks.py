@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import in_run, run_ranks, stop_all
+from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.errors import StoppedError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.plugins.compression import overlapped
 from toolkit.plugins.compression.compressed import Compressed
 from toolkit.plugins.compression.overlapped import Overlapped, _BucketHook

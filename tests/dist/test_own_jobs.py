@@ -15,8 +15,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from toolkit import rundir
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

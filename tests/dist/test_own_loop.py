@@ -33,10 +33,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from tests.dist.ranks import in_run, run_ranks
+from toolkit.base.errors import ConfigError, UnsavableStateError
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, UnsavableStateError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.train.own_loop import TrainingRun

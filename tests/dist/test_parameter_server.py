@@ -22,12 +22,12 @@ from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.errors import ConfigError, StoppedError
 from toolkit.plugins.parameter_server.mail import Kind, Mail
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session

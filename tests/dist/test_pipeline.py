@@ -33,13 +33,13 @@ from tests.dist.strategy_cases import (
     token_loss,
 )
 from tests.dist.test_fsdp import image_model
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate

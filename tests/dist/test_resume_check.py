@@ -30,11 +30,11 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
+from toolkit.files.run_files import AttemptRecord, RunResult
+from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.plugins.site.resume_compare import compare
 from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
-from toolkit.run_files import AttemptRecord, RunResult
-from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.strategies.update.optimizer_state import OptimizerState
@@ -225,7 +225,7 @@ import time
 
 import torch
 import toolkit
-from toolkit.run_files import AttemptRecord
+from toolkit.files.run_files import AttemptRecord
 
 with toolkit.start() as run:
     model = torch.nn.Linear(1, 1)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, logged
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import ShuffledOrder
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import wait_for
+from toolkit.base.errors import JobCodeError, StoppedError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.errors import JobCodeError, StoppedError, ToolkitError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop.rounds import STOP
 from toolkit.train import same_calls

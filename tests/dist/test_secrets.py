@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

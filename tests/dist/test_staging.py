@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 

@@ -26,8 +26,8 @@ from tests.dist.strategy_cases import (
     token_loss,
     whole,
 )
+from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs

@@ -31,8 +31,8 @@ from tests.dist.test_steps import (
     train,
     warmed_up,
 )
+from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.update.verdict import MADE
 from toolkit.train.evaluate import evaluate

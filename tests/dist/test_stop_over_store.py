@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.dist.ranks import run_ranks
 from tests.waiting import wait_for
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate, propose
 from toolkit.ranks.stop.torch_store import StoreTransport, connector

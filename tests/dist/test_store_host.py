@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit.files import rundir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.start import store
 from toolkit.nodes.start.store import StoreHost

@@ -38,8 +38,8 @@ from tests.dist.strategy_cases import (
     rates,
     snapshot,
 )
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import in_run, run_ranks
 from tests.unit.data.streams import YieldedLines
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.stream import StreamLoader
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints

@@ -16,9 +16,9 @@ import pytest
 from tests.dist.test_local_runs import END_S, ranks, reached, start, the_run
 from tests.plugins.trackers.contract import FakeTracker, same
 from tests.waiting import PATIENCE, wait_for
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.trackers import sending as sync
-from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 

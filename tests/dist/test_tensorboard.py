@@ -27,11 +27,11 @@ from tests.waiting import wait_for
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.data.loader import Loader
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import sinks
 from toolkit.metrics.goodput import PARTS
 from toolkit.ranks.session import Session
-from toolkit.run_files import AttemptRecord
-from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 

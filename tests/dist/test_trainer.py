@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
-from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs

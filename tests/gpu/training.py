@@ -17,10 +17,10 @@ from tests.dist.strategy_cases import part, plain_model, rates
 from tests.gpu import throughput
 from tests.waiting import wait_for
 from toolkit.config import OptimConfig, StrategyConfig, TrainConfig
+from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.rundir import RunDir
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
 from toolkit.train.objectives import cross_entropy

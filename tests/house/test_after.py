@@ -16,11 +16,14 @@ from tests.plugins.sweep.test_submission import submit as submit_sweep
 from tests.unit.owners import STRANGER, give
 from tests.unit.run.test_supervisor import Ranks, completes, quick  # noqa: F401  # a fixture
 from toolkit import config as configs
-from toolkit import fsio, outages, rundir
+from toolkit.base import fsio, outages
+from toolkit.base.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
+from toolkit.files import rundir
+from toolkit.files.run_files import HALVED, AfterRecord, RunState, RunStatus, Submission
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, element, request, submission
 from toolkit.plugins.sweep.request import Options
@@ -31,8 +34,6 @@ from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import resume, submit
 from toolkit.run.supervise import building, other_runs
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import HALVED, AfterRecord, RunState, RunStatus, Submission
-from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tests.pages import PAGES, ROOT
+from toolkit.base.errors import ConfigError
 from toolkit.cli import main as cli
 from toolkit.config import (
     STRATEGIES,
@@ -27,10 +28,9 @@ from toolkit.config import (
 from toolkit.config.catalog import CATALOG
 from toolkit.config.cluster import REFUSED
 from toolkit.data import datasets
-from toolkit.errors import ConfigError
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.run.submission.sbatch import sbatch_script, srun_options
-from toolkit.rundir import RunDir
 from toolkit.strategies import build_strategy
 
 #: Strategies that have tests of their own instead of the contract's: one process with all GPUs of a node, a choice

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from toolkit import registry
+from toolkit.base.errors import EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_REQUEST
 
 
 @pytest.mark.parametrize("name", cli.commands())

@@ -17,14 +17,11 @@ from toolkit import registry
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
 
-#: A package may import those on lower floors; the ground floor's modules may import each other, as may those of a
-#: package without floors of its own. docs/contributing.md has the same order.
+#: A package may import those on lower floors; modules of one package may import each other unless it has floors of
+#: its own. docs/contributing.md has the same order.
 FLOORS = [
-    [
-        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "json_record", "log_text", "logs"),
-        *("node_memory", "open_files", "origin", "outages", "proc_stat", "process_identity", "records", "registry"),
-        *("run_files", "rundir", "secret_values", "signals", "terminal", "tracebacks", "trust", "user_cache"),
-    ],
+    ["base"],
+    ["chaos", "files", "registry"],
     ["slurm", "staging"],
     ["config", "health"],
     ["nodes"],
@@ -153,7 +150,7 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *(*FLOORS[0], "config", "hang", "slurm", "staging", "health", "nodes", "run"),
+    *("base", *FLOORS[1], "config", "hang", "slurm", "staging", "health", "nodes", "run"),
     *("cli", *(f"plugins/{name}" for name in ("completion", "report", "site", "sweep", "trackers", "watch", "why"))),
 ]
 #: What takes seconds to import, or is not there on a login node.

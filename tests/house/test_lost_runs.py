@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.test_cli import run  # noqa: F401
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE
+from toolkit.files import rundir
+from toolkit.files.run_files import RunStatus
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
-from toolkit.run_files import RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
 

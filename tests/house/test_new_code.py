@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.report import compare
 from toolkit.plugins.sweep import again, element, request, submission
 from toolkit.plugins.sweep.request import Options
@@ -21,8 +23,6 @@ from toolkit.plugins.sweep.states import standings
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
 

@@ -19,11 +19,13 @@ from torch.distributed import HashStore
 
 from tests.unit.disks import no_file_longer_than
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.cli import live_values
 from toolkit.config import JobConfig
 from toolkit.config.live import LIVE, set_values
-from toolkit.errors import ConfigError, RequestError
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.report import compare
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
@@ -31,7 +33,6 @@ from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.rundir import RunDir
 from toolkit.train import profile
 from toolkit.train.on_request import OnRequest
 

@@ -12,10 +12,10 @@ from typing import get_args
 import pytest
 
 import toolkit
-from toolkit import rundir
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState
 from toolkit.run.records import ownership
-from toolkit.run_files import RunResult, RunState
 
 ROOT = Path(__file__).parents[2]
 #: The public packages beside ``toolkit`` itself.

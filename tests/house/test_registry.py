@@ -15,10 +15,11 @@ from typing import get_args
 import pytest
 
 from tests.pages import ROOT, blocks
-from toolkit import registry, rundir
+from toolkit import registry
 from toolkit.config import is_loop
+from toolkit.files import rundir
+from toolkit.files.run_files import RunProgress, RunStatus
 from toolkit.registry import Plugin
-from toolkit.run_files import RunProgress, RunStatus
 
 TOML = """[build-system]
 requires = ["hatchling"]

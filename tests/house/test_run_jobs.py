@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.cli import show
 from toolkit.cli.main import main
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST, RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, element
 from toolkit.plugins.sweep import submission as sweeps
@@ -25,8 +27,6 @@ from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
 from toolkit.run.supervise import left_over
-from toolkit.run_files import RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name, commands
 from toolkit.slurm.fake import FakeSlurm
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.cli.show import given_words
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.start import foreign
 from toolkit.plugins.sweep import element, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 #: A loop by its text, which a rank of this test ends before it would import torch.

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from tests.unit.attempts import attempt
-from toolkit import fsio, logs, rundir, terminal
+from toolkit.base import fsio, logs, terminal
+from toolkit.base.errors import JobFailedError
+from toolkit.base.terminal import VisibleStream, guarded, unguarded, visible
 from toolkit.cli import follow, show
 from toolkit.cli import main as cli
-from toolkit.errors import JobFailedError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.plugins.watch import view as watch
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.terminal import VisibleStream, guarded, unguarded, visible
 
 PACKAGE = Path(rundir.__file__).parent
 #: It sets the title, clears the screen, goes back to the line's start, and turns the direction round.
@@ -154,7 +155,8 @@ def test_a_followed_run_and_the_screen_of_watch_are_visible(
 #: Prints what a run's reader sees: its page, its row, the end of `--follow`, a refusal and a warning.
 _READER = """
 import sys
-from toolkit import logs, rundir
+from toolkit.base import logs
+from toolkit.files import rundir
 from toolkit.cli import follow
 from toolkit.cli.main import main
 from toolkit.run.submission.handle import Run

@@ -10,14 +10,15 @@ import pytest
 
 from tests.unit.run.test_goodput import HOUR, SUBMITTED, run  # noqa: F401
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import start_up
 from toolkit.metrics.goodput import of_files, sentence
-from toolkit.run_files import AttemptRecord, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 
 def test_why_and_the_report_show_the_first_and_the_last_start(

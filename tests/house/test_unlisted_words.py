@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from toolkit import strategies
+from toolkit.base.errors import ConfigError
 from toolkit.cli.keys import words_by_key
 from toolkit.config import (
     TENSOR_STYLES,
@@ -29,7 +30,6 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.data.pictures import training_transform
-from toolkit.errors import ConfigError
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.ranks.batch import Share

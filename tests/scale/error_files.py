@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.scale import Curve
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.supervise.conclusion import add_error_files
-from toolkit.rundir import RunDir
 
 
 def read(ranks: int) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from typing import cast
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit import rundir
+from toolkit.files import rundir
 from toolkit.hang import stack_digest, stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.progress import Standing

@@ -23,7 +23,8 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit import open_files, rundir
+from toolkit.base import open_files
+from toolkit.files import rundir
 from toolkit.nodes.agent import progress
 from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
 from toolkit.nodes.agent.progress import Digest

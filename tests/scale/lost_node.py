@@ -15,8 +15,9 @@ from unittest.mock import patch
 from tests.scale import Curve
 from tests.unit.run.test_supervisor import Ranks
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
 from toolkit.config import JobConfig
+from toolkit.files import rundir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import NodeFailed, RanksExited

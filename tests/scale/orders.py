@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.scale import Curve
-from toolkit import rundir
+from toolkit.files import rundir
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher

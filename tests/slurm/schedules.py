@@ -28,7 +28,7 @@ from tests.slurm.sweep_schedules import STEPS as SWEPT_STEPS
 from tests.slurm.sweep_schedules import SWEPT, WatchedSweep, play_sweep
 from tests.slurm.watched import REST_S, Cluster, Violation, Watched, say
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit.files import rundir
 
 #: 20 s of training: longer than a fault, and than the moments between two of them.
 STEPS = 400

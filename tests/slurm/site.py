@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.box import Box
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.run_files import AttemptRecord, RunResult, RunStatus
-from toolkit.rundir import RunDir
 
 START_S = 60
 END_S = 240

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.slurm.disturbances import CLUSTER_ACTIONS, TARGETS
 from tests.slurm.watched import REST_S, Violation, Watched
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 STEPS = 200
 WIDTHS = (2, 3, 4)

@@ -26,8 +26,8 @@ from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.site import END_S, Site
 from tests.slurm.watched import say
 from tests.waiting import wait_for
-from toolkit.run_files import AttemptRecord
-from toolkit.rundir import RunDir
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 

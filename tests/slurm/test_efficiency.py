@@ -13,9 +13,9 @@ import pytest
 from tests.slurm.conftest import BoxFactory, visit
 from tests.slurm.site import END_S, Site, attempts_of
 from tests.waiting import wait_for
+from toolkit.files.run_files import JobUsage
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.efficiency import LEAST_MEASURED_S
-from toolkit.run_files import JobUsage
-from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

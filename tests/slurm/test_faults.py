@@ -27,8 +27,8 @@ from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
-from toolkit.run_files import RunStatus
-from toolkit.rundir import RunDir
+from toolkit.files.run_files import RunStatus
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 
@@ -49,7 +49,7 @@ checkpoint: {{every_steps: {SAVE_EVERY}}}
 JOB = """
 import time
 from jobs import classify
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.data.loader import Loader
 from toolkit.train import run_job
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.conftest import start_box, visit
 from tests.slurm.site import END_S, Site
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 

@@ -16,8 +16,8 @@ from tests import hangs
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
+from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
-from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.box import Box
-from toolkit.hostlist import compress, expand
+from toolkit.base.hostlist import compress, expand
 
 pytestmark = pytest.mark.slurm
 

@@ -14,7 +14,7 @@ from tests.dist.test_integrations import END, SCRIPTS, STEPS, weights
 from tests.dist.test_own_scripts import LOOPS
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

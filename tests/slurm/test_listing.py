@@ -14,7 +14,7 @@ import pytest
 from tests.slurm.site import START_S, Site
 from tests.slurm.test_stop import slow_project
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = pytest.mark.slurm
 

@@ -18,7 +18,7 @@ import pytest
 from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 

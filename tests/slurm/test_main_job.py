@@ -13,7 +13,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site, reached
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 

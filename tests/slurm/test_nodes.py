@@ -24,9 +24,9 @@ from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pi
 from tests.slurm.test_faults import tensors
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
-from toolkit import hostlist
-from toolkit.run_files import AttemptRecord
-from toolkit.rundir import RunDir
+from toolkit.base import hostlist
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.slurm.site import END_S, START_S, Site
 from tests.waiting import wait_for
-from toolkit import rundir
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 
 SIZE = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.cpus_per_task=1"]
 

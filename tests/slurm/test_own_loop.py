@@ -14,7 +14,7 @@ import pytest
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

@@ -19,7 +19,7 @@ from tests.dist.test_wheel import PARTS
 from tests.pages import PAGES, ROOT, blocks, console_lines
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 

@@ -17,7 +17,7 @@ import pytest
 from tests.slurm.site import END_S, START_S, Site, nothing_lost
 from tests.slurm.test_stop import held_up
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(3)]
 

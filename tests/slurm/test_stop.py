@@ -24,9 +24,9 @@ from tests.slurm.conftest import visit
 from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.waiting import wait_for
 from toolkit.checkpoint.folder import newest_step
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 

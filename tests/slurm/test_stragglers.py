@@ -19,8 +19,8 @@ from tests.box import Box
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import slow_project
 from tests.waiting import wait_for
-from toolkit.run_files import Straggler
-from toolkit.rundir import RunDir
+from toolkit.files.run_files import Straggler
+from toolkit.files.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.slurm.site import END_S, START_S, Site
 from tests.waiting import wait_for
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

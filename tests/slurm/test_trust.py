@@ -69,7 +69,7 @@ def test_what_a_stranger_writes_into_the_store_neither_ends_nor_steers_the_run(s
     assert (result.state, len(run.attempts())) == ("stopped", 1)
 
 
-NEW = "from toolkit import rundir; print(rundir.create('digits').path)"
+NEW = "from toolkit.files import rundir; print(rundir.create('digits').path)"
 
 
 def test_two_users_share_a_runs_folder_and_neither_runs_the_others_sources(site: Site) -> None:

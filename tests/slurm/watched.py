@@ -19,8 +19,8 @@ from typing import Any
 
 from tests.box import BoxError
 from tests.slurm.site import Site
-from toolkit import rundir
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 
 #: A run about which nothing has changed for so long is stuck. Longer than every patience of the toolkit and of Slurm.
 STUCK_S = 420

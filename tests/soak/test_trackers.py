@@ -23,8 +23,8 @@ import pytest
 from tests.plugins.trackers.contract import Points, Story, check_contract, same
 from tests.soak.wandb_server import WandbServer
 from tests.waiting import wait_for
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.plugins.trackers import build_tracker
 
 #: The libraries warn about each other's and Python's versions.

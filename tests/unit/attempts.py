@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.run_files import AttemptRecord
+from toolkit.files.run_files import AttemptRecord
 
 
 def attempt(number: int, cause: str, decision: str, **more: Any) -> AttemptRecord:

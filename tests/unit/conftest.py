@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from toolkit import registry
-from toolkit.logs import LOGGER
+from toolkit.base.logs import LOGGER
 
 settings.register_profile("unit", deadline=None)  # a busy machine takes longer, and is no failure
 settings.load_profile("unit")

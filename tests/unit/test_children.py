@@ -18,7 +18,7 @@ RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 import torch
 from torch.utils.data import DataLoader
-from toolkit import signals
+from toolkit.base import signals
 
 def wait(ready):
     ready.send(os.getpid())

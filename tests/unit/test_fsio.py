@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.unit.checkpoint.ranks import file_operations
 from tests.unit.disks import SmallDisk, no_file_longer_than
-from toolkit import fsio
-from toolkit.fsio import PatientFile
+from toolkit.base import fsio
+from toolkit.base.fsio import PatientFile
 
 
 def mode(path: Path) -> int:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from toolkit import logs
+from toolkit.base import logs
 
 
 def test_a_warning_that_others_cause_comes_once_a_minute(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import node_memory
+from toolkit.base import node_memory
 
 MIB = 1 << 20
 V1_UNLIMITED = 0x7FFFFFFFFFFFF000

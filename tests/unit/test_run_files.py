@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from toolkit import fsio, rundir
-from toolkit.json_record import VERSION, shape_of
-from toolkit.records import Misfit
-from toolkit.run.job import nodes
-from toolkit.run.records import after, stop_request
-from toolkit.run_files import (
+from toolkit.base import fsio
+from toolkit.files import rundir
+from toolkit.files.json_record import VERSION, shape_of
+from toolkit.files.records import Misfit
+from toolkit.files.run_files import (
     AfterRecord,
     AttemptRecord,
     OwnerRecord,
@@ -26,7 +25,9 @@ from toolkit.run_files import (
     SweepPoint,
     SyncRecord,
 )
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
+from toolkit.run.job import nodes
+from toolkit.run.records import after, stop_request
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import error_file, fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
+from toolkit.files import error_file, rundir
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
 from toolkit.nodes.start.children import open_log
-from toolkit.run_files import AttemptRecord, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 
 @pytest.fixture

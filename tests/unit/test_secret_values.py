@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit import error_file, secret_values
+from toolkit.base import secret_values
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError
-from toolkit.rundir import RunDir
+from toolkit.files import error_file
+from toolkit.files.rundir import RunDir
 
 VALUE = "hunter2-correct-horse"
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from toolkit import signals
-from toolkit.signals import STOP_SIGNALS
+from toolkit.base import signals
+from toolkit.base.signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_a_handler_that_a_script_sets_before_its_loop_is_kept_for_the_end() -> N
 # The object in the main module dies when the interpreter has put back the default actions already.
 SHUTDOWN = """
 import os, signal, sys
-from toolkit import signals
+from toolkit.base import signals
 
 class Last:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.{number}):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import tracebacks
+from toolkit.base import tracebacks
 
 #: A model whose layers do not fit; its file is in a run's copy of the sources.
 MODEL = """\

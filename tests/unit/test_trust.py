@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.owners import STRANGER, give
-from toolkit import rundir, trust
-from toolkit.errors import RequestError
-from toolkit.trust import TRUST_VARIABLE, own_part, refuse_of_others
+from toolkit.base import trust
+from toolkit.base.errors import RequestError
+from toolkit.base.trust import TRUST_VARIABLE, own_part, refuse_of_others
+from toolkit.files import rundir
 
 
 @pytest.fixture

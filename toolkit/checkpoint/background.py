@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue, describe
 from toolkit.checkpoint.tensors import as_bytes
-from toolkit.errors import CheckpointError
 from toolkit.ranks.state import Entry, State, is_written_by
 
 

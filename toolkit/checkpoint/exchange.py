@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from toolkit.errors import CheckpointError, UnsavableStateError
+from toolkit.base.errors import CheckpointError, UnsavableStateError
 
 #: Seconds between two checks of a rank that waits: at first, at most, and at most with very many ranks.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from toolkit import __version__, fsio
+from toolkit import __version__
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError, listing
 from toolkit.checkpoint import header, tensors, whole
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
-from toolkit.errors import CheckpointError, listing
 
 
 def export(

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs, trust
+from toolkit.base import fsio, logs, trust
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.policy import Keep
-from toolkit.errors import CheckpointError
 
 log = logs.get(__name__)
 

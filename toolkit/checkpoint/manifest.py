@@ -34,8 +34,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
-from toolkit.errors import CheckpointError
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError
 
 FORMAT = 2
 NAME = "manifest.json"

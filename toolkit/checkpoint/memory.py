@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from toolkit import logs, node_memory
+from toolkit.base import logs, node_memory
+from toolkit.base.errors import ToolkitError
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
@@ -32,7 +33,6 @@ from toolkit.checkpoint.memory_load import KEY, MemoryLoad
 from toolkit.checkpoint.memory_parts import PartWriter, layout, split
 from toolkit.checkpoint.memory_seat import RankFiles, Seat
 from toolkit.checkpoint.reader import Loaded
-from toolkit.errors import ToolkitError
 from toolkit.ranks.state import Json, State
 from toolkit.slurm import network
 

@@ -22,7 +22,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.memory_file import START, MemoryFile
 from toolkit.nodes.agent.connections import notice_death

@@ -14,7 +14,8 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, listing
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import (
     IN_MEMORY,
@@ -30,7 +31,6 @@ from toolkit.checkpoint.memory_links import Role, Sender
 from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
 from toolkit.checkpoint.memory_seat import RankFiles, Seat
 from toolkit.checkpoint.reader import Loaded, fill_state
-from toolkit.errors import CheckpointError, listing
 from toolkit.ranks.state import State
 
 KEY = "checkpoint.memory_every_steps"

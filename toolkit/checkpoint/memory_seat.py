@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.memory_file import Label, MemoryFile, Moment, Pair
 from toolkit.checkpoint.memory_links import Role
-from toolkit.errors import CheckpointError
 from toolkit.nodes.agent import state_memory
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit import logs
+from toolkit.base import logs
 
 #: Tensors begin at multiples of this.
 ALIGNMENT = 64

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.errors import ConfigError
-from toolkit.run_files import AttemptRecord
+from toolkit.files.run_files import AttemptRecord
 
 #: Presumed before a run has failed: one failure a day and run, which large clusters see with some hundred GPUs.
 PRESUMED_S = 86_400.0

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, listing
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
@@ -34,7 +35,6 @@ from toolkit.checkpoint.manifest import (
     is_of_rank,
 )
 from toolkit.checkpoint.writer import KINDS
-from toolkit.errors import CheckpointError, listing
 from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State, pieces_of
 
 #: Number of tensors that a rank reads at the same time.

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import torch
 
+from toolkit.base.errors import UnsavableStateError, listing
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.tensors import as_bytes, check_plain
-from toolkit.errors import UnsavableStateError, listing
 from toolkit.ranks.state import Json, Replicated, State
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from toolkit import fsio, logs, trust
+from toolkit.base import fsio, logs, trust
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors, step_of
 from toolkit.checkpoint.policy import Keep
-from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
 

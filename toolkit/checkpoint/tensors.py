@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart, check_crc, open_part, unreadable_is_corrupt
-from toolkit.errors import CheckpointError, UnsavableStateError
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

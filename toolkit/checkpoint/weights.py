@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit import origin
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import committed
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.errors import CheckpointError
-from toolkit.origin import Origin
+from toolkit.files import origin
+from toolkit.files.origin import Origin
 
 
 class Weights(NamedTuple):

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord
-from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, UnsavableStateError, listing
 from toolkit.checkpoint import header, tensors
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failure, failures_told
@@ -33,7 +34,6 @@ from toolkit.checkpoint.manifest import (
     parse_value,
 )
 from toolkit.checkpoint.replicas import ReplicaSums, answer, refuse_unequal
-from toolkit.errors import CheckpointError, UnsavableStateError, listing
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)

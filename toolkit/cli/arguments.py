@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 if TYPE_CHECKING:  # the commands import these when they run
     from pathlib import Path
 
-    from toolkit.rundir import RunDir
+    from toolkit.files.rundir import RunDir
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,8 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def trusted_run(args: argparse.Namespace) -> RunDir:
     """Return the run that RUN names. With ``--trust`` its owner's sources may run as this user."""
-    from toolkit import rundir, trust
+    from toolkit.base import trust
+    from toolkit.files import rundir
 
     run = rundir.find(args.run)
     if args.trust:
@@ -86,7 +87,7 @@ def new_path(argument: str, text: str) -> Path:
 
     Raises RequestError if it exists already, or the folder that is to hold it does not.
     """
-    from toolkit import fsio
+    from toolkit.base import fsio
 
     path = fsio.expand(text).absolute()
     if path.exists() or not path.parent.is_dir():
@@ -101,7 +102,7 @@ def replaceable_path(text: str, begin: str) -> Path:
     A file there that begins with ``begin`` may be replaced. Raises RequestError if another file is there, or the folder
     does not exist.
     """
-    from toolkit import fsio
+    from toolkit.base import fsio
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():

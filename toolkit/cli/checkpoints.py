@@ -7,16 +7,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing
+from toolkit.base.fsio import size_text
 from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, step_of
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
 from toolkit.cli.show import table
 from toolkit.config import load_config
-from toolkit.errors import CheckpointError, ConfigError, RequestError, listing
-from toolkit.fsio import size_text
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:

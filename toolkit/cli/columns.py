@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from toolkit.base.durations import as_clock, in_units
+from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import run_rows
-from toolkit.durations import as_clock, in_units
-from toolkit.errors import RequestError, listing, nearest
+from toolkit.files.run_files import state_word
 from toolkit.run.records import after
-from toolkit.run_files import state_word
 
 Row = dict[str, Any]
 

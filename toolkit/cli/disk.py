@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, origin, registry, rundir
+from toolkit import registry
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError, ToolkitError
+from toolkit.base.fsio import size_text
 from toolkit.cli import columns, run_rows, show
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
-from toolkit.errors import RequestError, ToolkitError
-from toolkit.fsio import size_text
+from toolkit.files import origin, rundir
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import after
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
-from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 
 

@@ -16,16 +16,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from toolkit import terminal
+from toolkit.base import terminal
+from toolkit.base.durations import as_clock
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.cli.growing_log import GrowingLog
-from toolkit.durations import as_clock
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
+from toolkit.files.run_files import RunProgress, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
 from toolkit.run.attempt import advice
 from toolkit.run.records import run_config
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console

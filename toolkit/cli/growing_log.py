@@ -6,7 +6,7 @@ import codecs
 import io
 from pathlib import Path
 
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 #: A log is read in such pieces, so that one of many GiB needs no memory.
 READ_BYTES = 1 << 20

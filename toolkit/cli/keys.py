@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, job_source
 from toolkit.config.declared import declared, defaults_of
 from toolkit.config.hints import hints_of, limits_of, text_of
@@ -21,7 +22,6 @@ from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
 from toolkit.config.source import PythonSource, read_source
 from toolkit.config.words import OneOf
-from toolkit.errors import ConfigError
 
 WIDTH = 120
 #: The column where the comments begin.

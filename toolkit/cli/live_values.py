@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError, RequestError, nearest
 from toolkit.config.live import LIVE, LIVE_IN_OWN_LOOPS, set_values
-from toolkit.errors import ConfigError, RequestError, nearest
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import changes, run_config
-from toolkit.rundir import RunDir
 
 
 def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:

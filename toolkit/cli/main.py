@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from toolkit import __version__, logs, registry, terminal
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
+from toolkit import __version__, registry
+from toolkit.base import logs, terminal
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
 
 #: The order of `toolkit --help`, for the commands that come with the toolkit. Those of other plugins come last.
 ORDER = (

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from toolkit.errors import RequestError
-from toolkit.open_files import claim_all
+from toolkit.base.errors import RequestError
+from toolkit.base.open_files import claim_all
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
-from toolkit.rundir import RunDir
 
 #: A time at the beginning of a line, as the toolkit and Python's logging write it: with the date, or without.
 _TIME = re.compile(r"\W{0,2}(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError, nearest
 from toolkit.cli.arguments import new_path
-from toolkit.errors import RequestError, nearest
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import sys
 import time
 from itertools import takewhile
 
-from toolkit import hostlist
-from toolkit.errors import RequestError
+from toolkit.base import hostlist
+from toolkit.base.errors import RequestError
+from toolkit.base.terminal import say
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import user_request
 from toolkit.run.records.user_request import Answer, StackGroup, UserRequest
 from toolkit.run.submission.handle import attach
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
-from toolkit.terminal import say
 
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.

@@ -9,14 +9,14 @@ from toolkit import registry
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import given_words, loss_remark, status_rows
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
 from toolkit.run.job import node_history, nodes
 from toolkit.run.records import after
-from toolkit.run_files import AttemptRecord, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 
 def facts(run: RunDir) -> dict[str, Any]:

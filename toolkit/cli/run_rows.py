@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.user_cache import cache_dir
 from toolkit.cli import slow
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
 from toolkit.run.records import after, changes, run_jobs, stop_request
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
-from toolkit.user_cache import cache_dir
 
 #: The files that a row of an ended run is made of, and those of one that may go on.
 _ENDED_FILES = ("status.json", "result.json")

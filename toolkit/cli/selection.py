@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from toolkit import rundir
-from toolkit.errors import RequestError, RunNotFoundError, nearest
-from toolkit.run_files import RunState, state_word
-from toolkit.rundir import RunDir
+from toolkit.base.errors import RequestError, RunNotFoundError, nearest
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState, state_word
+from toolkit.files.rundir import RunDir
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Words that stand for several states, and those of runs whose own files do not say that they have ended.

@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from toolkit import fsio, rundir, terminal
+from toolkit.base import fsio, terminal
+from toolkit.base.errors import ToolkitError
+from toolkit.base.process_identity import Life, ProcessIdentity
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
-from toolkit.errors import ToolkitError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState, state_word
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.process_identity import Life, ProcessIdentity
 from toolkit.run.attempt import advice
 from toolkit.run.records import changes, ownership, run_config
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.stop_request import Intent
-from toolkit.run_files import RunState, state_word
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
@@ -149,7 +150,7 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
     Where the batch host has no folder for the job's log, Slurm 22.05 does not start the batch script. Since 23.02 Slurm
     makes the folder, on the node's own disk if the shared one is not mounted: the script finds no run and fails.
     """
-    from toolkit import hostlist
+    from toolkit.base import hostlist
 
     if job is None or not job.is_over:
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit import hostlist
-from toolkit.durations import in_one_unit
-from toolkit.run_files import RunStatus
+from toolkit.base import hostlist
+from toolkit.base.durations import in_one_unit
+from toolkit.files.run_files import RunStatus
 
 
 def stragglers(status: RunStatus) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import fsio
-from toolkit.errors import ConfigError, DataMissingError, nearest
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, DataMissingError, nearest
 from toolkit.staging import staged
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.base.errors import ConfigError
 from toolkit.config.schema import JobConfig, TrainConfig, value_of
 from toolkit.config.strategy import (
     OWN_TIME,
@@ -13,7 +14,6 @@ from toolkit.config.strategy import (
     mesh_of,
     micro_batches,
 )
-from toolkit.errors import ConfigError
 
 
 def check_combinations(config: JobConfig) -> None:

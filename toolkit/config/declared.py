@@ -15,9 +15,9 @@ from functools import lru_cache, reduce
 from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import hints
 from toolkit.config.source import PythonSource
-from toolkit.errors import ConfigError
 
 _SCALARS = {kind.__name__: kind for kind in hints.SCALARS}
 _LISTS = ("list", "typing.List", "typing.Sequence", "collections.abc.Sequence")

@@ -11,10 +11,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toolkit import registry
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config.schema import CALLED_JOB, JobConfig
 from toolkit.config.source import PythonSource, read_source
 from toolkit.config.words import one_of
-from toolkit.errors import ConfigError, nearest
 
 #: The class that a job derives from.
 _BASE = "toolkit.Job"

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from yaml import MappingNode, Node, ScalarNode
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config import yaml_core
 from toolkit.config.schema import all_keys
 from toolkit.config.yaml_core import Pairs
-from toolkit.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)

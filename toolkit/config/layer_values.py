@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config import yaml_core
 from toolkit.config.hints import (
     NAME_OF_KIND,
@@ -28,8 +30,6 @@ from toolkit.config.layer_files import Layer
 from toolkit.config.references import MISSING, refers
 from toolkit.config.schema import JobConfig, all_keys
 from toolkit.config.yaml_core import Scalar, scalar_of
-from toolkit.durations import parse_slurms
-from toolkit.errors import ConfigError, nearest
 
 #: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
 _NO_ENVIRONMENT = (

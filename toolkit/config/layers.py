@@ -15,6 +15,7 @@ from typing import Any
 
 from yaml import MappingNode, Node
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import yaml_core
 from toolkit.config.declared import dataclass_in, defaults_of
 from toolkit.config.hints import PLAIN
@@ -25,7 +26,6 @@ from toolkit.config.references import MISSING, References, build, escaped, final
 from toolkit.config.schema import FOREIGN_JOB, JobConfig
 from toolkit.config.script_arguments import named
 from toolkit.config.source import read_source
-from toolkit.errors import ConfigError
 
 #: Variables in which a user's profile holds options of sbatch, by the keys of ``cluster``. sbatch itself does not get
 #: them: it would prefer them to the options in the script, which are those of the config.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
+from toolkit.base.errors import ConfigError
 from toolkit.config.words import STEPS, Factor, Momentum, OneOf, Range, Steps, one_of, within
-from toolkit.errors import ConfigError
 
 #: ``optim.name`` may also be the path of a class.
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")

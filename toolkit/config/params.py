@@ -7,8 +7,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config.hints import container_of, item_hints, members
-from toolkit.errors import ConfigError, nearest
 
 T = TypeVar("T")
 

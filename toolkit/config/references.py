@@ -10,11 +10,11 @@ from typing import Any, get_args
 
 from yaml import ScalarNode
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import yaml_core
 from toolkit.config.declared import declared
 from toolkit.config.hints import as_kind, check_word, container_of, fits, hints_of, item_hints, kind_names, kinds_of
 from toolkit.config.yaml_core import Scalar, scalar_of
-from toolkit.errors import ConfigError
 
 #: Begins a reference to another value. After an odd number of backslashes it is text.
 _MARK = re.compile(r"(\\*)\$\{")

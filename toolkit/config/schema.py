@@ -12,6 +12,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias
 
+from toolkit.base.errors import ConfigError
 from toolkit.config.catalog import CATALOG
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.optim import OptimConfig
@@ -31,7 +32,6 @@ from toolkit.config.words import (
     is_absolute,
     steps_or,
 )
-from toolkit.errors import ConfigError
 
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
 FOREIGN_JOB = "toolkit.nodes.start.foreign"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit import records
 from toolkit.config import yaml_core
+from toolkit.files import records
 
 #: ``tokens``, ``tokenizer`` and the like are a model's.
 _SECRET = re.compile(

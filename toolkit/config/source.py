@@ -9,7 +9,7 @@ import tokenize
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 #: Parts of a comment that are for tools.
 _FOR_TOOLS = re.compile(r"#\s*(?:noqa|type: *ignore|pragma|fmt:|pylint:|pyright:).*")

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
+from toolkit.base.errors import ConfigError
 from toolkit.config.words import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
-from toolkit.errors import ConfigError
 
 
 class StrategyTraits(NamedTuple):

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, origin, rundir, secret_values
+from toolkit.base import fsio, secret_values
+from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config.catalog import check_datasets, data_root
 from toolkit.config.combinations import check_batch, check_combinations
 from toolkit.config.hints import hints_of, limits_of
@@ -19,7 +20,7 @@ from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
 from toolkit.config.strategy import SAME_STATE, STATELESS
-from toolkit.errors import ConfigError, DataMissingError
+from toolkit.files import origin, rundir
 from toolkit.slurm import container
 
 

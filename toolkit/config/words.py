@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
-from toolkit import fsio, registry
-from toolkit.errors import ConfigError, nearest
+from toolkit import registry
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, nearest
 
 Choice = TypeVar("Choice")
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from toolkit import fsio, logs, records
-from toolkit.errors import ConfigError, listing
+from toolkit.base import fsio, logs
+from toolkit.base.errors import ConfigError, listing
+from toolkit.files import records
+from toolkit.files.records import COUNT, TEXT, Record
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import BadSample, Batch
 from toolkit.ranks.session import Session
-from toolkit.records import COUNT, TEXT, Record
-from toolkit.rundir import RunDir
 
 #: Number of bad samples named in the log; after that only their count is logged.
 NAMED = 10

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from toolkit.base.errors import JobFailedError
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import NO_SAMPLE, SampleReader
-from toolkit.errors import JobFailedError
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import fsio, origin, terminal
+from toolkit.base import fsio, terminal
+from toolkit.base.errors import ConfigError, DataMissingError, RequestError
 from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order
 from toolkit.data.pictures import Photographs, Pictures, Standardise, read_pixels, training_transform, transforms
-from toolkit.errors import ConfigError, DataMissingError, RequestError
+from toolkit.files import origin
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -225,7 +226,7 @@ def fetch(name: str, root: str | None = None) -> str:
 
 
 def _fetch_weights(name: str, root: str | None) -> str:
-    """Download weights of torchvision, see :func:`~toolkit.origin.published_path`. Return where they are."""
+    """Download weights of torchvision, see :func:`~toolkit.files.origin.published_path`. Return where they are."""
     from torch.hub import HASH_REGEX, download_url_to_file
 
     path = origin.published_path(name, root)

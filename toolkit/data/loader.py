@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import choose
 from toolkit.data.batch_reader import BatchReader
 from toolkit.data.fingerprint import fingerprint, gives_batches
@@ -26,7 +27,6 @@ from toolkit.data.sampler import (
 )
 from toolkit.data.to_device import to_device
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.permutation import hash64
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 
 #: Keeps these draws apart from those that other parts of the package make of the same run seed.

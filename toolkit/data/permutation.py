@@ -21,8 +21,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.fingerprint import crc
-from toolkit.errors import ConfigError
 
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError
 from toolkit.config import ImageConfig, choose
 from toolkit.data.fingerprint import digest
 from toolkit.data.pixel_cache import PixelCache
-from toolkit.errors import RequestError
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 

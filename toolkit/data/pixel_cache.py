@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import node_memory
-from toolkit.errors import ConfigError
+from toolkit.base import node_memory
+from toolkit.base.errors import ConfigError
 from toolkit.nodes.agent import state_memory
 
 _HEAD = 3

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.permutation import BLOCK, Indices, ShuffledOrder
 from toolkit.data.split import PartOrder
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Json
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.permutation import Indices, ShuffledOrder, hash64, mix_array
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 
 #: Keeps these hashes apart from those that other parts of the package make.

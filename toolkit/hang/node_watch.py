@@ -31,11 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
+from toolkit.base.proc_stat import ProcessStat
+from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.hang import outside_stacks
 from toolkit.health import devices
-from toolkit.proc_stat import ProcessStat
-from toolkit.rundir import RANK_VARIABLE, RunDir
 
 #: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
 IDLE_SHARE = 0.01

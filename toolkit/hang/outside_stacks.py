@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from toolkit import fsio, proc_stat
+from toolkit.base import fsio, proc_stat
+from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
-from toolkit.rundir import RunDir
 
 #: Ranks that are read at the same time, and the most processes of each.
 AT_ONCE, MOST_PROCESSES = 16, 8

@@ -14,13 +14,13 @@ from contextlib import suppress
 from queue import Empty
 from typing import Any
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.files.rundir import RunDir
 from toolkit.hang import node_watch
 from toolkit.health import bare_python
 from toolkit.nodes.agent.progress import Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel
-from toolkit.rundir import RunDir
 
 #: The watch is started after this share of the bound. Many scripts have ended by then, or called `toolkit.start()` and
 #: report by themselves.

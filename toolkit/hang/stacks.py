@@ -22,7 +22,8 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import TypeAlias
 
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.files import rundir
 
 #: The signal that asks a rank for its stacks, and the last line of a complete answer.
 ASK = signal.SIGURG

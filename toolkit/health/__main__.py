@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from toolkit import hostlist
+from toolkit.base import hostlist
 from toolkit.health import (
     ASKING_LIMIT_S,
     FIRST_NODE,

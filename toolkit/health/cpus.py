@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 from toolkit.health import Finding, Severity, ok
 
 PROC = Path("/proc")

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.health import Finding, ok
 
 #: With NFS a node may see a new file this much later than the node that wrote it.

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
+from toolkit.base.proc_stat import ProcessStat
 from toolkit.health.nvml import Nvml
-from toolkit.proc_stat import ProcessStat
 
 #: A process that is younger may still become another program, with the job's variables.
 YOUNG_S = 60.0

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit import hostlist
+from toolkit.base import hostlist
 from toolkit.health import CheckAnswer, Finding, Severity, ok
 from toolkit.health.speed import SPEEDS
 

@@ -15,10 +15,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from toolkit.durations import in_units
-from toolkit.fsio import size_text
-from toolkit.run_files import AttemptRecord, Efficiency, JobUsage, RunUsage
-from toolkit.rundir import RunDir
+from toolkit.base.durations import in_units
+from toolkit.base.fsio import size_text
+from toolkit.files.run_files import AttemptRecord, Efficiency, JobUsage, RunUsage
+from toolkit.files.rundir import RunDir
 
 #: Margins of the next request.
 CPU_MARGIN, MEMORY_MARGIN, TIME_MARGIN, TIME_MORE_S = 1.1, 1.25, 1.25, 120.0

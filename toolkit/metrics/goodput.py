@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from toolkit.durations import in_units
-from toolkit.run_files import RunProgress, Start
-from toolkit.rundir import RunDir
+from toolkit.base.durations import in_units
+from toolkit.files.run_files import RunProgress, Start
+from toolkit.files.rundir import RunDir
 
 #: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
 MEASURED = ("training", "data_wait", "checkpoint", "evaluation")

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from toolkit import hostlist
+from toolkit.base import hostlist
+from toolkit.files.run_files import AttemptRecord, RunProgress, Start
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
 from toolkit.metrics.goodput import PARTS
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
-from toolkit.run_files import AttemptRecord, RunProgress, Start
-from toolkit.rundir import RunDir
 
 #: Seconds between two looks at what the job uses: the nodes are not sampled more often.
 USAGE_EVERY_S = 15.0

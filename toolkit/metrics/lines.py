@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import records
-from toolkit.records import COUNT, MOMENT, NUMBER
-from toolkit.rundir import RunDir
+from toolkit.files import records
+from toolkit.files.records import COUNT, MOMENT, NUMBER
+from toolkit.files.rundir import RunDir
 
 #: More damaged lines than this are not named one by one.
 MOST_NAMED = 5

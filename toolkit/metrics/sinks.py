@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit import fsio, records
-from toolkit.records import COUNT, Record
+from toolkit.base import fsio
+from toolkit.files import records
+from toolkit.files.records import COUNT, Record
 
 if TYPE_CHECKING:
     import torch

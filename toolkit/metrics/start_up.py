@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.run_files import RunProgress, Start
+from toolkit.files.run_files import RunProgress, Start
 
 #: What rank 0 measures before its first step, see `toolkit.ranks.start_up`.
 IN_RANK = ("program", "group", "data", "resume")

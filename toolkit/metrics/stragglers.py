@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from toolkit.run_files import Straggler
+from toolkit.files.run_files import Straggler
 
 #: A rank is slow above this multiple of the other ranks' median. Ranks on equal hardware differ by a few percent, on a
 #: busy shared node by ten or twenty; a throttled GPU, a failing disk or another user's job on the CPUs costs more.

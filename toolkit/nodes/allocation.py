@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from toolkit import hostlist, outages
+from toolkit.base import hostlist, outages
+from toolkit.base.errors import RequestError
 from toolkit.config import ClusterConfig
-from toolkit.errors import RequestError
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobGpus

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import registry
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 #: Where NVIDIA's driver lists its GPUs, and the device files of other GPUs.
 NVIDIA, OTHERS = Path("/proc/driver/nvidia/gpus"), Path("/dev/dri")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 from toolkit.hang import activity
 from toolkit.hang.activity import Activity
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit import fsio
+from toolkit.base import fsio
 
 SMALL_BYTES, LARGE_BYTES = 8, 16 * 2**20
 SMALL_ROUNDS, LARGE_ROUNDS = 50, 5

@@ -22,9 +22,10 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from toolkit import fsio, records, trust
-from toolkit.errors import ToolkitError
-from toolkit.records import COUNT, TEXT, Record
+from toolkit.base import fsio, trust
+from toolkit.base.errors import ToolkitError
+from toolkit.files import records
+from toolkit.files.records import COUNT, TEXT, Record
 from toolkit.slurm import network
 
 LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"

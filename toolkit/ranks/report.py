@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit import logs
-from toolkit.errors import EXIT_FAILED
+from toolkit.base import logs
+from toolkit.base.errors import EXIT_FAILED
+from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
 from toolkit.nodes.agent.reports import AgentGoneError, Outbox
 from toolkit.ranks.early_work import EarlyWork
-from toolkit.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 #: Seconds between two reports of rank 0.
 HEARTBEAT_S = 0.5

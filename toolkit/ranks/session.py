@@ -17,19 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from toolkit import error_file, logs, rundir, signals, trust
+from toolkit.base import logs, signals, trust
+from toolkit.base.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
+from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import DistConfig
-from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
+from toolkit.files import error_file, rundir
+from toolkit.files.run_files import RunStatus
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
-from toolkit.process_identity import ProcessIdentity
 from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.start_up import StartUp
 from toolkit.ranks.stop import STOP, Gate, Hang
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
-from toolkit.run_files import RunStatus
 
 #: The number of this attempt, counted from 1.
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"

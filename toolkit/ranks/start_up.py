@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 
 
 class StartUp:

@@ -20,7 +20,7 @@ from typing import IO
 
 from torch.distributed import TCPStore
 
-from toolkit import open_files
+from toolkit.base import open_files
 from toolkit.nodes.agent.die_with_parent import ignore_signals
 from toolkit.ranks.stop import propose
 from toolkit.ranks.stop.torch_store import StoreTransport

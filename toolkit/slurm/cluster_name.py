@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit.errors import SlurmError
+from toolkit.base.errors import SlurmError
 
 #: Where ``slurm.conf`` lies if no variable says it.
 _PLACES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from toolkit import outages
-from toolkit.errors import SlurmError
+from toolkit.base import outages
+from toolkit.base.errors import SlurmError
 from toolkit.slurm import site_profile
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import (

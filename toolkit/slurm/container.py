@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio
-from toolkit.errors import ConfigError
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 

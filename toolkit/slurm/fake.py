@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit import hostlist
-from toolkit.durations import parse_slurms
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.base import hostlist
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.jobs import JobGpus, JobRow, JobStatus, present_of
 from toolkit.slurm.states import Phase, phase

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from toolkit import hostlist
-from toolkit.durations import parse_slurms
+from toolkit.base import hostlist
+from toolkit.base.durations import parse_slurms
 from toolkit.slurm import states
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import logs
-from toolkit.errors import ToolkitError
+from toolkit.base import logs
+from toolkit.base.errors import ToolkitError
 
 SYSFS = Path("/sys")
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from toolkit import hostlist
-from toolkit.errors import RequestError
+from toolkit.base import hostlist
+from toolkit.base.errors import RequestError
 from toolkit.slurm.rank_variables import (
     ALONE,
     MPI_ADVICE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from toolkit import signals
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.base import signals
+from toolkit.base.errors import SlurmError, SlurmRefusedError
 
 #: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
 #: SLURM_CONF Slurm's programs retry for 60 s before they fail.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.errors import PlacementError
+from toolkit.base.errors import PlacementError
 from toolkit.slurm import network, placement
 from toolkit.slurm.placement import Placement
 

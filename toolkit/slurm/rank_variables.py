@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from toolkit import hostlist
-from toolkit.errors import RequestError
+from toolkit.base import hostlist
+from toolkit.base.errors import RequestError
 from toolkit.slurm.variables import Environ, Number, number, refusal, required
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import open_files
+from toolkit.base import open_files
 
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0

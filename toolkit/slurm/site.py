@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from toolkit.durations import parse_slurms
-from toolkit.errors import RequestError, SlurmError
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import RequestError, SlurmError
 from toolkit.slurm.commands import Slurm, settings_in
 from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, QosRecord, SiteProfile
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from toolkit import fsio, logs
-from toolkit.json_record import FileRecord, JsonRecord
-from toolkit.run_files import Time
+from toolkit.base import fsio, logs
+from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.run_files import Time
 
 #: After this time a profile only warns: sites change their limits.
 OLD_S = 30 * 86_400.0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.errors import PlacementError, RequestError
+from toolkit.base.errors import PlacementError, RequestError
 
 Environ = Mapping[str, str]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from toolkit import fsio, trust
-from toolkit.errors import RequestError
+from toolkit.base import fsio, trust
+from toolkit.base.errors import RequestError
 from toolkit.staging.disks import is_shared, own_folders
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
-from toolkit import fsio, trust
-from toolkit.errors import RequestError
-from toolkit.json_record import JsonRecord
+from toolkit.base import fsio, trust
+from toolkit.base.errors import RequestError
+from toolkit.files.json_record import JsonRecord
 from toolkit.staging import disks
 from toolkit.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
 from toolkit.staging.whole import OWN_FOLDER, is_whole, mark

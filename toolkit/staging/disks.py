@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit import fsio, node_memory
+from toolkit.base import fsio, node_memory
 
 #: Types of file systems that many nodes read from, as /proc/mounts names them.
 SHARED = {

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit import fsio, trust
-from toolkit.errors import RequestError
-from toolkit.json_record import FileRecord, JsonRecord
+from toolkit.base import fsio, trust
+from toolkit.base.errors import RequestError
+from toolkit.files.json_record import FileRecord, JsonRecord
 from toolkit.staging import disks
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.

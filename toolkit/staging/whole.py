@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit import records
-from toolkit.records import COUNT, TEXT, Record
+from toolkit.files import records
+from toolkit.files.records import COUNT, TEXT, Record
 
 #: Begins the name of a user's folder of copies on a disk of a node.
 OWN_FOLDER = "toolkit-stage-"

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit import registry
+from toolkit.base.errors import ConfigError
 from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
 from toolkit.config.words import OneOf
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.custom import Custom

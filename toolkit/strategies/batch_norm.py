@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.strategies.protocol import ModelFactory
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

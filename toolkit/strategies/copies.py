@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.strategies.layouts import local
 
 

@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import broadcast_tensors, sum_tensors

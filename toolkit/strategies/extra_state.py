@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError, listing
+from toolkit.base.errors import ConfigError, listing
 from toolkit.ranks.collectives import from_rank
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.priming import has_extra_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.errors import ConfigError, listing
+from toolkit.base.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.strategies.objective import Objective
 

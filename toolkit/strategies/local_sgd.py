@@ -30,8 +30,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import LocalSgdConfig, TrainConfig, choose
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session

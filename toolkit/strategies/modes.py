@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from toolkit import logs
-from toolkit.errors import listing
+from toolkit.base import logs
+from toolkit.base.errors import listing
 
 log = logs.get(__name__)
 

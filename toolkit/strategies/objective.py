@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError, JobCodeError
+from toolkit.base.errors import ConfigError, JobCodeError
 from toolkit.ranks.batch import Batch
 
 #: A pass through the model, with whatever arguments its ``forward`` takes.

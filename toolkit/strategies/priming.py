@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.base.errors import ConfigError, JobFailedError, listing
 from toolkit.config import TrainConfig
-from toolkit.errors import ConfigError, JobFailedError, listing
 from toolkit.hang.activity import PRIMING, Activity
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch

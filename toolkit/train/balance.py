@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError
 from toolkit.data.loader import Batches
-from toolkit.errors import ConfigError
 from toolkit.metrics.pace import MOST_CURVES
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Json

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
-from toolkit.rundir import RunDir
 
 _IMAGES = 16
 #: Keys by which runs are not compared. TensorBoard shows only the first columns without scrolling.

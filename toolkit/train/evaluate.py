@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from toolkit.errors import JobCodeError, RankLostError, ToolkitError, listing
+from toolkit.base.errors import JobCodeError, RankLostError, ToolkitError, listing
 from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy

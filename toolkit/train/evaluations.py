@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from toolkit import logs
-from toolkit.errors import RankLostError
+from toolkit.base import logs
+from toolkit.base.errors import RankLostError
 from toolkit.hang import activity
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session

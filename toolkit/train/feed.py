@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import JobCodeError
 from toolkit.data.generators import RandomGenerator, generators_in, origin_of, seed_generator
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
-from toolkit.errors import JobCodeError
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)

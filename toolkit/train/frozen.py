@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.errors import ConfigError, listing
+from toolkit.base.errors import ConfigError, listing
 from toolkit.ranks.state import Entry, Json, Replicated
 
 #: Optional: checkpoints of older versions have none.

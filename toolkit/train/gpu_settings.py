@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config import TrainConfig
 
 #: Variables by which a user configures torch's allocator. The second is the older name.

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from toolkit import logs, origin
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, RequestError, listing, nearest
 from toolkit.checkpoint import weights, whole
 from toolkit.checkpoint.folder import committed
 from toolkit.checkpoint.weights import Weights
 from toolkit.config import ModelConfig
-from toolkit.errors import ConfigError, RequestError, listing, nearest
+from toolkit.files import origin
+from toolkit.files.origin import Origin
 from toolkit.hang import activity
-from toolkit.origin import Origin
 from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import ModelFactory
 

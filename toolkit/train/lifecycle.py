@@ -15,8 +15,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
-from toolkit.errors import StoppedError
+from toolkit.files.run_files import STOPPED_PHASE
 from toolkit.hang import activity
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
@@ -27,7 +28,6 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.run.records import user_request
-from toolkit.run_files import STOPPED_PHASE
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.on_request import OnRequest
 from toolkit.train.save_timer import SAVE

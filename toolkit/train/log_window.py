@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.errors import JobCodeError
+from toolkit.base.errors import JobCodeError
 from toolkit.ranks.collectives import gather_rows, sum_across_ranks
 from toolkit.ranks.state import Entry, PerRank
 

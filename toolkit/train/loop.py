@@ -12,7 +12,7 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
 from toolkit.data.bad_samples import BadSamples

@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_load import KEY
 from toolkit.checkpoint.policy import CopyClock
 from toolkit.checkpoint.reader import Loaded
-from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.state import TrainingState

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import OptimConfig
-from toolkit.errors import ConfigError
 from toolkit.strategies.layouts import local
 
 

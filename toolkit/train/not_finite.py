@@ -15,10 +15,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig, choose
 from toolkit.data.loader import Batches
-from toolkit.errors import ConfigError, listing
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json

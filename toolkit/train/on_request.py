@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from toolkit import logs
-from toolkit.errors import RequestError
+from toolkit.base import logs
+from toolkit.base.errors import RequestError
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.rundir import RunDir
 from toolkit.train.profile import StepProfile
 
 log = logs.get(__name__)

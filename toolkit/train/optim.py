@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
 from toolkit.config.optim import is_path
 from toolkit.config.words import choose
-from toolkit.errors import ConfigError, listing, nearest
 from toolkit.train.muon import MuonAndAdamW
 from toolkit.train.parameter_groups import parameter_groups
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
-from toolkit.errors import ConfigError, listing
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
-from toolkit.errors import ConfigError
 from toolkit.hang import activity
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, live
-from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session

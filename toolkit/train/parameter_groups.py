@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
-from toolkit.errors import ConfigError, listing, nearest
 from toolkit.strategies.blocks import blocks
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

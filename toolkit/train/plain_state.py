@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.errors import ConfigError
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
 from toolkit.run.records.user_request import Answer
 
 #: At the end of a training, or of a stop, the files that are being written have this time.

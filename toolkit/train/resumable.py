@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
 from toolkit.checkpoint.tensors import check_plain, to_bytes
 from toolkit.data import generators
 from toolkit.data.generators import is_generator
-from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.copies import refuse_copies

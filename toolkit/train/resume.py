@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import SAME_STATE, goes_on_with
-from toolkit.errors import CheckpointError, ConfigError
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import REPLICA, InRounds
 from toolkit.train.state import MESH, TrainingState

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.config import JobConfig, learning_rate, live
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
-from toolkit.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from toolkit.errors import JobCodeError, ToolkitError
+from toolkit.base.errors import JobCodeError, ToolkitError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop.gate import IDLE_S, LEAVE_S
 from toolkit.ranks.stop.torch_store import StoreTransport

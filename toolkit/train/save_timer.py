@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from toolkit.checkpoint import policy
 from toolkit.config import CheckpointConfig
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
-from toolkit.rundir import RunDir
 
 #: The kind of request by which the ranks agree on the step of a save by time.
 SAVE = "save"

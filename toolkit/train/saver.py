@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs, trust
+from toolkit.base import fsio, logs, trust
+from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -18,10 +19,9 @@ from toolkit.checkpoint.replicas import ReplicaSums
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
-from toolkit.errors import CheckpointError, UnsavableStateError
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
-from toolkit.rundir import RunDir
 from toolkit.train.save_timer import SaveTimer
 from toolkit.train.state import TrainingState
 

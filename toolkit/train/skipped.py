@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit import fsio, logs, records
+from toolkit.base import fsio, logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
 from toolkit.data.loader import Batches
-from toolkit.errors import ConfigError, listing
+from toolkit.files import records
+from toolkit.files.records import COUNT, Record
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
-from toolkit.records import COUNT, Record
-from toolkit.rundir import RunDir
 from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 
 #: The log names this many steps; of later ones it gives only the number.

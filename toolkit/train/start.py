@@ -9,9 +9,9 @@ from typing import Self
 
 import torch.distributed as dist
 
-from toolkit import logs, signals
+from toolkit.base import logs, signals
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks.session import Session, open_session
 from toolkit.run.rank import script_end
 from toolkit.train.gpu_settings import apply_gpu_settings
@@ -60,7 +60,7 @@ def current() -> StartedRun:
     ...     toolkit.current().log(loss=loss)
     >>> toolkit.current()
     Traceback (most recent call last):
-    toolkit.errors.ConfigError: toolkit.current: this process has no run that is open: call toolkit.start() before
+    toolkit.base.errors.ConfigError: toolkit.current: this process has no run that is open: call toolkit.start() before
     """
     if _open is None or _open.pid != os.getpid():
         raise ConfigError("toolkit.current: this process has no run that is open: call toolkit.start() before")

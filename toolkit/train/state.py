@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import FIXED_ON_RESUME, JobConfig, value_of
 from toolkit.data.loader import Batches
-from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, PerRank, State

@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.checkpoint.tensors import to_bytes
+from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.rundir import TRACE_VARIABLE, RunDir
 from toolkit.strategies.protocol import StepOutput, Strategy
 
 

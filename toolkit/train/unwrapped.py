@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.strategies.update.optimizer_state import refuse_lost_state
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.waiting import wait_for
+from toolkit.files.run_files import RunState
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.submit import submit_command
-from toolkit.run_files import RunState
 
 SCRIPTS = Path(__file__).parent / "scripts"
 #: The arguments of each. The folder is its own, outside of the run's.

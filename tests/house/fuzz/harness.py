@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
+from toolkit.base.logs import LOGGER
 from toolkit.cli import main as cli
-from toolkit.logs import LOGGER
 
 CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
 #: The number of inputs in a unit run, and in the long one.

@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 
 from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, seclude
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError
 from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
-from toolkit.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.site import doctor, resume_check
 from toolkit.run.rank import main as rank
 from toolkit.run.submission import executors, inside_allocation
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import RunResult
 from toolkit.slurm import placement
 
 WORDS = [

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, seclude
+from toolkit.base.errors import RequestError
 from toolkit.config import all_keys, dump_config, load_config, validate
-from toolkit.errors import RequestError
 from toolkit.run.submission import submit
 
 NUMBERS = [

@@ -22,11 +22,14 @@ from tests.house.fuzz.damage import Damaged, damaged
 from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
 from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
-from toolkit import fsio, records, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import ToolkitError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest, TensorPart, TensorRecord, ValueRecord
 from toolkit.config import JobConfig
-from toolkit.errors import ToolkitError
+from toolkit.files import records, rundir
+from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, Straggler
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
@@ -41,8 +44,6 @@ from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import OwnerRecord, RunProgress, RunState, Straggler
-from toolkit.rundir import RunDir
 
 #: The command, or other reader, that names each file when it cannot pass for what was written.
 NAMED_BY = {

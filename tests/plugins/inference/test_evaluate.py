@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import load_config
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.metrics.sinks import FanOut, JsonlSink, TensorBoardSink
 from toolkit.plugins.inference.trained_model import OneProcess
 from toolkit.ranks.batch import Batch

@@ -20,18 +20,18 @@ from jobs.llama import Llama, LlamaSizes
 from jobs.models import mlp
 from tests.unit.checkpoint.ranks import blank
 from toolkit import config as configs
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.data.tokens.writer import Encoder, tokenize
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.inference import generation
 from toolkit.plugins.inference import trained_model as inference
 from toolkit.plugins.inference.generation import Sampling, continuations
 from toolkit.ranks.state import Replicated
-from toolkit.rundir import RunDir
 
 ROOT = Path(__file__).parents[3]
 CONTEXT = 24

@@ -23,7 +23,9 @@ from jobs.models import lenet
 from tests.unit.checkpoint.ranks import blank
 from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
-from toolkit import fsio, origin, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
+from toolkit.base.trust import TRUST_VARIABLE
 from toolkit.checkpoint import weights as checkpoint_weights
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -31,12 +33,11 @@ from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.config import DataConfig
 from toolkit.data.datasets import build_datasets
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
+from toolkit.files import origin, rundir
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.inference import program
 from toolkit.plugins.inference import trained_model as inference
 from toolkit.ranks.state import Json, Replicated, Sharded
-from toolkit.rundir import RunDir
-from toolkit.trust import TRUST_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 STEPS = (10, 20, 30)

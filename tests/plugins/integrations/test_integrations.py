@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import is_loop
-from toolkit.errors import ConfigError
 from toolkit.plugins import integrations
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from toolkit.errors import ConfigError, StoppedError
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.ranks import device
 
 pytest.importorskip("mpi4py")

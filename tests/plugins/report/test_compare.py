@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.test_looking import new_run, run  # noqa: F401
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 
 def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,18 +16,19 @@ import pytest
 from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.plugins.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from toolkit.plugins.report.curves import Curve, is_aside
 from toolkit.plugins.report.page import macro
 from toolkit.run.job import nodes
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.rundir import RunDir
 
 #: Elements that have no end.
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 
 SIZE, BATCH = 10, 4

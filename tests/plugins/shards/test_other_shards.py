@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.workers import stacked
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.plugins.shards import runs
 from toolkit.plugins.shards.dataset import ShardedData
 from toolkit.plugins.shards.mds import decoded

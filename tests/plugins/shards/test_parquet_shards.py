@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.waiting import wait_for
+from toolkit.base.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import stacked
-from toolkit.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.plugins.shards import blocks
 from toolkit.plugins.shards.dataset import ShardedData
 from toolkit.plugins.shards.parquet import ParquetFormat

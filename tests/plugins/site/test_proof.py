@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.cli.main import main
+from toolkit.files.run_files import AttemptRecord, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.site import proof
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured
 from toolkit.run.attempt.facts import Cause, Decision
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import AttemptRecord, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.site_profile import Proof, SiteProfile

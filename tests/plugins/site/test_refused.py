@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.base.errors import EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_REQUEST
 
 
 def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
-from toolkit.errors import ConfigError
 from toolkit.plugins.site import doctor, site_page
 from toolkit.run.prepare import site_checks
 from toolkit.slurm import site_profile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig, ParameterServerConfig, StrategyConfig
-from toolkit.errors import RequestError
 from toolkit.plugins.site.resume_check import _needed, _strike
 from toolkit.plugins.site.resume_report import CheckPlan
 

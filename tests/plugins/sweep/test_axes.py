@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 from toolkit.plugins.sweep import axes
 from toolkit.plugins.sweep.axes import Discrete
 from toolkit.plugins.sweep.sobol import sobol

@@ -11,15 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunProgress, SweepPoint
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.halving import Halving, worse_than
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Stop
 from toolkit.run.attempt.verdict import judge
 from toolkit.run.job.fate import JobFate
 from toolkit.run.supervise.stop_path import StopPath
-from toolkit.run_files import AttemptRecord, RunProgress, SweepPoint
-from toolkit.rundir import RunDir
 
 
 def test_of_runs_in_a_random_order_about_a_third_goes_on_and_the_best_always(tmp_path: Path) -> None:

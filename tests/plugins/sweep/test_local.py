@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from tests.plugins.sweep.test_submission import project
-from toolkit import outages
+from toolkit.base import outages
+from toolkit.base.process_identity import ProcessIdentity
 from toolkit.cli import show
 from toolkit.cli.main import main
+from toolkit.files.run_files import AfterRecord, RunResult, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import again, local, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding, standings
-from toolkit.process_identity import ProcessIdentity
 from toolkit.run.records import awaited, ownership, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import AfterRecord, RunResult, RunState
-from toolkit.rundir import RunDir
 
 __all__ = ["project"]  # the fixture: each test is in a project of its own
 

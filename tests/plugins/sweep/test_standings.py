@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.cli import show
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, element, states
 from toolkit.plugins.sweep.states import PointStanding, standings
@@ -22,7 +23,6 @@ from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.records import ownership, stop_request, submitted_run, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission import handle
-from toolkit.run_files import RunProgress, RunResult, RunState
 from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.jobs import JobStatus

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit.errors import ConfigError, DamagedFileError, RequestError
+from toolkit.base.errors import ConfigError, DamagedFileError, RequestError
+from toolkit.files.run_files import RunState
 from toolkit.plugins import testing
 from toolkit.plugins.sweep import element, points, request, submission
 from toolkit.plugins.sweep.request import Options
@@ -23,7 +24,6 @@ from toolkit.plugins.sweep.submission import Submitted
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
-from toolkit.run_files import RunState
 from toolkit.slurm.fake import FakeSlurm
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import TrackerError
 from toolkit.config import JobConfig
-from toolkit.errors import TrackerError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
 from toolkit.plugins.trackers.sync import RunSync, identity
-from toolkit.run_files import RunResult, RunState
 
 Points = Mapping[tuple[int, str], float]
 

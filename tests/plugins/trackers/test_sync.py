@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.plugins.trackers.contract import FakeTracker, Story, check_contract, same
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
+from toolkit.files.run_files import RunState
 from toolkit.plugins.trackers import protocol
 from toolkit.plugins.trackers import sending as commands
 from toolkit.plugins.trackers.sync import RunSync, identity
 from toolkit.plugins.trackers.wandb import Wandb
-from toolkit.run_files import RunState
 
 Server = dict[str, dict[tuple[int, str], float]]
 

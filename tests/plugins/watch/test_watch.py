@@ -18,13 +18,13 @@ import pytest
 
 from tests.bench.listing import make_runs
 from tests.waiting import wait_for
-from toolkit import rundir
 from toolkit.cli import show
 from toolkit.cli.run_rows import RowCache
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.plugins.watch import view as watching
 from toolkit.plugins.watch.view import Watch
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
-from toolkit.run_files import RunResult, RunState, RunStatus
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunResult, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.why.runs import cause_of
-from toolkit.run_files import AttemptRecord, RunResult, RunState
-from toolkit.rundir import RunDir
 
 RESET = "RuntimeError: Connection reset by peer"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.cli.test_slow import NOW, RECOVERED, SLOW, run, stands, told  # noqa: F401
-from toolkit.rundir import RunDir
+from toolkit.files.rundir import RunDir
 
 
 def test_why_names_who_was_slow_and_what_to_do(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, tensor_of, weights
+from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.policy import Keep
-from toolkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.chaos
 

@@ -18,12 +18,12 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError
 from toolkit.ranks.state import PerRank, Replicated
 
 pytestmark = pytest.mark.chaos

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import header, whole
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError, RequestError
 from toolkit.ranks.state import Entry, PerRank, Replicated, Sharded, State
 
 FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}

@@ -15,12 +15,12 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import load_alone, on_ranks
 from tests.unit.checkpoint.test_damage import flip
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, read
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError
 
 
 def write(rank: int) -> Callable[[Path], None]:

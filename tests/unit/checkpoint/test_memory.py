@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks
-from toolkit import node_memory
+from toolkit.base import node_memory
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_file import MemoryFile

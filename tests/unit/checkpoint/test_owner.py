@@ -11,10 +11,10 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
 from tests.unit.owners import STRANGER, give
-from toolkit import trust
+from toolkit.base import trust
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
-from toolkit.errors import CheckpointError
 
 PLACES = [".", "step-00000200", "step-00000200/manifest.json", "step-00000200/rank-00000.safetensors"]
 

@@ -16,7 +16,7 @@ from toolkit.checkpoint.policy import (
     interval_s,
     steps_between_copies,
 )
-from toolkit.run_files import AttemptRecord
+from toolkit.files.run_files import AttemptRecord
 
 
 def lost_s(interval: float, cost: float, between: float) -> float:

@@ -12,11 +12,11 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks, tensor_of, weights
+from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError, UnsavableStateError
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 

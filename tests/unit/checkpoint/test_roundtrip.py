@@ -11,12 +11,12 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.background import Staging
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import CheckpointError
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 

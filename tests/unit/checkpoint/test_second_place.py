@@ -16,12 +16,12 @@ from tests.unit.checkpoint.ranks import alone, load_alone, tensor_of, weights
 from tests.unit.checkpoint.test_damage import flip
 from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import second_place
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.second_place import SecondPlace
-from toolkit.errors import CheckpointError
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import alone, file_operations, load_alone, weights
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
-from toolkit.errors import CheckpointError
 
 pytestmark = pytest.mark.chaos
 

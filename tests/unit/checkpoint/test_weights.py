@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.unit.checkpoint.ranks import alone, blank, weights
-from toolkit import origin, rundir
+from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.weights import read
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.files import origin, rundir
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.state import Replicated
-from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.half": torch.ones(2, dtype=torch.bfloat16)}

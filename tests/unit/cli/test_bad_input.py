@@ -13,16 +13,17 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.cli import main as cli
 from toolkit.config import job_module
 from toolkit.config.schema import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.checkpoint.ranks import blank, weights
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.state import Replicated
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.rundir import RunDir
 
 
 @pytest.fixture

@@ -14,13 +14,15 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from toolkit import fsio, registry, rundir
+from toolkit import registry
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.cli.commands import logs as logs_command
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
-from toolkit.run_files import RunResult, RunStatus
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord
 from toolkit.run.attempt import advice
 from toolkit.run.submission import submit
-from toolkit.run_files import AttemptRecord
 
 Call = tuple[str, list[str], list[str], dict[str, Any]]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
 from toolkit.cli import follow
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunProgress, RunResult, RunStatus
 from toolkit.metrics.goodput import PARTS
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import RunProgress, RunResult, RunStatus
 
 TRAINING: dict[str, Any] = {
     "state": "running",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.errors import EXIT_REQUEST
 
 JOB = '''
 import torch_of_nobody

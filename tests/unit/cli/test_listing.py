@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.bench.listing import make_runs
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.cli import main as cli
 from toolkit.cli import run_rows, show
 from toolkit.cli.run_rows import RowCache, read_config, read_row
 from toolkit.cli.selection import parse_since
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST, RequestError
-from toolkit.run_files import RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
 

@@ -13,14 +13,15 @@ import pytest
 
 from tests.bench.listing import make_runs
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import submitted_run
 from toolkit.run.submission import handle
-from toolkit.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.cli.new import EXAMPLES
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from toolkit import rundir
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.cli import show
-from toolkit.errors import EXIT_DONE
-from toolkit.run_files import RunStatus
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.run_files import RunStatus
+from toolkit.files.rundir import RunDir
 
 NOW = time.time()
 NODES = [f"node{number:02}" for number in range(1, 5)]

@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.config.conftest import ROOT
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, MeshConfig, StrategyConfig, load_config, validate
-from toolkit.errors import ConfigError, RequestError
-from toolkit.rundir import RUN_DIR_VARIABLE
+from toolkit.files.rundir import RUN_DIR_VARIABLE
 
 
 def write(folder: Path, name: str, text: str) -> Path:

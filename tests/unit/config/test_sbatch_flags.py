@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.cluster import FLAGS, REFUSED, SHORT, check_extra
-from toolkit.errors import ConfigError
 
 
 def config_with(**extra: object) -> JobConfig:

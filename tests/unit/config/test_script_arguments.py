@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import FOREIGN_JOB, JobConfig, command_line, dump_config, load_config, validate
 from toolkit.config.script_arguments import argv_override, with_options
-from toolkit.errors import ConfigError
 
 LOOP = "import toolkit\n\nwith toolkit.start() as run:\n    pass\n"
 

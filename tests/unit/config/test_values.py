@@ -8,8 +8,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig, all_keys, load_config, validate, value_of
-from toolkit.errors import RequestError
 
 
 def refusal(*overrides: str, login_node: bool = True) -> str:

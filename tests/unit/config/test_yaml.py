@@ -16,8 +16,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, all_keys, dump_config, load_config, value_of
-from toolkit.errors import ConfigError
 
 Load = Callable[[str, str], JobConfig]
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from tests.unit.data.samples import Damaged, Noisy
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import DataConfig
 from toolkit.data.bad_samples import NAMED, BadSamples
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import TRIES
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import BadSample, Batch, Share
 
 # ------------------------------------------------------------------------------------------------------ replacing

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config import DataConfig, catalog
-from toolkit.errors import ConfigError, DataMissingError
 
 
 def test_checking_files_loads_neither_torch_nor_numpy() -> None:

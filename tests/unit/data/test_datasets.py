@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
-from toolkit import origin
+from toolkit.base.errors import ConfigError, DataMissingError, RequestError
 from toolkit.checkpoint import weights
 from toolkit.config import DataConfig
 from toolkit.data import datasets
 from toolkit.data.datasets import Datasets, build_datasets, fetch
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.memory import RandomShift
-from toolkit.errors import ConfigError, DataMissingError, RequestError
+from toolkit.files import origin
 from toolkit.ranks.batch import Batch, Share
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.permutation import SORTED_MAX, ShuffledOrder, hash64, mix, mix_array, order
-from toolkit.errors import ConfigError
 
 
 def test_hash_is_splitmix64_as_published() -> None:

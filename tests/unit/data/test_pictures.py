@@ -22,12 +22,12 @@ from torchvision import transforms as v1
 from torchvision.models import ResNet50_Weights
 from torchvision.transforms.functional import InterpolationMode
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, ImageConfig, JobConfig, validate
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.pictures import read_pixels
 from toolkit.data.randomness import seed_sample
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 
 v2: Any = import_module("torchvision.transforms.v2")  # whose names have no types

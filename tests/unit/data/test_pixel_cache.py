@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, ImageConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.pixel_cache import PixelCache
-from toolkit.errors import ConfigError
 from toolkit.nodes.agent import state_memory
 from toolkit.ranks.batch import Share
 

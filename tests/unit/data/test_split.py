@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.samples import Noisy, Numbers
+from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
 from toolkit.data.permutation import hash64, mix
 from toolkit.data.sampler import TrainSampler
 from toolkit.data.split import part_of, samples_of
 from toolkit.data.stream import build_stream_loader
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 
 SPLITS = ["blocks", "hash"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.unit.data.streams import Lines, YieldedLines, length_of
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Batches, Loader
 from toolkit.data.randomness import seed_sample
 from toolkit.data.stream import StreamLoader, build_stream_loader
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.base.errors import ConfigError, DamagedFileError, DataMissingError, RequestError
 from toolkit.config import DataConfig, catalog
 from toolkit.data.datasets import build_datasets
 from toolkit.data.tokens import writer
 from toolkit.data.tokens.folder import Tokens
 from toolkit.data.tokens.windows import NO_TARGET, TokenWindows, load_tokens
 from toolkit.data.tokens.writer import Encoder, tokenize
-from toolkit.errors import ConfigError, DamagedFileError, DataMissingError, RequestError
 
 LENGTH = 8
 BYTES = Encoder(None, None)
@@ -104,7 +104,7 @@ def test_a_text_with_a_part_that_is_no_token_is_refused(kind: str, unknown: str 
 KILLED = """
 import os, sys
 from pathlib import Path
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.data.tokens import writer
 
 calls, real = 0, {name}

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.data.samples import Damaged, Noisy
-from toolkit import signals
+from toolkit.base import signals
+from toolkit.base.errors import JobFailedError
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import stacked
-from toolkit.errors import JobFailedError
 from toolkit.ranks.batch import Batch, Share
 
 DEADLINE_S = 20.0

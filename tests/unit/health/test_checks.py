@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.health import ANSWER_HEAD, CheckAnswer, Finding, cpus, devices, host, storage
 from toolkit.health.cpus import Process, Use
 from toolkit.slurm import network

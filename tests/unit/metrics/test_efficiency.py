@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.unit.attempts import attempt
-from toolkit import rundir
+from toolkit.files import rundir
+from toolkit.files.run_files import JobUsage, PriceRecord, RunUsage
 from toolkit.metrics import efficiency
-from toolkit.run_files import JobUsage, PriceRecord, RunUsage
 
 GIB = 1 << 30
 #: Two nodes for an hour, four CPUs and 16 GiB each.

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from toolkit import rundir
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.goodput import MEASURED, PARTS
 from toolkit.metrics.history import History
 from toolkit.metrics.timesheet import Timesheet
-from toolkit.run_files import AttemptRecord, RunStatus
-from toolkit.rundir import RunDir
 
 
 @pytest.fixture

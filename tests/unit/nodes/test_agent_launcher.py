@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from toolkit import rundir
+from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
 

@@ -22,7 +22,8 @@ import pytest
 from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import wait_for
-from toolkit import rundir, staging
+from toolkit import staging
+from toolkit.files import rundir
 from toolkit.hang import stacks
 from toolkit.nodes.agent import connections
 from toolkit.nodes.agent.link import AuthenticatedLink

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.base.errors import RequestError
 from toolkit.config import ClusterConfig
-from toolkit.errors import RequestError
 from toolkit.nodes.allocation import Allocation
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobGpus

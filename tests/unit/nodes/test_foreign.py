@@ -14,12 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from tests.waiting import PATIENCE
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.nodes.start import foreign
 from toolkit.run.attempt.error_files import read_error_file
-from toolkit.rundir import RANK_VARIABLE, RunDir
 
 ROOT = Path(__file__).parents[3]
 

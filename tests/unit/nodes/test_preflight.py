@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.health import CheckAnswer, CheckRequest, Finding, ok, storage
 from toolkit.health.verdict import Heard, NodesReport, judge
 from toolkit.nodes.agent.link import Message

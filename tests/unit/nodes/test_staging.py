@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import rundir
 from toolkit.config import JobConfig
+from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import staging
 from toolkit.nodes.start.agent_launcher import AgentLauncher

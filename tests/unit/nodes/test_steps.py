@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from toolkit import outages, rundir
+from toolkit.base import outages
+from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_starters import SrunAgents
 from toolkit.nodes.start.agents import Endpoint

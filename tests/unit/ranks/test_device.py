@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import Store, TCPStore
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.ranks import device
 
 

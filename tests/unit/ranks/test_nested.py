@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from toolkit.base.errors import JobFailedError
 from toolkit.data.workers import stacked
-from toolkit.errors import JobFailedError
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 

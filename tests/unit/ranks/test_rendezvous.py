@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from toolkit import rundir
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
+from toolkit.files import rundir
 from toolkit.ranks import rendezvous, session
 
 TIMEOUT = timedelta(seconds=20)

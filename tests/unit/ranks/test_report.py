@@ -19,8 +19,10 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.waiting import PATIENCE, wait_for
-from toolkit import rundir
-from toolkit.errors import EXIT_FAILED
+from toolkit.base.errors import EXIT_FAILED
+from toolkit.files import rundir
+from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.hang import activity as activity_words
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import progress
@@ -31,8 +33,6 @@ from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
-from toolkit.run_files import OwnerRecord, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
 
@@ -179,7 +179,7 @@ def test_a_rank_whose_agent_is_gone_ends_itself(exits: list[int]) -> None:
 
 RANK = """
 import sys, threading
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent.reports import Outbox
 from toolkit.ranks.report import AgentReporter
@@ -255,8 +255,8 @@ def test_an_unsupervised_rank_ends_when_another_process_has_its_run(tmp_path: Pa
     code = (
         "import sys, threading, pathlib\n"
         "from toolkit.ranks.report import FileReporter\n"
-        "from toolkit.run_files import RunStatus\n"
-        "from toolkit.rundir import RunDir\n"
+        "from toolkit.files.run_files import RunStatus\n"
+        "from toolkit.files.rundir import RunDir\n"
         "run = RunDir(pathlib.Path(sys.argv[1]))\n"
         "FileReporter(run, RunStatus(pid=7), lambda: run.belongs_to(1))\n"
         "threading.Event().wait()\n"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.ranks.simulation import case_of, faults, play
 from tests.waiting import PATIENCE, wait_for
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.ranks import session
 from toolkit.ranks.stop import PREFIX, STOP, Gate, Hang, MemoryStore, Transport, propose
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt import error_files
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.supervise.conclusion import add_error_files
-from toolkit.rundir import RunDir
 
 NODES, RANKS_A_NODE = 250, 8
 HOSTS = tuple(f"node{number}" for number in range(NODES))

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.files import rundir
+from toolkit.files.run_files import RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.job import nodes
 from toolkit.run.job.fate import fate_of_row
 from toolkit.run.records import stop_request
@@ -24,8 +27,6 @@ from toolkit.run.requeue.batch_host_watch import (
     WatchedJob,
     WatchOver,
 )
-from toolkit.run_files import RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 
@@ -161,8 +162,8 @@ import os, signal, threading
 from pathlib import Path
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.run.requeue import batch_host_watch
-from toolkit.rundir import RunDir
-from toolkit.run_files import RunStatus
+from toolkit.files.rundir import RunDir
+from toolkit.files.run_files import RunStatus
 
 slurm = FakeSlurm()
 job = slurm.sbatch(["job.sh"])

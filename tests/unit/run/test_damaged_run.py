@@ -9,15 +9,16 @@ import pytest
 
 from tests.unit.run.test_supervisor import Ranks, completes, quick
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_STOPPED
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
 from toolkit.run.records import stop_request
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import AttemptRecord
-from toolkit.rundir import RunDir
 
 __all__ = ["quick"]
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.files.run_files import FirstFailure, RunProgress
 from toolkit.metrics import goodput
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
 from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
 from toolkit.run.job.fate import JobFate, fate_of_row
-from toolkit.run_files import FirstFailure, RunProgress
 from toolkit.slurm.jobs import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import error_file, rundir
-from toolkit.errors import ConfigError, JobCodeError, JobFailedError, ToolkitError
+from toolkit.base.errors import ConfigError, JobCodeError, JobFailedError, ToolkitError
+from toolkit.files import error_file, rundir
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.attempt.facts import RankFailure
 
@@ -54,7 +54,7 @@ def test_every_way_to_run_out_of_memory_is_known_as_one(run: rundir.RunDir, erro
 
 def test_memory_that_torch_really_does_not_get_is_known_as_one(run: rundir.RunDir) -> None:
     program = (
-        "import torch; from toolkit import error_file\n"
+        "import torch; from toolkit.files import error_file\n"
         "try: torch.empty(1 << 50)\n"
         "except RuntimeError as error: error_file.write(error, 0)"
     )

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from toolkit import fsio, outages, rundir
+from toolkit.base import fsio, outages
 from toolkit.config import JobConfig, dump_config, load_config
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.job.fate import JobFate
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
@@ -30,8 +33,6 @@ from toolkit.run.requeue.follow_up import (
     takes_over,
 )
 from toolkit.run.submission import sbatch
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from tests.unit.run.test_supervisor import Ranks, ended, quick, supervise  # noqa: F401
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, RunProgress, RunResult, RunStatus, Start
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_files, of_run, sentence
 from toolkit.nodes.allocation import Allocation
@@ -25,8 +28,6 @@ from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
-from toolkit.run_files import AttemptRecord, RunProgress, RunResult, RunStatus, Start
-from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
 SUBMITTED = 1_700_000_000.0

@@ -17,7 +17,7 @@ import os, signal, sys, time
 from pathlib import Path
 from tests.waiting import wait_for
 from toolkit.nodes.agent.die_with_parent import SIGNALS
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.run.supervise.guard import guarded
 
 folder = Path(sys.argv[1])

@@ -18,7 +18,9 @@ from typing import cast
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.hang import stack_digest, stacks
 from toolkit.hang.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 from toolkit.hang.stacks import main_stack
@@ -27,7 +29,6 @@ from toolkit.nodes.agent.progress import Digest, Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.run.supervise import hang_investigation
 from toolkit.run.supervise.hang_investigation import blame, debug_environment
-from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
 

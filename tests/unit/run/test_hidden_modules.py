@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
+from toolkit.files import rundir
 from toolkit.run.prepare import snapshot
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.records import ownership
@@ -24,8 +27,6 @@ from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
 from toolkit.run.submission import inside_allocation
 from toolkit.run.supervise import entry
-from toolkit.run_files import RunResult, RunState
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 JOB = {

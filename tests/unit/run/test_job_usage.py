@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
 from toolkit.config.cluster import PriceConfig
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.health.usage import GpuUsage, NodeUsage
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt import job_usage
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.job_usage import UsageRecorder, slow_links, unused_gpus
-from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import parse_jobs
 
 PLAN = Allocation(("n1", "n2"), (2, 2), 2, gpus=(2, 2), job_id="7")

@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import rundir
+from toolkit.base.errors import EXIT_REQUEST, RequestError
+from toolkit.base.process_identity import ProcessIdentity
 from toolkit.cli import disk
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_REQUEST, RequestError
-from toolkit.process_identity import ProcessIdentity
+from toolkit.files import rundir
+from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.rank import main as rank
 from toolkit.run.records import ownership, stop_request, submitted_run
 from toolkit.run.records.ownership import Claim
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
-from toolkit.run_files import OwnerRecord, RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.placement import Placement
 

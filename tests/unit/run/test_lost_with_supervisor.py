@@ -16,8 +16,9 @@ import pytest
 
 from tests.unit.run.test_supervisor import quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
+from toolkit.base.errors import EXIT_STOPPED
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_STOPPED
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import AuthenticatedLink, Message
 from toolkit.nodes.agent.progress import RankReport
 from toolkit.nodes.start import agent_launcher
@@ -25,7 +26,6 @@ from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 ATTEMPT = 3

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import fsio, rundir
+from toolkit.base import fsio
 from toolkit.cli import run_facts
+from toolkit.files import rundir
+from toolkit.files.run_files import RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.health import Finding
 from toolkit.health.speed import CORE, MEMORY, SPEEDS, best_s, check_speeds
 from toolkit.health.verdict import Heard, judge
@@ -19,8 +22,6 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.job import node_history
 from toolkit.run.job.nodes import BadNode, Nodes
-from toolkit.run_files import RunStatus
-from toolkit.rundir import RunDir
 
 JOB = Allocation(("n1", "n2", "n3", "n4"), (1, 1, 1, 1), 1, job_id="7")
 FILE = ".nodes.jsonl"

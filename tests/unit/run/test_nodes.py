@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
 from toolkit.run.job.nodes import Nodes
-from toolkit.rundir import RunDir
 
 HOSTS = ("a", "b", "c", "d")
 

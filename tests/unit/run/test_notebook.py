@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
-from toolkit.errors import JobFailedError
+from toolkit.base.errors import JobFailedError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import RunProgress, RunResult, RunState, RunStatus
 
 
 @pytest.fixture

@@ -13,9 +13,12 @@ import pytest
 from tests.unit.run.test_supervisor import Ranks, completes, ended, quick, supervise  # noqa: F401
 from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.logs import LOGGER
 from toolkit.config import JobConfig
-from toolkit.logs import LOGGER
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt import notify
 from toolkit.run.attempt.facts import Verdict
@@ -23,8 +26,6 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.supervise import entry
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 
 #: Notes its environment and what it reads, a line of each for each call.
 TELL = ["sh", "-c", 'env -0 | tr "\\0\\n" "\\n " > "$0.env"; tr -d "\\n" >> "$0.said"; echo >> "$0.said"']

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.hang import outside_stacks, stacks
-from toolkit.rundir import RunDir
 
 #: As `py-spy dump --json` of version 0.4.3 writes it, with what we do not read left out.
 PY_SPY = """[

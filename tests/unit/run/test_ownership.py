@@ -19,11 +19,22 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import outages, rundir
+from toolkit.base import outages
+from toolkit.base.errors import (
+    EXIT_DONE,
+    EXIT_REQUEST,
+    ConfigError,
+    JobFailedError,
+    RequestError,
+    SlurmError,
+    TakenError,
+)
 from toolkit.cli import run_facts, show
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError, TakenError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.fate import JobFate
 from toolkit.run.job.nodes import Nodes, remembered
@@ -35,8 +46,6 @@ from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
-from toolkit.run_files import RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.fake import FakeSlurm, Sent

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import origin, rundir
 from toolkit.config import JobConfig, load_config
+from toolkit.files import origin, rundir
 from toolkit.run.prepare.new_run import new_run
 
 

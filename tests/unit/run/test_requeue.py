@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import outages, rundir
+from toolkit.base import outages
+from toolkit.base.errors import SlurmError, SlurmRefusedError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.errors import SlurmError, SlurmRefusedError, ToolkitError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.job.nodes import BadNode, Nodes
@@ -21,8 +24,6 @@ from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise import left_over
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.guard import SupervisorKilledError
-from toolkit.run_files import RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobRow
 

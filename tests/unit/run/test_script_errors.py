@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import fsio, log_text, rundir
+from toolkit.base import fsio, log_text
+from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError
+from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.prepare.script_paths import refuse_unfit
 from toolkit.run.submission import sbatch, submit
 from toolkit.run.submission.resume import resume
-from toolkit.rundir import RunDir
 
 ODD = """it's "my" $HOME `touch hit`; ${A=$(touch hit)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scale.snapshots import counted
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 from toolkit.run.prepare import snapshot
 
 

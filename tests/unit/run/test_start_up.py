@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.files.run_files import RunProgress, Start
 from toolkit.metrics.goodput import of_attempt as ledger_of
 from toolkit.metrics.start_up import PARTS, of_attempt, sentence
-from toolkit.run_files import RunProgress, Start
 
 IN_RANK = {"program": 0.5, "group": 0.25, "data": 1.0, "resume": 0.75, "first_step": 0.125}
 

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import JobPaths
 
-from toolkit import rundir
+from toolkit.base.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError, SlurmError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError, SlurmError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import submitted_run
 from toolkit.run.submission import executors, handle, sbatch, submit
 from toolkit.run.submission import resume as resume_module
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
 from toolkit.run.submission.sbatch import sbatch_script
-from toolkit.run_files import RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 GOLDEN = """\

@@ -15,10 +15,13 @@ import pytest
 
 from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
-from toolkit import fsio, open_files, outages, rundir
+from toolkit.base import fsio, open_files, outages
+from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
 from toolkit.cli import run_facts
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_STOPPED, CheckpointError, RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
+from toolkit.files.rundir import RunDir
 from toolkit.hang import silence, stack_digest, stacks
 from toolkit.hang.silence import SilenceWatch
 from toolkit.health.usage import NodeUsage
@@ -46,8 +49,6 @@ from toolkit.run.submission.resume import resume
 from toolkit.run.supervise import attempt_loop, conclusion, stop_path, supervisor
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
-from toolkit.rundir import RunDir
 
 
 class Store:

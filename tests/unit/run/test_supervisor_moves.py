@@ -12,9 +12,10 @@ import pytest
 
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import HOSTS, network, preflight, run, slurm  # noqa: F401
+from toolkit.base.errors import SlurmRefusedError
 from toolkit.cli import run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig
-from toolkit.errors import SlurmRefusedError
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.run.attempt.attempt import Attempt
@@ -22,7 +23,6 @@ from toolkit.run.supervise import attempt_loop, node_care, stop_path
 from toolkit.run.supervise.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
 NEW_FAN = "drained: new fan by root"

@@ -17,9 +17,12 @@ import pytest
 
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
-from toolkit import fsio, outages, records, rundir
+from toolkit.base import fsio, outages
+from toolkit.base.errors import EXIT_STOPPED, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_STOPPED, ToolkitError
+from toolkit.files import records, rundir
+from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.health.verdict import NodesReport
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
@@ -35,8 +38,6 @@ from toolkit.run.supervise import attempt_loop, conclusion, entry, left_over, no
 from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.run_files import RunResult, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.fake import FakeSlurm
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
+from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, is_job, is_loop, job_source, load_config, validate
-from toolkit.errors import ConfigError
+from toolkit.files import rundir
 from toolkit.run.prepare.new_run import check_submittable, new_run
 from toolkit.run.rank.user_job import job_class, load, params_of
 

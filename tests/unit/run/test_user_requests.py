@@ -14,9 +14,11 @@ from typing import Any, cast
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import rundir
+from toolkit.base.errors import RequestError
 from toolkit.cli import on_demand
-from toolkit.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.hang import outside_stacks, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup
 from toolkit.nodes.agent.progress import Standing
@@ -24,8 +26,6 @@ from toolkit.run.records import stop_request, user_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
 from toolkit.run.supervise.user_requests import UserRequests
-from toolkit.run_files import RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 
 
 @pytest.fixture

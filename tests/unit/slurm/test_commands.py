@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.durations import parse_slurms
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
 from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.slurm.container import Container, Image, outermost, parse, refuse_missing
 
 FOLDERS = ("/runs", "/home/me/project")

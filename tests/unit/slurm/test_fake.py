@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.errors import SlurmError
+from toolkit.base.errors import SlurmError
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow

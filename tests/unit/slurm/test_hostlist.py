@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.errors import RequestError
-from toolkit.hostlist import compress, compress_counts, expand, expand_counts
+from toolkit.base.errors import RequestError
+from toolkit.base.hostlist import compress, compress_counts, expand, expand_counts
 
 EXPANSIONS = {
     "": "",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.slurm import network
 from toolkit.slurm.network import IbPort, infiniband_ports, interface_for, interfaces, rank_network_environment
 

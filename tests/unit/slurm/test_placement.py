@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import PlacementError
+from toolkit.base.errors import PlacementError
 from toolkit.slurm.placement import Placement, derive, launch_key, rank_environment
 
 # An allocation of 4 nodes with 2(x3),1 tasks, as the batch script sees it (Slurm 22.05).

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scale.dead_nodes import HERE, silent_network, silent_nodes
-from toolkit import open_files
+from toolkit.base import open_files
 from toolkit.slurm import reachable
 from toolkit.slurm.reachable import unreachable
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import SlurmError
+from toolkit.base.errors import SlurmError
+from toolkit.base.user_cache import cache_dir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.reasons import expected_start, in_words
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.user_cache import cache_dir
 
 
 class Site:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import node_memory
+from toolkit.base import node_memory
 from toolkit.staging import disks
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.staging import package
 from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from jobs.llama import Llama, LlamaSizes
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, load_config, mesh_of, micro_batches, validate
-from toolkit.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import TrainConfig
-from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.state import Sharded
 from toolkit.strategies import Loss, Objective, of_pairs

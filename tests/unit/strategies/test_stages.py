@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.strategies.pipeline import strategy
 from toolkit.strategies.pipeline.stages import StagePlan, keep, plan, tensors
 

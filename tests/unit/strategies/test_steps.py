@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.strategies import StepOutput
 from toolkit.strategies.update.apply import Update
 from toolkit.strategies.update.parts import ShardedParameters

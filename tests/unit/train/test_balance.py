@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.samples import Noisy, Numbers
+from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
-from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.train.balance import Balance, Even, build_balance, shares
 

@@ -19,9 +19,9 @@ from torchvision.ops._utils import split_normalization_params
 import toolkit
 from jobs.classify import Classify, Params
 from jobs.models import build_model
+from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, JobConfig, ModelConfig, load_config, validate
 from toolkit.config.learning_rate import build_schedule
-from toolkit.errors import ConfigError
 from toolkit.strategies.objective import Objective
 from toolkit.train.optim import build_optimizer
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.config import load_config
+from toolkit.files.run_files import SweepPoint
 from toolkit.metrics.sinks import Sink
-from toolkit.run_files import SweepPoint
 from toolkit.train.describe import describe_run, swept_hparams
 
 

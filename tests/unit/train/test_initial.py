@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, blank, on_ranks, weights
+from toolkit.base.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.config import ModelConfig
-from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Replicated

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import total_steps
-from toolkit.errors import ConfigError
 from toolkit.train.loss_window import LossWindow
 from toolkit.train.not_finite import NotFinite, bad_weights
 

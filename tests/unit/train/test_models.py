@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs.models import build_model
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet"])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import OptimConfig
 from toolkit.config.learning_rate import build_schedule
-from toolkit.errors import ConfigError
 from toolkit.train.optim import build_optimizer
 
 

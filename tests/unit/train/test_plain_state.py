@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.train.plain_state import decode, encode
 
 LEAVES = (

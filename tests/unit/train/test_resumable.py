@@ -12,12 +12,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.errors import ConfigError
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train.feed import ForeignFeed, seeder
 from toolkit.train.log_window import LogWindow

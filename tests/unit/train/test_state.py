@@ -19,6 +19,7 @@ import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
 from tests.waiting import wait_for
+from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import IN_MEMORY
@@ -26,7 +27,6 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.config import CheckpointConfig
-from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Json
 from toolkit.train import saver

@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import EXIT_FAILED, RequestError
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_FAILED, RequestError
 
 EXAMPLES = (
     ("toolkit checkpoint list gpt", "the checkpoints of the newest run named gpt"),
@@ -34,8 +34,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int | None:
-    from toolkit import logs, rundir
+    from toolkit.base import logs
     from toolkit.cli import checkpoints, show
+    from toolkit.files import rundir
 
     run = rundir.find(args.run)
     # Each verb takes another number of steps; more words are an error.

@@ -32,12 +32,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import origin
+    from toolkit.base.errors import RequestError
     from toolkit.config import catalog
-    from toolkit.errors import RequestError
+    from toolkit.files import origin
 
     if args.verb == "tokenize":
-        from toolkit import fsio, logs, terminal
+        from toolkit.base import fsio, logs, terminal
         from toolkit.cli import show
         from toolkit.data.tokens.writer import Encoder, tokenize
 

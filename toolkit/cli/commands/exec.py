@@ -4,8 +4,8 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.errors import RequestError
 
 EXAMPLES = (
     (

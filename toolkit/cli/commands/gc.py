@@ -27,9 +27,9 @@ def run(args: Namespace) -> None:
     from fnmatch import fnmatchcase
     from pathlib import Path
 
-    from toolkit import rundir
+    from toolkit.base.errors import RequestError
     from toolkit.cli import disk, selection, show
-    from toolkit.errors import RequestError
+    from toolkit.files import rundir
 
     if args.remove and args.older_than is None:
         raise RequestError("gc: --remove goes with --older-than TIME; `toolkit rm RUN` removes a run by its name")

@@ -12,13 +12,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from toolkit.errors import RequestError
-from toolkit.run_files import RunState
-from toolkit.terminal import say
+from toolkit.base.errors import RequestError
+from toolkit.base.terminal import say
+from toolkit.files.run_files import RunState
 
 if TYPE_CHECKING:
     from toolkit.cli.growing_log import GrowingLog
-    from toolkit.rundir import RunDir
+    from toolkit.files.rundir import RunDir
 
 EXAMPLES = (
     ("toolkit logs gpt", "the supervisor's log of the newest run named gpt"),
@@ -46,8 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
-    from toolkit import rundir
     from toolkit.cli.growing_log import GrowingLog
+    from toolkit.files import rundir
     from toolkit.run.records.run_config import is_script
 
     of_all = args.merged or args.errors

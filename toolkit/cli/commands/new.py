@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import fsio, terminal
+    from toolkit.base import fsio, terminal
     from toolkit.cli import new
 
     folder = fsio.expand(args.folder)

@@ -21,8 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import time
 
-    from toolkit import rundir
-    from toolkit.errors import RequestError
+    from toolkit.base.errors import RequestError
+    from toolkit.files import rundir
     from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)

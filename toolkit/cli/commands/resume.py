@@ -8,8 +8,8 @@ go on is refused before anything is queued.
 import sys
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import listing
 from toolkit.cli import arguments
-from toolkit.errors import listing
 
 EXAMPLES = (
     ("toolkit resume gpt", "go on from the last checkpoint, as it was submitted"),
@@ -28,11 +28,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    from toolkit.base.terminal import say
     from toolkit.cli import follow
     from toolkit.run.prepare import snapshot
     from toolkit.run.submission import rates
     from toolkit.run.submission.resume import resume
-    from toolkit.terminal import say
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)

@@ -19,9 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Remove the runs. A run that must stay is refused before any is removed."""
-    from toolkit import rundir
+    from toolkit.base.fsio import size_text
     from toolkit.cli import disk
-    from toolkit.fsio import size_text
+    from toolkit.files import rundir
 
     disk.remove_graves()
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))

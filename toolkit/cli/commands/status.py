@@ -35,8 +35,9 @@ def run(args: Namespace) -> None:
     from functools import partial
     from pathlib import Path
 
-    from toolkit import registry, rundir
+    from toolkit import registry
     from toolkit.cli import columns, run_rows, show
+    from toolkit.files import rundir
 
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
     is_short = not (args.run or args.all or selection.is_asked(args))

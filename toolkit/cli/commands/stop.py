@@ -22,11 +22,11 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
 
     If the run has ended or was asked before, print that instead.
     """
-    from toolkit import rundir
+    from toolkit.base.terminal import say
+    from toolkit.files import rundir
     from toolkit.run.attempt import advice
     from toolkit.run.records import stop_request
     from toolkit.run.submission.handle import attach, withdraw_retry
-    from toolkit.terminal import say
 
     run = rundir.find(name)
     result = run.result()

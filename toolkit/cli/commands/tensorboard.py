@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 if TYPE_CHECKING:
-    from toolkit.rundir import RunDir
+    from toolkit.files.rundir import RunDir
 
 #: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that.
 MOST_RUNS = 100
@@ -35,8 +35,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Replace this process by TensorBoard, so that Ctrl-C reaches it directly."""
-    from toolkit import rundir, terminal
+    from toolkit.base import terminal
     from toolkit.cli import selection
+    from toolkit.files import rundir
 
     runs = selection.named(args.run)[0] if args.run else rundir.all_runs()
     if not runs:
@@ -68,8 +69,8 @@ def _links(runs: Sequence[RunDir]) -> Path:
     import hashlib
     import tempfile
 
-    from toolkit import fsio
-    from toolkit.user_cache import cache_dir
+    from toolkit.base import fsio
+    from toolkit.base.user_cache import cache_dir
 
     paths = "\n".join(os.fspath(run.tensorboard) for run in runs)
     cache = cache_dir()

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.base.errors import DamagedFileError, DataMissingError, RequestError
 from toolkit.config.catalog import TOKEN_INDEX
-from toolkit.errors import DamagedFileError, DataMissingError, RequestError
-from toolkit.json_record import FileRecord, JsonRecord
+from toolkit.files.json_record import FileRecord, JsonRecord
 
 INDEX, DOCUMENTS, TOKENIZER = TOKEN_INDEX, "documents.npy", "tokenizer.json"
 TYPES = ("uint8", "uint16", "uint32")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit import fsio
-from toolkit.errors import RequestError
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError
 
 
 class Position(NamedTuple):

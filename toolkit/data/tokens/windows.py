@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import catalog
 from toolkit.data.fingerprint import crc
 from toolkit.data.tokens.folder import Tokens
 from toolkit.data.tokens.writer import pack_bytes
-from toolkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig

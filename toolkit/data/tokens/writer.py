@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
+from toolkit.base.errors import RequestError
 from toolkit.data.tokens import sources
 from toolkit.data.tokens.folder import (
     BYTES,
@@ -32,8 +33,7 @@ from toolkit.data.tokens.folder import (
     shard_name,
 )
 from toolkit.data.tokens.sources import Position
-from toolkit.errors import RequestError
-from toolkit.json_record import FileRecord
+from toolkit.files.json_record import FileRecord
 
 #: What the ends of a shard's documents are kept in until the index is made, and what says how far it has come.
 _ENDS, _PROGRESS = "tokens-{:05}.ends", "progress.jsonl"

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.files.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
 from toolkit.nodes.agent.helpers import Helpers, parsed
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes
-from toolkit.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
 from toolkit.slurm.network import listen
 
 COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.nodes.agent.relay")

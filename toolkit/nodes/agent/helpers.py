@@ -14,9 +14,10 @@ import subprocess
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from toolkit import logs, records
+from toolkit.base import logs
+from toolkit.files import records
+from toolkit.files.records import Misfit, Shape
 from toolkit.nodes.agent.die_with_parent import die_with, ignore_signals
-from toolkit.records import Misfit, Shape
 
 log = logs.get(__name__)
 

@@ -46,7 +46,7 @@ from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
 from toolkit.nodes.agent import connections, gpus, preimports, progress
 from toolkit.nodes.agent.copies import CopyKeeper
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.health.monitor import MONITOR_COMMAND
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message

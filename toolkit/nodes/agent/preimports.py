@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.files.records import TEXT, ListOf, Null, Record, read_or
 from toolkit.nodes.agent.die_with_parent import die_with
-from toolkit.records import TEXT, ListOf, Null, Record, read_or
 
 NAME = "imports.json"
 #: A trial that takes longer is given up, and nothing is learnt.

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs, node_memory, staging
+from toolkit import staging
+from toolkit.base import fsio, logs, node_memory
+from toolkit.files.records import COUNT, ListOf
 from toolkit.nodes.agent import cpus, state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.agent.helpers import parsed, start_child
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.zygote import ForkOrder, opened
 from toolkit.nodes.agent.zygote_client import ZygoteClient
-from toolkit.records import COUNT, ListOf
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
 LEARN_AFTER_S = 20.0

@@ -24,10 +24,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import logs, records
-from toolkit.json_record import JsonRecord
+from toolkit.base import logs
+from toolkit.files import records
+from toolkit.files.json_record import JsonRecord
+from toolkit.files.records import COUNT, TEXT, Record
 from toolkit.nodes.agent.link import AuthenticatedLink, StrangerError
-from toolkit.records import COUNT, TEXT, Record
 from toolkit.staging import copying, disks
 from toolkit.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.staging.package import Package, StagingError

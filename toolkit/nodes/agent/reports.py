@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 from toolkit.nodes.agent.progress import MAX_BYTES
 
 #: The variable of a rank from which the names of its job's sockets are made.

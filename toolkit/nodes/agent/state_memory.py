@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 
-from toolkit import logs
+from toolkit.base import logs
 
 #: Tells a rank the files of its node: ``PID:FD,FD,...``, descriptors of the agent.
 VARIABLE = "TOOLKIT_STATE_MEMORY"

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit import logs, proc_stat
+from toolkit.base import logs, proc_stat
 from toolkit.nodes.agent.die_with_parent import ignore_signals
 from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder
 

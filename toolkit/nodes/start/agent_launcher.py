@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from toolkit import logs
-from toolkit.errors import EXIT_FAILED
+from toolkit.base import logs
+from toolkit.base.errors import EXIT_FAILED
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
@@ -19,7 +20,6 @@ from toolkit.nodes.start.agent_ranks import AgentRanks, AgentStore
 from toolkit.nodes.start.agents import Agents, AgentUser, Awaited
 from toolkit.nodes.start.launcher import Events, RunningRanks, Store
 from toolkit.nodes.start.rank_places import places_by_host, srun_environment, srun_rank_environment
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import GPU_REQUEST

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.nodes.agent.link import AuthenticatedLink, Message, StrangerError
 from toolkit.slurm.network import plain_address
 

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from toolkit.errors import EXIT_FAILED
+from toolkit.base.errors import EXIT_FAILED
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_links import AgentLinks

@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Endpoint, OnFailure
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.nodes.start.srun import Srun, SrunEvent
-from toolkit.rundir import RunDir
 from toolkit.slurm.srun_commands import SrunStep
 
 

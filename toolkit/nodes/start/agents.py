@@ -19,7 +19,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from toolkit import fsio, logs, outages
+from toolkit.base import fsio, logs, outages
+from toolkit.files.rundir import RunDir
 from toolkit.health.usage import NodeUsage
 from toolkit.nodes.agent import progress, reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
@@ -28,7 +29,6 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_links import AgentLinks
 from toolkit.nodes.start.agent_requests import AgentRequest, AgentRequests, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress
-from toolkit.rundir import RunDir
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 #: An agent must connect within this time, or its node counts as one where nothing can be started.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.nodes.agent import die_with_parent
 
 

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import error_file, fsio, records, rundir, secret_values
+from toolkit.base import fsio, secret_values
+from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.config import script_arguments
-from toolkit.errors import RequestError, ToolkitError
+from toolkit.files import error_file, records, rundir
+from toolkit.files.records import TEXT, ListOf
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import zygote
 from toolkit.nodes.start import python_command
-from toolkit.records import TEXT, ListOf
-from toolkit.rundir import RunDir
 from toolkit.slurm import placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number

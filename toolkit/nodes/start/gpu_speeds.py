@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.nodes.start.agent_requests import NodeAnswered
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import Events

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config import JobConfig
 from toolkit.slurm.commands import SlurmCommands, settings_of
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from toolkit import fsio
+from toolkit.base import fsio
 from toolkit.health import CheckAnswer, CheckRequest, Finding, bare_python, storage
 from toolkit.health.verdict import Heard, NodesReport, judge, prevented
 from toolkit.nodes.allocation import Allocation

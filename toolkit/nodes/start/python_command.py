@@ -24,7 +24,9 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit import error_file, logs, staging
+from toolkit import staging
+from toolkit.base import logs
+from toolkit.files import error_file
 from toolkit.nodes.agent.zygote import new_main
 
 #: Variables that torch and the libraries below it read when they are loaded. A script that names one usually sets it

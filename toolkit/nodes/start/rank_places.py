@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit import hostlist
+from toolkit.base import hostlist
 from toolkit.nodes.allocation import Allocation
 from toolkit.slurm.placement import Placement
 

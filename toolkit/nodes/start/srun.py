@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from toolkit import fsio, hostlist, logs, outages
-from toolkit.errors import RequestError, SlurmError
+from toolkit.base import fsio, hostlist, logs, outages
+from toolkit.base.errors import RequestError, SlurmError
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, AgentUser
@@ -30,7 +31,6 @@ from toolkit.nodes.start.launcher import (
     signal_name,
 )
 from toolkit.nodes.start.store import StoreHost
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment

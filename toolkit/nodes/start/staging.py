@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
 from toolkit.config import JobConfig
-from toolkit.json_record import FileRecord
+from toolkit.files.json_record import FileRecord
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import Events, Launcher
-from toolkit.rundir import RunDir
 from toolkit.staging import disks, package
 from toolkit.staging.copying import CopyRequest
 from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import logs, open_files
-from toolkit.errors import EXIT_FAILED, RequestError
+from toolkit.base import logs, open_files
+from toolkit.base.errors import EXIT_FAILED, RequestError
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.launcher import Events
 from toolkit.slurm.container import Container

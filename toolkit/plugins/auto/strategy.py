@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import fsio, logs, node_memory, records
+from toolkit.base import fsio, logs, node_memory
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.json_record import FileRecord
+from toolkit.files import records
+from toolkit.files.json_record import FileRecord
+from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.rundir import RunDir
 from toolkit.strategies import build_layout
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout

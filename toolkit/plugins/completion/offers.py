@@ -131,7 +131,7 @@ def _values(action: argparse.Action, begun: str) -> Iterable[str]:
 
 def _runs(begun: str) -> list[str]:
     """Return names of configs and run ids. Only folders are listed: no file of 10,000 runs is looked at."""
-    from toolkit import rundir
+    from toolkit.files import rundir
 
     root = rundir.runs_root()
     names = [name for name in _listed(root) if not name.startswith(".")]
@@ -172,8 +172,9 @@ def _settings(begun: str) -> list[str]:
 
 def _keys() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes."""
-    from toolkit import __version__, fsio
-    from toolkit.user_cache import cache_dir
+    from toolkit import __version__
+    from toolkit.base import fsio
+    from toolkit.base.user_cache import cache_dir
 
     folder = cache_dir()
     # The time of the newest source: in a checkout the keys change while the version stays.

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.plugins.compression.schemes import Piece, Wire, amount_for, build_scheme
 from toolkit.ranks.collectives import sum_across_ranks

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
 from toolkit.ranks.state import Entry, Replicated
 

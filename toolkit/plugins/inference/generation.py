@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.base.errors import JobFailedError, RequestError
 from toolkit.data.tokens.folder import Tokens
-from toolkit.errors import JobFailedError, RequestError
 from toolkit.plugins.inference.trained_model import Trained, precision
 
 #: Tokens that are added to a text where the caller does not say how many, if the model can see that many.

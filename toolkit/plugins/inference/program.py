@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from toolkit import __version__, fsio, logs
+from toolkit import __version__
+from toolkit.base import fsio, logs
+from toolkit.base.errors import JobFailedError, RequestError
 from toolkit.checkpoint.export import export as export_weights
 from toolkit.data.loader import eval_batches
-from toolkit.errors import JobFailedError, RequestError
 from toolkit.plugins.inference.trained_model import Trained
 from toolkit.ranks.batch import Share
 from toolkit.strategies.objective import given_to_model

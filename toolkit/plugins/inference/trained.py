@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import staging
+from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
-from toolkit.errors import RequestError
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import awaited
 from toolkit.run.requeue.follow_up import is_for_one_job
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.submit import submit_foreign
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 #: The columns of predictions as CSV.

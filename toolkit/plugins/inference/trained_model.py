@@ -16,17 +16,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
 from toolkit.data.loader import eval_batches
 from toolkit.data.pictures import Pictures
-from toolkit.errors import CheckpointError, RequestError
+from toolkit.files.rundir import RunDir, refuse_code_of_others
 from toolkit.ranks.batch import Batch, Share
 from toolkit.run.rank.user_job import job_class, load, params_of
-from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.objective import Measure, Sums, given_to_model, measured

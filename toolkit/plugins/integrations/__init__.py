@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 __all__ = ["AccelerateRun", "LightningCallback", "TransformersCallback"]
 

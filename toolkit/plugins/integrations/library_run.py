@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit import logs, signals
-from toolkit.errors import CheckpointError, ConfigError, StoppedError
+from toolkit.base import logs, signals
+from toolkit.base.errors import CheckpointError, ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.plugins.integrations.library_run import LibraryRun
 from toolkit.plugins.integrations.seeded_fetch import SeededFetch, SeededStream
 from toolkit.train.feed import set_for_now

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.ranks.state import Entry, Json, Replicated, Sharded
 
 #: The alignment of tensors in a message: torch wants a multiple of the element's size.

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.plugins.parameter_server.mail import Kind, Mail, PeerMessage
 
 Handler: TypeAlias = Callable[[PeerMessage], None]

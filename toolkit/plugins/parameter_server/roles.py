@@ -22,8 +22,8 @@ attempt.
 
 from __future__ import annotations
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
-from toolkit.errors import ConfigError
 from toolkit.plugins.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.plugins.parameter_server.worker import Worker
 from toolkit.ranks.session import Session

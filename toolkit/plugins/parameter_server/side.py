@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.base.errors import ConfigError, StoppedError, listing
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.errors import ConfigError, StoppedError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.plugins.parameter_server import cuts
 from toolkit.plugins.parameter_server.cuts import Cut, Flat

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.errors import ConfigError
 from toolkit.plugins.parameter_server.cuts import Flat
 from toolkit.plugins.parameter_server.inbox import Handler
 from toolkit.plugins.parameter_server.mail import Kind, PeerMessage

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.show import table
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.differences import differing
 from toolkit.plugins.report.facts import facts_of
-from toolkit.rundir import RunDir
 
 #: Notes about the copy of the sources, such as the folder it came from: not a part of the sources.
 _NOTES = {"SNAPSHOT.json", "SNAPSHOT.diff"}

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit import records
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import committed
 from toolkit.cli import run_facts
 from toolkit.config import shown
-from toolkit.errors import CheckpointError, RequestError
+from toolkit.files import records
+from toolkit.files.records import FLAG, TEXT, Maybe, OrNull, Record
+from toolkit.files.run_files import AttemptRecord, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.curves import Curve, read_curves
-from toolkit.records import FLAG, TEXT, Maybe, OrNull, Record
-from toolkit.run_files import AttemptRecord, RunStatus
-from toolkit.rundir import RunDir
 
 #: What of `toolkit why` may leave the run folder: no lines of logs.
 _TOLD = (

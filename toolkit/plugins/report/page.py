@@ -14,14 +14,15 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from toolkit import __version__, hostlist
-from toolkit.durations import in_units
+from toolkit import __version__
+from toolkit.base import hostlist
+from toolkit.base.durations import in_units
+from toolkit.base.terminal import visible
 from toolkit.metrics import efficiency
 from toolkit.plugins.report import charts, sections
 from toolkit.plugins.report.curves import is_aside
 from toolkit.plugins.report.differences import differing
 from toolkit.plugins.report.facts import ReportFacts
-from toolkit.terminal import visible
 
 #: The first bytes of a report: a file that begins otherwise is not replaced by one.
 BEGIN = '<!doctype html><html lang="en"><!-- a report of slurm-batch-toolkit -->'

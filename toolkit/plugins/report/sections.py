@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
-from toolkit.durations import in_units
+from toolkit.base.durations import in_units
+from toolkit.files.run_files import AttemptRecord
 from toolkit.metrics import goodput, start_up
 from toolkit.plugins.report.charts import short
 from toolkit.plugins.report.facts import ReportFacts
-from toolkit.run_files import AttemptRecord
 
 #: A longer list would not be read, and would not fit into the file.
 MOST_ATTEMPTS, MOST_NODES, MOST_COLUMNS = 60, 64, 30

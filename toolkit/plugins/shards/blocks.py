@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from toolkit.errors import JobFailedError
+from toolkit.base.errors import JobFailedError
 from toolkit.plugins.shards.index import OpenBlock, ShardFormat, ShardIndex
 
 #: Threads that read and decode blocks. Reads of several blocks at once keep a disk busy, and decoding frees the GIL.

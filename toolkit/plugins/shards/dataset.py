@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import BatchPart, Order
 from toolkit.data.workers import stacked
-from toolkit.errors import ConfigError, nearest
 from toolkit.plugins.shards.blocks import BlockReader
 from toolkit.plugins.shards.index import REFUSED, ShardFormat, ShardIndex, index_of, shard_names
 from toolkit.plugins.shards.mds import MdsFormat

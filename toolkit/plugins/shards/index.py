@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
+from toolkit.base.errors import ConfigError, DataMissingError, listing
+from toolkit.base.user_cache import cache_dir
 from toolkit.data.fingerprint import crc
 from toolkit.data.permutation import Indices
-from toolkit.errors import ConfigError, DataMissingError, listing
-from toolkit.user_cache import cache_dir
 
 #: Changes with the meaning of what a cached index holds.
 VERSION = 1

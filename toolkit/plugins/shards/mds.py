@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.plugins.shards import runs
 from toolkit.plugins.shards.index import REFUSED, Scan, ShardFile
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.base.errors import ConfigError
 from toolkit.data.fingerprint import crc
 from toolkit.data.permutation import Indices
-from toolkit.errors import ConfigError
 from toolkit.plugins.shards.index import Scan, Schema, ShardFile
 
 MAGIC = b"PAR1"

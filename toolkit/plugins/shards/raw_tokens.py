@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
-from toolkit.errors import ConfigError
 from toolkit.plugins.shards import runs
 from toolkit.plugins.shards.dataset import LANES, ShardedData
 from toolkit.plugins.shards.index import Scan, ShardFile

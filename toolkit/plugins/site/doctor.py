@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit import logs, rundir
+from toolkit.base import logs
+from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError
+from toolkit.files import rundir
 from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest, speed
 from toolkit.health.verdict import NodesReport, judge, prevented
 from toolkit.nodes.allocation import Allocation

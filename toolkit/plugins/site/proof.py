@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
+from toolkit.base.durations import in_units
+from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.durations import in_units
-from toolkit.errors import SlurmError, ToolkitError
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
 from toolkit.run.records import ownership

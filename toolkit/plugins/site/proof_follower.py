@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio, hostlist
-from toolkit.errors import SlurmError
-from toolkit.json_record import FileRecord
-from toolkit.run_files import Moment
+from toolkit.base import fsio, hostlist
+from toolkit.base.errors import SlurmError
+from toolkit.files.json_record import FileRecord
+from toolkit.files.run_files import Moment
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment
 from toolkit.slurm.srun_commands import SrunStep, srun_argv

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
-from toolkit.errors import SlurmError
-from toolkit.json_record import FileRecord
+from toolkit.base import fsio
+from toolkit.base.errors import SlurmError
+from toolkit.files.json_record import FileRecord
 from toolkit.slurm.commands import Slurm
 
 #: In the run's folder: what rank 0 has measured, and files that ranks show each other.
@@ -76,8 +76,8 @@ def _measure(run: Any) -> None:
 
 def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, str]:
     """Submit a job that runs when ``after`` has ended. Return its id, or None and why Slurm refused."""
+    from toolkit.files.rundir import RunDir
     from toolkit.run.requeue import follow_up
-    from toolkit.rundir import RunDir
 
     run, slurm = RunDir(run_dir), Slurm()
     path = run.submitit / "follower.sh"

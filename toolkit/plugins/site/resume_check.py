@@ -16,15 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir
-from toolkit.errors import RequestError
+from toolkit.base import fsio, logs
+from toolkit.base.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.site.resume_compare import compare, read
 from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
 from toolkit.run.submission.submit import submit
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
 
 #: With fewer steps no step is left after the interruption and one before it.
 FEWEST_STEPS = 3

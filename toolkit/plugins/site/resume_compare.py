@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.errors import JobFailedError, listing
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.errors import JobFailedError, listing
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.site.resume_report import RECORDED, CheckPlan, CheckReport
-from toolkit.rundir import RunDir
 
 #: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import listing
+from toolkit.base.errors import listing
 
 #: What a trace has, in the order in which one follows from the other, and what the page calls it.
 RECORDED = {

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit.base import fsio
+from toolkit.base.durations import in_units
+from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.config import ClusterConfig
 from toolkit.config.yaml_core import dump
-from toolkit.durations import in_units
-from toolkit.errors import RequestError, listing, nearest
 from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, SiteProfile, date
 
 #: Left for the checkpoint and the requeue beside the time that a preemption gives.

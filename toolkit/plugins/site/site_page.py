@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.durations import in_units
+from toolkit.base.durations import in_units
 from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
 
 #: Proofs, as they are marked in front of their lines.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty
 
-from toolkit import hostlist
+from toolkit.base import hostlist
 from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
 from toolkit.health.verdict import Heard
 from toolkit.nodes.start.launcher import LaunchFailed, RanksExited

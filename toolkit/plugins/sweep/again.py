@@ -6,7 +6,9 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
+from toolkit.files.run_files import RunState, state_word
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import local, submission
 from toolkit.plugins.sweep.states import PointStanding
 from toolkit.run.attempt.journal import write_ended
@@ -15,8 +17,6 @@ from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.handle import attach
-from toolkit.run_files import RunState, state_word
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, base_id

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 from toolkit.plugins.sweep.sobol import sobol
 
 #: A sweep with more points is a mistake, and would need more files than a disk should hold.

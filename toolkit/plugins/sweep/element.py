@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import fsio, logs
-from toolkit.errors import DamagedFileError
+from toolkit.base import fsio, logs
+from toolkit.base.errors import DamagedFileError
+from toolkit.files.run_files import RunResult, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.run.job import nodes
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.sweep_folder import Array, SweepDir
 from toolkit.run.submission.handle import attach
-from toolkit.run_files import RunResult, RunState
-from toolkit.rundir import RunDir
 
 #: A stopped run's job may take this long to end after its result is written; it is asked for this often.
 ENDING_S, ASK_EVERY_S = 30.0, 5.0

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit.base import fsio, logs
+from toolkit.files.run_files import HALVED, is_halved
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import StopPath
-from toolkit.run_files import HALVED, is_halved
 
 #: The most rungs: an eighty-first of the steps is the first one with 3.
 MOST_RUNGS = 4

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
+from toolkit.files.run_files import RunState, is_halved
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values, refuse_many
 from toolkit.run.records import sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
-from toolkit.run_files import RunState, is_halved
 
 
 class Tried(NamedTuple):

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, logs, outages
-from toolkit.errors import TakenError, ToolkitError
+from toolkit.base import fsio, logs, outages
+from toolkit.base.errors import TakenError, ToolkitError
+from toolkit.files.run_files import RunState
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.prepare import snapshot
 from toolkit.run.records import ownership, sweep_folder
@@ -21,7 +22,6 @@ from toolkit.run.records.sweep_folder import Point, SweepDir
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
-from toolkit.run_files import RunState
 
 LOOK_EVERY_S = 0.5
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, JobFiles
-from toolkit.errors import ConfigError, RequestError
+from toolkit.files.run_files import AfterRecord
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values
 from toolkit.plugins.sweep.learnt import Tried
 from toolkit.plugins.sweep.request import SweepRequest
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.records import awaited
-from toolkit.run_files import AfterRecord
 
 #: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
 #: The same point with more time or memory is the same point.

@@ -11,7 +11,7 @@ from typing import Any
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
-from toolkit.errors import RequestError, nearest
+from toolkit.base.errors import RequestError, nearest
 from toolkit.plugins.sweep import axes, learnt
 from toolkit.plugins.sweep.axes import Axis, Values
 from toolkit.plugins.sweep.learnt import Tried

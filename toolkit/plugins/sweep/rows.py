@@ -10,10 +10,10 @@ from typing import Any
 
 from toolkit.cli import selection
 from toolkit.cli.run_rows import EMPTY
+from toolkit.files.run_files import RunState, state_word
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
 from toolkit.run.records.sweep_folder import SweepDir
-from toolkit.run_files import RunState, state_word
-from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
 

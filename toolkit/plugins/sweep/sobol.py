@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 _BITS = 30
 #: Of each dimension after the first: degree and coefficients of its polynomial, and its first numbers.

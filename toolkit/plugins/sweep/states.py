@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import SlurmError
+from toolkit.base.errors import SlurmError
+from toolkit.files.run_files import RunState, is_halved, state_word
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import after, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.run_files import RunState, is_halved, state_word
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name, reasons
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus

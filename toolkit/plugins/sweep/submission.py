@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir
+from toolkit.base import fsio, logs
+from toolkit.base.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.config import JobConfig
-from toolkit.errors import DamagedFileError, RequestError, SlurmRefusedError
+from toolkit.files import rundir
+from toolkit.files.run_files import AfterRecord
 from toolkit.plugins.sweep import learnt, points
 from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options, SweepRequest
@@ -35,7 +37,6 @@ from toolkit.run.records import awaited, ownership, sweep_folder
 from toolkit.run.records.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.run.submission import sbatch
 from toolkit.run.submission.executors import choose_executor
-from toolkit.run_files import AfterRecord
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 

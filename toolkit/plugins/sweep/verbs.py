@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import rundir
+from toolkit.base.errors import EXIT_FAILED, RequestError, listing
+from toolkit.base.terminal import say
 from toolkit.cli import show
-from toolkit.errors import EXIT_FAILED, RequestError, listing
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState
 from toolkit.plugins.sweep import again, request, submission
 from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options
@@ -26,9 +28,7 @@ from toolkit.plugins.sweep.states import REMOVED, PointStanding, standings
 from toolkit.run.records import awaited, sweep_folder
 from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
-from toolkit.run_files import RunState
 from toolkit.slurm import shared_queue
-from toolkit.terminal import say
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40

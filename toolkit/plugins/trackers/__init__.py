@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit import registry
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
 
 

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from toolkit import registry
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
 EXAMPLES = (
     ("toolkit sync gpt wandb --project mine", "the newest run named gpt, as a run of W&B"),
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from toolkit import logs
+    from toolkit.base import logs
     from toolkit.cli import selection
     from toolkit.plugins.trackers import sending as sync
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.plugins.trackers.protocol import Points, RunIdentity, answering, without_password
-from toolkit.run_files import RunState
 
 #: The most values and parameters that one request may have, by MLflow's REST API.
 _MOST_VALUES, _MOST_PARAMS = 1000, 100

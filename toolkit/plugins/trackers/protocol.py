@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from toolkit.errors import ToolkitError, TrackerError
+from toolkit.base.errors import ToolkitError, TrackerError
+from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
-from toolkit.run_files import RunState
 
 #: Values by step and tag.
 Points: TypeAlias = Mapping[tuple[int, str], float]

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from toolkit import fsio, logs, terminal
+from toolkit.base import fsio, logs, terminal
+from toolkit.base.errors import EXIT_DONE, TrackerError
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_DONE, TrackerError
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.trackers import build_tracker
 from toolkit.plugins.trackers.sync import RunSync, SyncOutcome, csv_rows, final_step, identity
-from toolkit.rundir import RunDir
 
 #: From one look at the files to the next.
 EVERY_S = 5.0

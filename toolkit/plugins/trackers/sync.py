@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from toolkit import fsio, logs, records
+from toolkit.base import fsio, logs
+from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import shown
-from toolkit.errors import RequestError
+from toolkit.files import records
+from toolkit.files.run_files import RunState, SyncRecord
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.metrics.lines import MetricsLine
 from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
-from toolkit.run_files import RunState, SyncRecord
-from toolkit.rundir import RunDir
 
 #: The bytes before the end of what was sent that must still be there: some lines, each with its own time.
 _TAIL_BYTES = 4096

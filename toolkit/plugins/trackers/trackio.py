@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.plugins.trackers.protocol import RunIdentity, answering
-from toolkit.run_files import RunState
 
 
 class Trackio:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolkit.errors import RequestError, TrackerError
+from toolkit.base.errors import RequestError, TrackerError
+from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.plugins.trackers.protocol import RunIdentity, answering, without_password
-from toolkit.run_files import RunState
 
 #: A server may show rows some seconds after it has taken them.
 _TRIES, _BETWEEN_S = 5, 2.0

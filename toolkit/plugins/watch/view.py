@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit import registry, rundir, terminal
+from toolkit import registry
+from toolkit.base import terminal
 from toolkit.cli import columns, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
-from toolkit.run_files import state_word
-from toolkit.rundir import RunDir
+from toolkit.files import rundir
+from toolkit.files.run_files import state_word
+from toolkit.files.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import WATCH_S, SharedQueue

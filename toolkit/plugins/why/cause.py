@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import RequestError
-from toolkit.log_text import last_lines, tail_of_file, tail_of_stream
+from toolkit.base.errors import RequestError
+from toolkit.base.log_text import last_lines, tail_of_file, tail_of_stream
 from toolkit.plugins.why.diagnosis import cause_or_exception
 
 #: The number of a log's last lines that are shown where the cause is not known.

@@ -22,8 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import rundir, terminal
+    from toolkit.base import terminal
     from toolkit.cli import run_facts, show
+    from toolkit.files import rundir
     from toolkit.plugins.why import cause, page
 
     if args.log is not None:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit import tracebacks
-from toolkit.log_text import clean, tail_of_file
+from toolkit.base import tracebacks
+from toolkit.base.log_text import clean, tail_of_file
 from toolkit.plugins.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
 
 #: The most characters that are shown of the line that names the cause.

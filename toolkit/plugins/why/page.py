@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import tracebacks
+from toolkit.base import tracebacks
 from toolkit.cli import slow
 from toolkit.cli.show import table
+from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.metrics import efficiency, goodput, start_up
 from toolkit.plugins.why import cause
 from toolkit.run.attempt.facts import Cause
 from toolkit.run.records import changes
-from toolkit.run_files import AttemptRecord, RunState
 
 #: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.files.run_files import AttemptRecord, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.plugins.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by
 from toolkit.plugins.why.rules import Tier, rule
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Cause, RankFailure
-from toolkit.run_files import AttemptRecord, RunState
-from toolkit.rundir import RunDir
 
 #: The number of ranks besides the first failing one whose reports are read, those that failed earliest.
 MOST_OTHERS = 8

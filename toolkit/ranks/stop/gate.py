@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from toolkit import logs
-from toolkit.errors import ToolkitError
+from toolkit.base import logs
+from toolkit.base.errors import ToolkitError
 from toolkit.ranks.stop.rounds import PREFIX, STOP, Ack, Round, acknowledge, find_missing, parse_proposal, propose
 from toolkit.ranks.stop.transport import Transport
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.ranks.stop.transport import Transport
 
 #: The one kind after which no round follows.

@@ -12,14 +12,14 @@ import shlex
 from dataclasses import dataclass
 
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
+from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir
 from toolkit.run.attempt.budgets import may_be_chance
 from toolkit.run.attempt.facts import THEN_PRINTED
 from toolkit.run.records import run_config
-from toolkit.run_files import AttemptRecord, RunState, RunStatus, state_word
-from toolkit.rundir import RUN_DIR_VARIABLE, RunDir
 
 #: The state of a run that has ended without a result.
 LOST = "lost"

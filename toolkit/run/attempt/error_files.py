@@ -6,9 +6,10 @@ import contextlib
 import re
 from pathlib import Path
 
-from toolkit import records, tracebacks
-from toolkit.errors import EXIT_REQUEST
-from toolkit.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
+from toolkit.base import tracebacks
+from toolkit.base.errors import EXIT_REQUEST
+from toolkit.files import records
+from toolkit.files.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.slurm.network import plain_address
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from toolkit.files.run_files import FirstFailure
 from toolkit.run.job.fate import JobFate
-from toolkit.run_files import FirstFailure
 
 
 class Cause(StrEnum):

@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 
-from toolkit import hostlist, logs
+from toolkit.base import hostlist, logs
 from toolkit.config.cluster import PriceConfig
+from toolkit.files.run_files import JobUsage, PriceRecord
+from toolkit.files.rundir import RunDir
 from toolkit.health.usage import NodeUsage
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run_files import JobUsage, PriceRecord
-from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
 #: A GPU that has been idle for this long, and for as long as the attempt runs, is named as unused.

@@ -10,17 +10,17 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError
+from toolkit.base.process_identity import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
-from toolkit.errors import CheckpointError
+from toolkit.files.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput, start_up
 from toolkit.nodes.allocation import Allocation
-from toolkit.process_identity import ProcessIdentity
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Decision, Past, Verdict
 from toolkit.run.job.nodes import Nodes
-from toolkit.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
-from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
 log = logs.get(__name__)

@@ -13,12 +13,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from toolkit import config as configs
-from toolkit import logs
-from toolkit.errors import ToolkitError
+from toolkit.base import logs
+from toolkit.base.errors import ToolkitError
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.foreign import without_snapshot
-from toolkit.run_files import RunResult
-from toolkit.rundir import RunDir
 from toolkit.slurm.environment import submit_environment
 
 #: The job holds its nodes meanwhile, and a job that is being cancelled has only KillWait, 30 s by default.

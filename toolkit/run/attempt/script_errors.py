@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit import fsio, log_text, secret_values, tracebacks
+from toolkit.base import fsio, log_text, secret_values, tracebacks
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import is_consequence
 from toolkit.run.attempt.facts import THEN_PRINTED, RankFailure
-from toolkit.rundir import RunDir
 
 #: So many logs are read, of the ranks that failed first.
 MOST_LOGS = 8

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from toolkit.errors import EXIT_STOPPED
+from toolkit.base.errors import EXIT_STOPPED
+from toolkit.files.run_files import HALVED
 from toolkit.run.attempt.budgets import (
     MAX_FRUITLESS_REQUEUES,
     attempts_without_progress,
@@ -24,7 +25,6 @@ from toolkit.run.attempt.budgets import (
 )
 from toolkit.run.attempt.facts import Cause, Decision, Facts, RankFailure, Stop, Verdict, first_failure
 from toolkit.run.job.fate import JobFate
-from toolkit.run_files import HALVED
 
 #: A verdict's line names at most this many connections that could not be made.
 MOST_LINKS = 4

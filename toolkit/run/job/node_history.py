@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio, logs
-from toolkit.durations import in_one_unit
-from toolkit.json_record import FileRecord
-from toolkit.run_files import Moment, Word
-from toolkit.rundir import RunDir
+from toolkit.base import fsio, logs
+from toolkit.base.durations import in_one_unit
+from toolkit.files.json_record import FileRecord
+from toolkit.files.run_files import Moment, Word
+from toolkit.files.rundir import RunDir
 
 #: Nodes are repaired: what is older is no longer counted.
 REMEMBERED_DAYS = 30

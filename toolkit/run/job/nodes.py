@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs, records
+from toolkit.base import fsio, logs
 from toolkit.config import JobConfig
-from toolkit.json_record import JsonRecord, shape_of
+from toolkit.files import records
+from toolkit.files.json_record import JsonRecord, shape_of
+from toolkit.files.records import MapOf
+from toolkit.files.run_files import Moment
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.records import MapOf
 from toolkit.run.job import node_history
-from toolkit.run_files import Moment
-from toolkit.rundir import RunDir
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2

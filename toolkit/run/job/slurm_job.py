@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from toolkit import logs, outages
+from toolkit.base import logs, outages
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.fate import RUNNING_STATES, JobFate, fate_of_row
 from toolkit.slurm.commands import Settings, SlurmCommands, settings_of

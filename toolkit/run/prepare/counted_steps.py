@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config.source import PythonSource, read_source
 
 log = logs.get(__name__)

@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, origin, rundir, staging
+from toolkit import staging
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, RequestError
+from toolkit.files import origin, rundir
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.counted_steps import warn_of_counting
 from toolkit.run.prepare.script_paths import refuse_unfit
 from toolkit.run.prepare.site_checks import check_site
-from toolkit.rundir import RunDir
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
 

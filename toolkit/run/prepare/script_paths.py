@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from toolkit import staging
+from toolkit.base.errors import RequestError
 from toolkit.config import is_one_line
-from toolkit.errors import RequestError
 
 #: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
 _RESERVED = "%\\:"

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.durations import in_units
+from toolkit.base.errors import ConfigError, SlurmError, listing, nearest
 from toolkit.config import JobConfig
-from toolkit.durations import in_units
-from toolkit.errors import ConfigError, SlurmError, listing, nearest
 from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.site_profile import PartitionRecord, SiteProfile

@@ -13,11 +13,12 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePath
 
-from toolkit import fsio, logs, records, rundir
-from toolkit.errors import RequestError, listing
-from toolkit.records import TEXT, Record
+from toolkit.base import fsio, logs
+from toolkit.base.errors import RequestError, listing
+from toolkit.files import records, rundir
+from toolkit.files.records import TEXT, Record
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.rundir import RunDir
 
 MAX_BYTES = 200 * 2**20
 #: Left out where git does not tell what belongs to the project: these anywhere, ...

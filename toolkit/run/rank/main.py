@@ -18,18 +18,20 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from toolkit import chaos, error_file, fsio, logs, rundir, secret_values, signals
+from toolkit import chaos
 from toolkit import config as configs
+from toolkit.base import fsio, logs, secret_values, signals
+from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
+from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
+from toolkit.files import error_file, rundir
+from toolkit.files.run_files import OwnerRecord, RunState
 from toolkit.hang import stacks
-from toolkit.process_identity import ProcessIdentity
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.rank import script_end
 from toolkit.run.rank.user_job import job_class, load, params_of
 from toolkit.run.records import ownership
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
-from toolkit.run_files import OwnerRecord, RunState
 from toolkit.slurm import placement
 from toolkit.slurm.placement import Placement
 from toolkit.slurm.rank_environment import environment

@@ -12,8 +12,8 @@ from typing import Any
 
 import toolkit
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError
 
 #: Errors of an import whose code is wrong, and would fail again. A disk's or a GPU's errors are passed on.
 _FAULTS = (

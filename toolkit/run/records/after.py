@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit import fsio
-from toolkit.run_files import AfterRecord
-from toolkit.rundir import RunDir
+from toolkit.base import fsio
+from toolkit.files.run_files import AfterRecord
+from toolkit.files.rundir import RunDir
 
 #: Begins the cause of a run that has failed because it waited in vain.
 NEVER_STARTED = "never started"

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit import rundir, trust
+from toolkit.base import trust
+from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError
 from toolkit.config import JobConfig
-from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError
+from toolkit.files import rundir
+from toolkit.files.run_files import AfterRecord, RunResult, RunState, is_halved
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import after, ownership, run_jobs, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
 from toolkit.run.records.sweep_folder import SweepDir
-from toolkit.run_files import AfterRecord, RunResult, RunState, is_halved
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 from toolkit.slurm.jobs import base_id
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
-from toolkit.json_record import NULL, FileRecord
+from toolkit.base import fsio
+from toolkit.files.json_record import NULL, FileRecord
+from toolkit.files.run_files import Moment
+from toolkit.files.rundir import RunDir
 from toolkit.run.records.user_request import Plain
-from toolkit.run_files import Moment
-from toolkit.rundir import RunDir
 
 
 @dataclass(frozen=True)

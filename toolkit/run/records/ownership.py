@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import fsio, outages
-from toolkit.errors import TakenError
-from toolkit.process_identity import Life, ProcessIdentity
-from toolkit.run_files import OwnerRecord, Submission
-from toolkit.rundir import RunDir
+from toolkit.base import fsio, outages
+from toolkit.base.errors import TakenError
+from toolkit.base.process_identity import Life, ProcessIdentity
+from toolkit.files.run_files import OwnerRecord, Submission
+from toolkit.files.rundir import RunDir
 from toolkit.slurm import cluster_name
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase, phase

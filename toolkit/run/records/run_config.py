@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from toolkit import config as configs
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig
 from toolkit.config.live import set_values
-from toolkit.errors import ConfigError
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import changes
-from toolkit.rundir import RunDir
 
 
 def read(run: RunDir) -> JobConfig | None:

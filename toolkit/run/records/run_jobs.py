@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from toolkit import rundir
-from toolkit.errors import ToolkitError
+from toolkit.base.errors import ToolkitError
+from toolkit.files import rundir
+from toolkit.files.run_files import OwnerRecord
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.run_files import OwnerRecord
-from toolkit.rundir import RunDir
 from toolkit.slurm import cluster_name
 from toolkit.slurm.jobs import JobStatus
 

@@ -7,11 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from toolkit import fsio, records
-from toolkit.errors import DamagedFileError
-from toolkit.json_record import FileRecord
-from toolkit.run_files import Moment, RunState
-from toolkit.rundir import RunDir
+from toolkit.base import fsio
+from toolkit.base.errors import DamagedFileError
+from toolkit.files import records
+from toolkit.files.json_record import FileRecord
+from toolkit.files.run_files import Moment, RunState
+from toolkit.files.rundir import RunDir
 
 
 class Intent(StrEnum):

@@ -7,11 +7,11 @@ import os
 import time
 from dataclasses import dataclass, replace
 
-from toolkit.errors import RequestError, SlurmError
-from toolkit.process_identity import Life, ProcessIdentity
+from toolkit.base.errors import RequestError, SlurmError
+from toolkit.base.process_identity import Life, ProcessIdentity
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership, run_jobs
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 #: Who waits asks Slurm this often whether the job still exists.

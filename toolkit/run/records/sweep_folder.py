@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, records, rundir
-from toolkit.errors import DamagedFileError, RequestError, nearest
-from toolkit.json_record import FileRecord
+from toolkit.base import fsio
+from toolkit.base.errors import DamagedFileError, RequestError, nearest
+from toolkit.files import records, rundir
+from toolkit.files.json_record import FileRecord
+from toolkit.files.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import after, ownership
 from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
-from toolkit.rundir import RunDir
 
 
 @dataclass(frozen=True)

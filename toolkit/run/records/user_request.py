@@ -17,12 +17,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from toolkit import fsio
-from toolkit.errors import DamagedFileError
-from toolkit.json_record import FileRecord, JsonRecord
-from toolkit.records import Leaf
-from toolkit.run_files import Moment
-from toolkit.rundir import RunDir
+from toolkit.base import fsio
+from toolkit.base.errors import DamagedFileError
+from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import Leaf
+from toolkit.files.run_files import Moment
+from toolkit.files.rundir import RunDir
 
 #: The longest time that a command waits. An older request is left over from a command that was killed.
 LONGEST_WAIT_S = 3600.0

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolkit import hostlist, logs, outages
-from toolkit.errors import SlurmError
+from toolkit.base import hostlist, logs, outages
+from toolkit.base.errors import SlurmError
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
 from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import EXCLUDE_S, take_back, to_exclude
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import answers

@@ -19,16 +19,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit import fsio, logs, outages
+from toolkit.base import fsio, logs, outages
+from toolkit.base.errors import EXIT_STOPPED, SlurmError
 from toolkit.config import JobConfig, load_config
-from toolkit.errors import EXIT_STOPPED, SlurmError
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.records import ownership, stop_request
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.variables import whole_number

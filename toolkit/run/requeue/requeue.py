@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from toolkit import hostlist, logs, outages
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.base import hostlist, logs, outages
+from toolkit.base.errors import SlurmError, SlurmRefusedError
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.job.nodes import BadNode, Nodes
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue import follow_up
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 

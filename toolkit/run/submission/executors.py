@@ -19,9 +19,12 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs, rundir, terminal
+from toolkit.base import fsio, logs, terminal
+from toolkit.base.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
+from toolkit.files import rundir
+from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.site_checks import profile_here
@@ -30,8 +33,6 @@ from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.requeue import forbid_expedited_requeue
 from toolkit.run.submission import sbatch
 from toolkit.run.submission.handle import Run
-from toolkit.run_files import OwnerRecord, RunProgress, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.programs import advice_on, tells_of_no_answer

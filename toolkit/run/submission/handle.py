@@ -13,17 +13,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit import rundir
-from toolkit.errors import JobFailedError, RequestError, nearest
-from toolkit.process_identity import Life
+from toolkit.base.errors import JobFailedError, RequestError, nearest
+from toolkit.base.process_identity import Life
+from toolkit.files import rundir
+from toolkit.files.run_files import RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S, SubmittedRun, submitter_of
 from toolkit.run.submission import notebook
-from toolkit.run_files import RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm, SlurmCommands
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import logs, rundir
+from toolkit.base import logs
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.fate import JobFate
 from toolkit.run.prepare import snapshot
@@ -16,7 +18,6 @@ from toolkit.run.prepare.new_run import new_run
 from toolkit.run.records import ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 log = logs.get(__name__)

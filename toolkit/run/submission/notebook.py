@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from toolkit.durations import as_clock
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
+from toolkit.base.durations import as_clock
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 
 
 def html_of(run: RunDir) -> str:

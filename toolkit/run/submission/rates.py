@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder, committed
 from toolkit.config.learning_rate import RateChange, rate_change_by
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.files.rundir import RunDir
 from toolkit.run.records import run_config
-from toolkit.rundir import RunDir
 
 
 def saved_rates(run: RunDir) -> tuple[int, Any]:

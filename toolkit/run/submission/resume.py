@@ -11,11 +11,14 @@ from pathlib import Path
 from yaml import MappingNode
 
 from toolkit import config as configs
-from toolkit import fsio, rundir, secret_values
+from toolkit.base import fsio, secret_values
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
 from toolkit.config.layer_files import override_layer
 from toolkit.config.live import LIVE
-from toolkit.errors import RequestError
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt import advice
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
@@ -24,8 +27,6 @@ from toolkit.run.prepare.script_paths import refuse_unfit
 from toolkit.run.records import after, awaited, changes, ownership, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
-from toolkit.run_files import RunResult, RunState, RunStatus
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from toolkit import staging
 from toolkit.config import ClusterConfig, JobConfig
+from toolkit.files.rundir import RunDir
 from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.requeue import follow_up
-from toolkit.rundir import RunDir
 
 
 def sbatch_script(config: JobConfig, run: RunDir) -> str:

@@ -13,9 +13,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit.base import fsio
+from toolkit.base.errors import RequestError, SlurmError, nearest
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError, SlurmError, nearest
+from toolkit.files import rundir
+from toolkit.files.run_files import AfterRecord
+from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import check_submittable, load, new_run
 from toolkit.run.prepare.script_paths import refuse_unfit
 from toolkit.run.records import awaited, ownership
@@ -24,8 +27,6 @@ from toolkit.run.submission import executors, inside_allocation
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.sbatch import sbatch_script
-from toolkit.run_files import AfterRecord
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 

@@ -15,8 +15,11 @@ from functools import partial
 from queue import Empty
 from typing import Any, Protocol
 
-from toolkit import logs, records, registry
-from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit import registry
+from toolkit.base import logs
+from toolkit.base.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit.files import records
+from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.nodes.agent.progress import RankReport
 from toolkit.nodes.start.agent_requests import NodeAnswered
 from toolkit.nodes.start.launcher import (
@@ -41,7 +44,6 @@ from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.run.supervise.user_requests import UserRequests
-from toolkit.run_files import RunProgress, RunResult, RunState
 from toolkit.slurm.network import job_address, wildcard
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.

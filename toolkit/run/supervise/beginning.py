@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from toolkit import config as configs
-from toolkit import fsio, logs, outages, rundir
+from toolkit.base import fsio, logs, outages
+from toolkit.files import rundir
 from toolkit.nodes.start.store import refuse_too_many_ranks
 from toolkit.run.supervise.context import Context
 

@@ -10,9 +10,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import logs, outages
+from toolkit.base import logs, outages
+from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import pmi
 from toolkit.nodes.start.agent_launcher import AgentLauncher
@@ -24,7 +25,6 @@ from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.records import ownership
 from toolkit.run.requeue import batch_host_watch
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, settings_of
 from toolkit.slurm.container import Container, outermost
 from toolkit.slurm.container import parse as parse_image

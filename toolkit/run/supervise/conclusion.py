@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from toolkit import logs, outages
-from toolkit.errors import EXIT_FAILED, EXIT_STOPPED
+from toolkit.base import logs, outages
+from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
+from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.run.attempt import advice, script_errors
 from toolkit.run.attempt import verdict as ending
 from toolkit.run.attempt.attempt import Attempt
@@ -26,7 +27,6 @@ from toolkit.run.supervise.attempt_loop import note_cut_link
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.hang_investigation import remove_unused
 from toolkit.run.supervise.node_care import NodeCare
-from toolkit.run_files import STOPPED_PHASE, RunState
 
 #: Torch may be imported from a slow file server.
 IMPORTS_S, LOOK_EVERY_S = 60.0, 0.1

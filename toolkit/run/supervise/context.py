@@ -7,8 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from toolkit import logs, rundir, staging
+from toolkit import staging
+from toolkit.base import logs
 from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.foreign import without_snapshot
@@ -23,7 +26,6 @@ from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise import hang_investigation
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 

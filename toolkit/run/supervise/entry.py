@@ -10,8 +10,10 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs, outages
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
+from toolkit.base import fsio, logs, outages
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.start.agents import Endpoint
 from toolkit.run.attempt.journal import write_ended
@@ -20,8 +22,6 @@ from toolkit.run.records.ownership import Overtaken
 from toolkit.run.requeue.requeue import forbid_expedited_requeue, give_back_after_deaths, give_back_if_full
 from toolkit.run.supervise.building import build, open_endpoint
 from toolkit.run.supervise.guard import SupervisorKilledError, guarded
-from toolkit.run_files import RunState
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
 log = logs.get(__name__)

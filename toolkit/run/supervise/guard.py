@@ -13,8 +13,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from toolkit import logs
-from toolkit.errors import ToolkitError
+from toolkit.base import logs
+from toolkit.base.errors import ToolkitError
 from toolkit.nodes.agent import die_with_parent
 
 #: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.

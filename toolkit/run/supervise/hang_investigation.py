@@ -15,7 +15,8 @@ from dataclasses import astuple
 from pathlib import Path
 from traceback import StackSummary
 
-from toolkit import fsio, hostlist, logs
+from toolkit.base import fsio, hostlist, logs
+from toolkit.files.rundir import RunDir
 from toolkit.hang import activity, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup, RankStack
 from toolkit.hang.stacks import Stack, main_stack
@@ -23,7 +24,6 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.progress import Digest, Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.run.attempt.facts import RankFailure
-from toolkit.rundir import RunDir
 
 #: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.
 LATE_S = 5.0

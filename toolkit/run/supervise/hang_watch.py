@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.hang import silence, stacks
 from toolkit.hang.silence import SilenceWatch
 from toolkit.hang.stack_digest import RankGroup

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from toolkit import logs, outages
-from toolkit.errors import ToolkitError
+from toolkit.base import logs, outages
+from toolkit.base.errors import ToolkitError
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.budgets import requeues_in_vain
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
 from toolkit.run.supervise.context import Context
-from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
 

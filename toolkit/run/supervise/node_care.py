@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from toolkit import hostlist, logs, outages
-from toolkit.errors import SlurmError
+from toolkit.base import hostlist, logs, outages
+from toolkit.base.errors import SlurmError
 from toolkit.nodes.start.launcher import Events, NodeFailed
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.nodes.start.gpu_speeds import LEAST_GPUS, slow_gpus
 from toolkit.nodes.start.preflight import check_nodes
 from toolkit.run.attempt import budgets

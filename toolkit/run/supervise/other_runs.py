@@ -10,7 +10,8 @@ import time
 from functools import partial
 from queue import Empty
 
-from toolkit import logs, outages
+from toolkit.base import logs, outages
+from toolkit.files.run_files import AfterRecord, RunState
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.fate import JobFate
@@ -21,7 +22,6 @@ from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import Signalled, is_slurms_signal
-from toolkit.run_files import AfterRecord, RunState
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 

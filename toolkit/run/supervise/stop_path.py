@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass
 from queue import Empty
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.files.run_files import RunState
 from toolkit.nodes.start.launcher import RunningRanks, Store
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.supervise.context import Context
-from toolkit.run_files import RunState
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0

@@ -10,9 +10,10 @@ from __future__ import annotations
 import signal
 import time
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
@@ -32,7 +33,6 @@ from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.node_checks import mark_bad_nodes
 from toolkit.run.supervise.other_runs import wait_for_other_runs
 from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause, why_stop
-from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from toolkit import logs
-from toolkit.errors import DamagedFileError
+from toolkit.base import logs
+from toolkit.base.errors import DamagedFileError
 from toolkit.nodes.start.launcher import Store
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.records import user_request

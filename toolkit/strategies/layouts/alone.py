@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit import logs
-from toolkit.errors import ConfigError
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.ranks.session import Session
 from toolkit.strategies.layouts.replicas import Replicas

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import logs
-from toolkit.errors import listing
+from toolkit.base import logs
+from toolkit.base.errors import listing
 from toolkit.ranks.state import Entry, Sharded
 from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.protocol import ModelFactory

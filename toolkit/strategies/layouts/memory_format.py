@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit import logs
+from toolkit.base import logs
 
 log = logs.get(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config import MeshConfig
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session

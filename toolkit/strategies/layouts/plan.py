@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import TENSOR_STYLES, tensor_style
-from toolkit.errors import ConfigError, listing, nearest
 from toolkit.ranks.state import Entry, Sharded
 from toolkit.strategies.layouts import local
 from toolkit.strategies.layouts.whole_pass import TOLERANCE, TOLERANCE_BF16, WholePass

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import checkpoint_activations

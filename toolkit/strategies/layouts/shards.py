@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.config import MeshConfig, choose
-from toolkit.errors import ConfigError, listing
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations

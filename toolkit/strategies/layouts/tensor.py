@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.config import MeshConfig
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session

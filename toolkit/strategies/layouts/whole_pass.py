@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit import logs
+from toolkit.base import logs
 from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.layouts import local
 from toolkit.strategies.objective import TrialPass

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.extra_state import refuse_extra_state

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.priming import random_state, undone, unused_message
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, OnePassError
 from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_batches
-from toolkit.errors import ConfigError, OnePassError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors

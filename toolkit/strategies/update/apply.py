@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
-from toolkit import logs
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
-from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_tensors
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.batch_norm import statistics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.errors import ConfigError, listing
+from toolkit.base.errors import ConfigError, listing
 from toolkit.ranks.state import Json, Replicated, Sharded
 from toolkit.strategies.layouts import entry, local
 

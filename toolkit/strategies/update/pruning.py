@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig
-from toolkit.errors import ConfigError
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.update.parts import ShardedParameters, Total

@@ -4,8 +4,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
 EXAMPLES = (
     ("toolkit evaluate digits-ddp --checkpoint best", "judge the best checkpoint on this machine"),
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from toolkit import fsio, logs, terminal
+    from toolkit.base import fsio, logs, terminal
     from toolkit.cli import show
     from toolkit.plugins.inference import trained
 
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
 
 def _classify(model: Any, args: Namespace, output: Any) -> int:
     """Classify images. The exit code is 1 if an image could not be read."""
-    from toolkit import fsio, terminal
+    from toolkit.base import fsio, terminal
     from toolkit.cli import show
     from toolkit.data.pictures import image_files
     from toolkit.plugins.inference import trained

@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.errors import RequestError
 
 EXAMPLES = (("toolkit export digits-ddp exported", "weights and a program that torch alone runs, in a new folder"),)
 
@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs, terminal
+    from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.plugins.inference import trained
 

@@ -6,8 +6,8 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.errors import RequestError
 
 EXAMPLES = (
     ('toolkit generate gpt-fsdp "import os"', "one text; several are one batch"),
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs, terminal
+    from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.plugins.inference import trained
 

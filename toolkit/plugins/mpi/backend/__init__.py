@@ -12,7 +12,7 @@ Sums of half precision are made in fp32 and rounded once. Tensors on a GPU go th
 
 from __future__ import annotations
 
-from toolkit.errors import ConfigError
+from toolkit.base.errors import ConfigError
 
 try:
     import mpi4py

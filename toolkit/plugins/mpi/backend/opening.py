@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from mpi4py import MPI
 
-from toolkit.errors import ConfigError, StoppedError
+from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.plugins.mpi.backend.group import NAME, MpiGroup
 
 #: Open MPI spins while it waits. With more threads than cores (data workers, a second thread of ours), the ranks that

@@ -21,8 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import rundir
     from toolkit.cli import show
+    from toolkit.files import rundir
     from toolkit.plugins.report import compare
 
     found = compare.facts(rundir.find(args.run), rundir.find(args.other))

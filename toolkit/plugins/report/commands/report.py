@@ -2,8 +2,8 @@
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
+from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.errors import RequestError
 
 EXAMPLES = (
     ("toolkit report gpt", "a file report-RUN.html about the newest run named gpt"),
@@ -22,8 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import time
 
-    from toolkit import fsio, rundir
+    from toolkit.base import fsio
     from toolkit.cli import selection, show
+    from toolkit.files import rundir
     from toolkit.plugins.report import differences, facts, page
 
     if args.png:

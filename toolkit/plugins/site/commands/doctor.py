@@ -3,8 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 
 EXAMPLES = (
     ("toolkit doctor --site", "what the cluster allows, and the versions here; no job"),
@@ -26,8 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit import config as configs
-    from toolkit import logs, rundir, terminal
+    from toolkit.base import logs, terminal
     from toolkit.cli import show
+    from toolkit.files import rundir
     from toolkit.plugins.site import doctor
     from toolkit.plugins.site.versions import versions
     from toolkit.run.job import node_history

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 EXAMPLES = (
     ("toolkit init", "write the site's defaults, if there are none"),
@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit import logs, terminal
+    from toolkit.base import logs, terminal
     from toolkit.plugins.site import doctor, site_file
 
     logs.setup()

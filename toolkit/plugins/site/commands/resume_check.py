@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.cli import arguments
-from toolkit.errors import EXIT_DONE, EXIT_FAILED
 
 EXAMPLES = (
     ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at a random step and compare all steps"),
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from toolkit import logs
+    from toolkit.base import logs
     from toolkit.cli import show
     from toolkit.plugins.site import resume_check, resume_report
 

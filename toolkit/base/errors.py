@@ -23,7 +23,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from toolkit.terminal import visible
+from toolkit.base.terminal import visible
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -56,7 +56,7 @@ class ConfigError(RequestError):
 
     >>> toolkit.load_config(None, ["train.epoch=3"])
     Traceback (most recent call last):
-    toolkit.errors.ConfigError: argument 'train.epoch=3': unknown key 'train.epoch'; did you mean 'train.epochs'...
+    toolkit.base.errors.ConfigError: argument 'train.epoch=3': unknown key 'train.epoch'; did you mean 'train.epochs'...
     """
 
 

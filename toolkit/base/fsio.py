@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_log = logging.getLogger("toolkit.fsio")
+_log = logging.getLogger("toolkit.base.fsio")
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import fsio, terminal
+from toolkit.base import fsio, terminal
 
 LOGGER = logging.getLogger("toolkit")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from toolkit import logs
-from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.base import logs
+from toolkit.base.errors import SlurmError, SlurmRefusedError
 
 #: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
 GIVE_UP_AFTER_S = 300.0

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit import fsio, trust
-from toolkit.errors import ConfigError
+from toolkit.base import fsio, trust
+from toolkit.base.errors import ConfigError
 
 #: As the source of a secret: the variable of that name in the job's environment.
 FROM_ENVIRONMENT = "env"

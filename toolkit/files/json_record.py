@@ -1,8 +1,8 @@
 """Records as frozen classes, whose fields declare the keys of a JSON file.
 
 The type of a field says what fits (:func:`_codec`). Where a field has a default its key may be missing, and a value
-that does not fit is left out and named (`toolkit.records`): the field then has its default. Without a default it spoils
-the record. Keys that a newer version of this package has added are kept in ``extra``, and written again.
+that does not fit is left out and named (`toolkit.files.records`): the field then has its default. Without a default it
+spoils the record. Keys that a newer version of this package has added are kept in ``extra``, and written again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin, get_type_hints
 
-from toolkit import records
-from toolkit.records import COUNT, FLAG, NUMBER, TEXT, ListOf, MapOf, Maybe, Null, OrNull
+from toolkit.files import records
+from toolkit.files.records import COUNT, FLAG, NUMBER, TEXT, ListOf, MapOf, Maybe, Null, OrNull
 
 #: The version of the files that are written here. A file without a ``version`` has version 1.
 VERSION = 1

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 TRUST_VARIABLE = "TOOLKIT_TRUST"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

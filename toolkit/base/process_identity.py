@@ -13,7 +13,7 @@ from enum import IntEnum, auto
 from functools import cache
 from pathlib import Path
 
-from toolkit import proc_stat
+from toolkit.base import proc_stat
 
 
 class Life(IntEnum):

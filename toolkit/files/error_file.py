@@ -13,9 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-from toolkit import fsio, rundir
-from toolkit.errors import EXIT_FAILED
-from toolkit.secret_values import masked
+from toolkit.base import fsio
+from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.secret_values import masked
+from toolkit.files import rundir
 
 
 def write(error: BaseException, rank: int) -> None:

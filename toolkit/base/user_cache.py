@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toolkit import fsio, trust
+from toolkit.base import fsio, trust
 
 
 def cache_dir() -> Path | None:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio, records, trust
-from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
-from toolkit.run_files import (
+from toolkit.base import fsio, trust
+from toolkit.base.errors import DamagedFileError, RunNotFoundError, nearest
+from toolkit.files import records
+from toolkit.files.run_files import (
     AttemptRecord,
     AttemptStatus,
     OwnerRecord,
@@ -152,7 +153,7 @@ class RunDir:
         return f"{attempt}/{rank}/{self.path}"
 
     def error_file(self, attempt: int, rank: int) -> Path:
-        """Return the file of a failing rank's report, see `toolkit.error_file`."""
+        """Return the file of a failing rank's report, see `toolkit.files.error_file`."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
     def status(self, damage: list[str] | None = None) -> RunStatus:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from toolkit.errors import RequestError
+from toolkit.base.errors import RequestError
 
 #: A longer list is a typing error, and expanding it would use up the login node's memory.
 MAX_HOSTS = 1_000_000

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit import fsio, logs
-from toolkit.errors import DamagedFileError
+from toolkit.base import fsio, logs
+from toolkit.base.errors import DamagedFileError
 
 #: The toolkit writes nothing that is nested more deeply. Python gives up at about 1,000.
 MOST_NESTED = 32

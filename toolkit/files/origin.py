@@ -8,8 +8,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import fsio, rundir
-from toolkit.errors import ConfigError, RunNotFoundError
+from toolkit.base import fsio
+from toolkit.base.errors import ConfigError, RunNotFoundError
+from toolkit.files import rundir
 
 #: The kinds of origins.
 RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"

@@ -10,11 +10,12 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
 
-from toolkit import hostlist, records
-from toolkit.errors import RequestError
-from toolkit.json_record import NULL, FileRecord, JsonCodec, JsonRecord
-from toolkit.process_identity import ProcessIdentity
-from toolkit.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
+from toolkit.base import hostlist
+from toolkit.base.errors import RequestError
+from toolkit.base.process_identity import ProcessIdentity
+from toolkit.files import records
+from toolkit.files.json_record import NULL, FileRecord, JsonCodec, JsonRecord
+from toolkit.files.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
 
 
 class RunState(StrEnum):
@@ -226,7 +227,7 @@ class AttemptStatus(FileRecord):
     restart_count: int | None = None
     host: str | None = None
     pid: int | None = None
-    birth: str = ""  #: of the process, see `toolkit.process_identity`
+    birth: str = ""  #: of the process, see `toolkit.base.process_identity`
     attempt: int | None = None
     nodes: tuple[Word, ...] = ()
     tasks: tuple[int, ...] = ()
@@ -360,7 +361,7 @@ class OwnerRecord(FileRecord):
     time: Moment = 0.0
     jobs: tuple[Word, ...] = ()
     follow_ups: tuple[Word, ...] = ()
-    birth: str = ""  #: of the process, see `toolkit.process_identity`
+    birth: str = ""  #: of the process, see `toolkit.base.process_identity`
     serves: bool = False  #: whether the process is the supervisor or rank 0, and not the one that submits the run
     cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.run.records.run_jobs`
     path: str = ""  #: of the run folder, when the owner took the run
@@ -394,7 +395,7 @@ class Submission(FileRecord):
     token: str | None = None
     took_s: float | None = None  #: up to the job's id
     cluster: str = ""  #: whose numbers the jobs have
-    birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.process_identity`
+    birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.base.process_identity`
 
     @property
     def process(self) -> ProcessIdentity | None:

@@ -1,0 +1,1 @@
+"""What every package stands on: errors, logs, signals, processes, files written whole."""
