@@ -295,7 +295,7 @@ def test_every_command_survives_a_damaged_file_of_a_real_run(tmp_path: Path, mon
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **more: Run(run, executor, "7"))
     run, other = rundir.all_runs()
     assert len(run.attempts()) == 2
-    shutil.rmtree(run.code)  # sources, which only the ranks read
+    shutil.rmtree(run.code.resolve())  # sources, which only the ranks read
     folder = Folder(run.path)
 
     def check(case: Damaged) -> str:
