@@ -41,6 +41,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from toolkit.base.errors import ConfigError
+    from toolkit.base.staged import staged
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from toolkit.ranks.batch import Batch, Share
     from toolkit.run.submission.handle import Run, find, runs
     from toolkit.run.submission.submit import submit
-    from toolkit.staging import staged
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
     from toolkit.train.job import Job
@@ -82,7 +82,7 @@ _HOMES = {
     "load_config": "toolkit.config",
     "load_tokens": "toolkit.data.tokens.windows",
     "runs": "toolkit.run.submission.handle",
-    "staged": "toolkit.staging",
+    "staged": "toolkit.base.staged",
     "start": "toolkit.train.start",
     "submit": "toolkit.run.submission.submit",
 }

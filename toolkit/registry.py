@@ -25,7 +25,7 @@ GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
     *("auto", "completion", "compression", "inference", "integrations", "mpi", "parameter_server", "report", "site"),
-    *("sweep", "trackers", "watch", "why"),
+    *("staging", "sweep", "trackers", "watch", "why"),
 )
 
 log = logs.get(__name__)
@@ -48,7 +48,9 @@ class Plugin:
     * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
       ``complete``: the words that a shell may complete, see `toolkit.cli.main`. ``sweep_rows``: the rows of sweeps in
       a listing, ``may_start_again``: whether a run that has ended may come back, ``compare_runs``: ends runs that are
-      worse than others (`toolkit.run.supervise.attempt_loop`).
+      worse than others (`toolkit.run.supervise.attempt_loop`). ``prepare_nodes``: what is done on the nodes before the
+      first attempt, see `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it,
+      see `toolkit.nodes.agent.node.CopyMaker`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     """
 

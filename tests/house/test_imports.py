@@ -22,7 +22,7 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     ["base"],
     ["chaos", "files", "registry"],
-    ["slurm", "staging"],
+    ["slurm"],
     ["config", "health"],
     ["nodes"],
     ["hang"],
@@ -150,8 +150,14 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *("base", *FLOORS[1], "config", "hang", "slurm", "staging", "health", "nodes", "run"),
-    *("cli", *(f"plugins/{name}" for name in ("completion", "report", "site", "sweep", "trackers", "watch", "why"))),
+    *("base", *FLOORS[1], "config", "hang", "slurm", "health", "nodes", "run"),
+    *(
+        "cli",
+        *(
+            f"plugins/{name}"
+            for name in ("completion", "report", "site", "staging", "sweep", "trackers", "watch", "why")
+        ),
+    ),
 ]
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}

@@ -117,7 +117,7 @@ MAKERS: dict[str, Callable[[str], object]] = {
     "data.images.interpolation": lambda word: a_transform(interpolation=word),
 }
 #: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names. What
-#: is made of cluster.stage is tested in tests/unit/nodes/test_staging.py, of train.float32_matmul in
+#: is made of cluster.stage is tested in tests/plugins/staging/test_staging.py, of train.float32_matmul in
 #: tests/unit/train/test_gpu_settings.py.
 ELSEWHERE = {"dist.backend", "data.name", "model.init_weights", "cluster.stage", "train.float32_matmul"}
 #: What these keys take besides paths of classes, and layer by layer.

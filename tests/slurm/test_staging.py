@@ -26,7 +26,7 @@ KEYS = ("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.stage=always", "clu
 def copying_on(site: Site, node: str) -> int | None:
     """The process on the node that unpacks at this moment."""
     unpacked = site.box.run(["sh", "-c", "ls -d /tmp/toolkit-stage-*/*.partial"], node=node, check=False).stdout
-    pids = [pid for pid, command in site.box.processes(node) if "toolkit.nodes.agent.relay" in command]
+    pids = [pid for pid, command in site.box.processes(node) if "toolkit.plugins.staging.relay" in command]
     return pids[0] if unpacked and pids else None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, DataMissingError, nearest
-from toolkit.staging import staged
+from toolkit.base.staged import staged
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -22,7 +21,6 @@ import pytest
 from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import wait_for
-from toolkit import staging
 from toolkit.files import rundir
 from toolkit.hang import stacks
 from toolkit.nodes.agent import connections
@@ -48,9 +46,6 @@ from toolkit.nodes.start.launcher import (
 from toolkit.nodes.start.store import StoreHostEnded
 from toolkit.run.supervise import hang_investigation
 from toolkit.slurm.commands import Settings
-from toolkit.staging import package
-from toolkit.staging.copying import CopyRequest
-from toolkit.staging.package import PackageSource, PackRequest
 
 TIMEOUT_S = 20
 #: A store that prints its port, and notes the lines that it gets.
@@ -295,94 +290,6 @@ def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_age
     assert not gone(watch)
     site.close()
     await_true(lambda: gone(watch))
-
-
-#: Stands for the agent's program, on a node where no process can be forked for a helper.
-FORKLESS_AGENT = """
-import errno, pathlib, sys
-from toolkit.nodes.agent import gpus, helpers, node, node_monitor
-def fail(*_, **__):
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-helpers.start_child = fail
-gpus.DRIVER = pathlib.Path("/")
-node_monitor.MONITOR_AFTER_S = 0.0
-node.main(sys.argv[1:])
-"""
-
-
-class Copying:
-    """Keeps the agents' messages about their copies."""
-
-    def __init__(self) -> None:
-        self.staged: list[Any] = []
-
-    def note_imported(self, host: str, message: Any) -> None: ...
-
-    def note_lost(self, host: str) -> None: ...
-
-    def note_staged(self, host: str, message: Any) -> None:
-        self.staged.append(message)
-
-
-def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = agent_starters._command
-    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]  # replaces the first 4 words of the usual command
-    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
-    site = Site(tmp_path)
-    site.launcher.copying = copying = Copying()
-    opened(site)
-    site.launcher.stage({"packages": []}, wait_s=60.0)
-    stacks_order = {"do": "stacks", "attempt": 1, "standings": [], "folder": str(tmp_path)}
-    site.agents.request({"here": stacks_order}, site.events)
-    log = site.run.path / "logs"
-    await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
-    await_true(lambda: copying.staged)
-    assert "Resource temporarily unavailable" in copying.staged[0]["problems"][0]
-    check(site, ["true"])
-    assert "cannot be started" in site.next().message["text"]
-    (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
-    for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
-        assert text in said
-    site.close()
-
-
-#: An agent that looks at its copies before each attempt.
-CHECKING_AGENT = """import sys
-from toolkit.nodes.agent import copies, node
-copies.SEEN_FOR_S = 0.0
-node.main(sys.argv[1:])
-"""
-
-
-def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = agent_starters._command
-    command = [sys.executable, "-P", "-c", CHECKING_AGENT]
-    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
-    sources = [tmp_path / "set", tmp_path / "file"]
-    sources[0].mkdir()
-    for path in (sources[0] / "part", sources[1]):
-        path.write_text("content")
-    packages = [package.pack(PackageSource(str(each)), PackRequest(str(tmp_path / "cache"), ())) for each in sources]
-    (tmp_path / "node").mkdir()
-    site = Site(tmp_path)
-    site.launcher.copying = copying = Copying()
-    opened(site)
-    site.launcher.stage(CopyRequest(tuple(packages), str(tmp_path / "node")).to_json(), wait_s=60.0)
-    await_true(lambda: copying.staged)
-    copies = copying.staged[0]["copies"]
-    assert [*copies] == [str(each) for each in sources]
-
-    def attempt() -> Any:
-        site.start(f"echo ${staging.VARIABLE}")
-        assert site.next() == AllRanksEnded(0)
-        site.store.close()
-        return json.loads(site.log(0))
-
-    assert attempt() == copies
-    (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
-    assert attempt() == {str(sources[1]): copies[str(sources[1])]}
-    assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
-    site.close()
 
 
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,10 +45,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from toolkit.base import fsio, logs
+from toolkit import registry
+from toolkit.base import caches, fsio, logs
 from toolkit.nodes.agent import connections, gpus, preimports, progress
-from toolkit.nodes.agent.copies import CopyKeeper
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -56,7 +57,6 @@ from toolkit.nodes.agent.node_monitor import NodeMonitor
 from toolkit.nodes.agent.processes import Processes
 from toolkit.nodes.agent.progress import NodeProgress, Standing
 from toolkit.nodes.agent.reports import Inbox, addresses, token_of
-from toolkit.staging import caches
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -73,6 +73,22 @@ GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
 STACKS_COMMAND = (sys.executable, "-P", "-m", "toolkit.hang.stack_digest")
 
 log = logs.get(__name__)
+
+
+class CopyMaker(Protocol):
+    """The hook ``node_copies``: makes copies of shared files on this node.
+
+    Made with helpers, processes, a function that sends a message to the supervisor, and the run's secret.
+    """
+
+    def listen(self, address: str) -> Message | None:
+        """Return where other nodes get what this one has; None if they cannot."""
+
+    def stage(self, order: Message) -> None:
+        """Carry out the order ``stage``, which the supervisor's side of the plugin has sent."""
+
+    def check(self) -> None:
+        """See that the copies are still whole. To be called before processes are started."""
 
 
 class Agent:
@@ -99,7 +115,8 @@ class Agent:
         self._helpers = Helpers(self._selector)
         self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
         self._processes = Processes(self._selector, self._send_and_keep, imports)
-        self._copies = CopyKeeper(self._helpers, self._processes, self._send, secret)
+        maker = registry.find("hooks", "node_copies")
+        self._copies: CopyMaker | None = maker and maker(self._helpers, self._processes, self._send, secret)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -142,7 +159,7 @@ class Agent:
         self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
         self._connection.sendall(self._link.greeting)
         here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
-        relay = self._copies.listen(self._connection.getsockname()[0])
+        relay = self._copies and self._copies.listen(self._connection.getsockname()[0])
         self._send({"is": "here", **self._who, "again": again, "relay": relay, **here})
         for message in [*self._kept, *self._main_reports.values()]:
             self._send(message)
@@ -190,7 +207,8 @@ class Agent:
                 self._answer(order, addresses=sorted(connections.unanswered()))
             case "start":
                 # First, since files of a copy may have been removed since the last start.
-                self._copies.check()
+                if self._copies:
+                    self._copies.check()
                 self._processes.start(order)
             case "signal":
                 self._processes.signal(order["attempt"], signal.Signals(order["number"]))
@@ -207,6 +225,7 @@ class Agent:
             case "watch":
                 self._watch_order = order
             case "stage":
+                assert self._copies is not None, "only the plugin sends this order"
                 self._copies.stage(order)
             case "leave":
                 self._is_over = True

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit import staging
-from toolkit.base import fsio, logs, node_memory
+from toolkit.base import fsio, logs, node_memory, staged
 from toolkit.files.records import COUNT, ListOf
 from toolkit.nodes.agent import cpus, state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS
@@ -57,7 +56,7 @@ class _Child:
 
 @dataclass
 class NodeCopies:
-    """The copies on this node that processes are started with, see :mod:`toolkit.staging`."""
+    """The copies on this node that processes are started with, see :mod:`toolkit.base.staged`."""
 
     paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
     awaited_by: float | None = None  #: until when nothing is started, to wait for copies
@@ -74,11 +73,11 @@ class NodeCopies:
 
     def environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the variables of a process that uses the copies."""
-        return staging.environment(self.paths, environ) if self.paths else environ
+        return staged.environment(self.paths, environ) if self.paths else environ
 
     def program(self, program: str) -> str:
         """Return the path of ``program`` in the environment's copy; ``program`` itself without a copy."""
-        copy = staging.moved(Path(program), self.paths)
+        copy = staged.moved(Path(program), self.paths)
         return program if copy == Path(program) else str(copy)
 
 

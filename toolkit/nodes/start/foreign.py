@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit.base import fsio, secret_values
+from toolkit.base import caches, fsio, secret_values
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.config import script_arguments
 from toolkit.files import error_file, records, rundir
@@ -28,7 +28,6 @@ from toolkit.nodes.start import python_command
 from toolkit.slurm import placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number
-from toolkit.staging import caches
 
 
 def gains_by_fork(run: RunDir) -> bool:

@@ -24,8 +24,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit import staging
-from toolkit.base import logs
+from toolkit.base import logs, staged
 from toolkit.files import error_file
 from toolkit.nodes.agent.zygote import new_main
 
@@ -84,7 +83,7 @@ def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | No
 
 def _is_ours(executable: str) -> bool:
     """True for another name of this interpreter. A virtual environment's is a link, and its folder tells them apart."""
-    theirs, ours = staging.origin(executable), staging.origin(sys.executable)
+    theirs, ours = staged.origin(executable), staged.origin(sys.executable)
     return theirs.resolve() == ours.resolve() and theirs.parent.resolve() == ours.parent.resolve()
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit import staging
+from toolkit.base import staged
 from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -84,7 +84,7 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
     words = ["--checkpoint", args.checkpoint, *(["--weights", args.weights] if args.weights else [])]
     words += [*(["--per-class"] if args.per_class else []), *(["--data", *args.data] if args.data else [])]
     words += [*(["--trust"] if args.trust else []), "--keep"]
-    command = [str(staging.origin(sys.executable)), "-m", "toolkit", "evaluate", str(run.path), *words]
+    command = [str(staged.origin(sys.executable)), "-m", "toolkit", "evaluate", str(run.path), *words]
     chosen = choose_executor("auto")
     return submit_foreign(config, command, chosen, awaited.find(str(run.path), chosen, Slurm().show_jobs))
 

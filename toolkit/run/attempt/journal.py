@@ -39,7 +39,7 @@ class Journal:
         self._submitted = status.updated if is_waiting and status.updated is not None else self._began
         self._number = 0  #: of the last attempt
         self.usage: JobUsage | None = None  #: what the job uses, once that is known
-        self.staging: tuple[str, ...] = ()  #: what was copied to the nodes, see `toolkit.nodes.start.staging`
+        self.staging: tuple[str, ...] = ()  #: what was copied to the nodes, in lines
 
     def note_staging(self, text: str) -> None:
         """Note what was copied to the nodes."""

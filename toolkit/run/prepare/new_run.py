@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import staging
-from toolkit.base import fsio
+from toolkit.base import fsio, staged
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig
 from toolkit.files import origin, rundir
@@ -36,7 +35,7 @@ def load(config: str | Path | None, overrides: configs.Overrides, project: Path,
     loaded = configs.load_config(
         None, [name, *configs.override_texts(overrides), f"job={configs.FOREIGN_JOB}"], sweep=sweep
     )
-    loaded.argv = [str(staging.origin(sys.executable)), str(project / str(config)), *loaded.argv]
+    loaded.argv = [str(staged.origin(sys.executable)), str(project / str(config)), *loaded.argv]
     return loaded
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from toolkit import staging
+from toolkit.base import staged
 from toolkit.base.errors import RequestError
 from toolkit.config import is_one_line
 
@@ -22,7 +22,7 @@ def refuse_unfit(runs: Path) -> None:
     for what, path, reserved, remedy in (
         ("the folder for runs", runs, _RESERVED, "choose another: set TOOLKIT_RUNS"),
         ("the current folder", Path.cwd(), "", "go to another one"),
-        ("Python", staging.origin(sys.executable), "", "use one in another folder"),
+        ("Python", staged.origin(sys.executable), "", "use one in another folder"),
     ):
         bad = next((char for char in str(path) if char in reserved or not is_one_line(char)), None)
         if bad is not None:

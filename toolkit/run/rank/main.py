@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit import chaos
 from toolkit import config as configs
-from toolkit.base import fsio, logs, secret_values, signals
+from toolkit.base import caches, fsio, logs, secret_values, signals
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import JobConfig
@@ -36,7 +36,6 @@ from toolkit.slurm import placement
 from toolkit.slurm.placement import Placement
 from toolkit.slurm.rank_environment import environment
 from toolkit.slurm.variables import whole_number
-from toolkit.staging import caches
 
 #: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"

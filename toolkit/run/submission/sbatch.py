@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from toolkit import staging
+from toolkit.base import staged
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.run.job.nodes import may_lose_nodes
@@ -44,7 +44,7 @@ def exec_python() -> str:
 
     A bash between Slurm and the supervisor would die at the first SIGTERM, and take the supervisor along.
     """
-    return f"exec {shlex.quote(str(staging.origin(sys.executable)))}"
+    return f"exec {shlex.quote(str(staged.origin(sys.executable)))}"
 
 
 def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:

@@ -7,8 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from toolkit import staging
-from toolkit.base import logs
+from toolkit.base import logs, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -121,7 +120,7 @@ class Context:
         """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
         environ = dict(os.environ)
         environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
-        environ.pop(staging.VARIABLE, None)  # a rank that submits this run has copies on its own node only
+        environ.pop(staged.VARIABLE, None)  # a rank that submits this run has copies on its own node only
         environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
         environ.update(
             {

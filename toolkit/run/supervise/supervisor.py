@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Collection
+from typing import Protocol
 
+from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.config import JobConfig
@@ -18,7 +21,6 @@ from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import Events, Launcher
-from toolkit.nodes.start.staging import NodeStaging
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
@@ -41,6 +43,22 @@ from toolkit.slurm.container import Container
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 log = logs.get(__name__)
+
+
+class NodePreparation(Protocol):
+    """The hook ``prepare_nodes``: what is done on the nodes while their agents start, as copies of shared files.
+
+    Made with the run, its config, the allocation, the launcher, and a function that takes a line about each result.
+    """
+
+    def decide(self) -> None:
+        """Decide what the ranks wait for. Called before the agents are started."""
+
+    def begin(self) -> None:
+        """Begin. Called when the agents can be reached."""
+
+    def wait(self, hosts: Collection[str], events: Events) -> None:
+        """Wait for these hosts. A signal in ``events`` ends the wait."""
 
 
 class Supervisor:
@@ -109,14 +127,19 @@ class Supervisor:
             return ended
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
-        staging = NodeStaging(self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
-        staging.decide()
+        make = registry.find("hooks", "prepare_nodes")
+        parts = (self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
+        preparations: list[NodePreparation] = [make(*parts)] if make else []
+        for preparation in preparations:
+            preparation.decide()
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
-        staging.begin()
+        for preparation in preparations:
+            preparation.begin()
         self._context.prepare_requeue()
         mark_bad_nodes(self._context)
         plan = self._nodes.plan()  # without nodes that are bad
-        staging.wait(() if plan is None else plan.hosts, self._events)
+        for preparation in preparations:
+            preparation.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
     def _look(self) -> None:

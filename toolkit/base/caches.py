@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.base import fsio, trust
+from toolkit.base.disks import is_shared, own_folders
 from toolkit.base.errors import RequestError
-from toolkit.staging.disks import is_shared, own_folders
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

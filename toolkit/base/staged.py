@@ -1,8 +1,4 @@
-"""Copies shared files to a node's own disk: the Python environment, and what ``data.stage`` names.
-
-A package is one file on the shared disk (:mod:`.package`). Each node reads it once and unpacks it on a disk of its own
-(:mod:`.copying`). A rank finds its node's copies in ``TOOLKIT_STAGED``.
-"""
+"""Finds the copies of shared files on this node's own disk, which ``TOOLKIT_STAGED`` names. A plugin makes them."""
 
 from __future__ import annotations
 

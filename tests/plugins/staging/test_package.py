@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.base import fsio
-from toolkit.staging import package
-from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging import package
+from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``python -m toolkit.staging.whole``: tell which copies on this node still have all their files.
+"""``python -m toolkit.plugins.staging.whole``: tell which copies on this node still have all their files.
 
 A cleaner of temporary files may have removed some, also of a copy that a job uses. It reads a JSON object of the copies
 by the paths of their originals, and prints those that are whole in the same form.

@@ -1,4 +1,4 @@
-"""``python -m toolkit.nodes.agent.relay``: copy packages to this node, pass them on, and keep them.
+"""``python -m toolkit.plugins.staging.relay``: copy packages to this node, pass them on, and keep them.
 
 The copies are on a disk of this node, and other nodes take packages from it. The nodes form a tree. The first reads the
 shared disk. Each other takes a package from the node above it while that one still receives it. Where a node above is
@@ -24,14 +24,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.base import logs
+from toolkit.base import disks, logs
 from toolkit.files import records
 from toolkit.files.json_record import JsonRecord
 from toolkit.files.records import COUNT, TEXT, Record
 from toolkit.nodes.agent.link import AuthenticatedLink, StrangerError
-from toolkit.staging import copying, disks
-from toolkit.staging.copying import CopyRequest, DamagedPackageError
-from toolkit.staging.package import Package, StagingError
+from toolkit.plugins.staging import copying
+from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
+from toolkit.plugins.staging.package import Package, StagingError
 
 #: A node answers a connection within this time.
 CONNECT_S = 3.0

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_for
+from toolkit.base import disks
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import staging
 from toolkit.nodes.start.agent_launcher import AgentLauncher
-from toolkit.nodes.start.staging import ImportFigures, NodeStaging
+from toolkit.plugins.staging import supervisor_side as staging
+from toolkit.plugins.staging.package import PackageSource
+from toolkit.plugins.staging.supervisor_side import ImportFigures, NodeStaging
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
 from toolkit.run.supervise.stop_path import Signalled
-from toolkit.staging import disks
-from toolkit.staging.package import PackageSource
 
 HOSTS = ("node1", "node2")
 

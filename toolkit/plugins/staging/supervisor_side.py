@@ -1,4 +1,4 @@
-"""Has the Python environment and data copied to the nodes' own disks, see `toolkit.staging`.
+"""Has the Python environment and data copied to the nodes' own disks, see `toolkit.base.staged`.
 
 Data are what ``data.stage`` names. They, and with ``cluster.stage: always`` the environment, are copied before the
 ranks start. With ``auto`` the first start on a shared disk only measures how long its imports wait for that disk. Where
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
-from toolkit.base import fsio, logs
+from toolkit.base import disks, fsio, logs
 from toolkit.config import JobConfig
 from toolkit.files.json_record import FileRecord
 from toolkit.files.rundir import RunDir
@@ -32,9 +32,9 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import Events, Launcher
-from toolkit.staging import disks, package
-from toolkit.staging.copying import CopyRequest
-from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging import package
+from toolkit.plugins.staging.copying import CopyRequest
+from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
@@ -196,7 +196,7 @@ class NodeStaging:
 
     def _pack(self, request: PackRequest) -> list[Package]:
         """Have the packages made by a separate process: they may take minutes."""
-        command = [sys.executable, "-P", "-m", "toolkit.staging.package"]
+        command = [sys.executable, "-P", "-m", "toolkit.plugins.staging.package"]
         packages: list[Package] = []
         try:
             packer = start_child(

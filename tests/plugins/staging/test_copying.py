@@ -19,11 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import chaos, staging
-from toolkit.nodes.agent.relay import RelayRequest
-from toolkit.staging import copying, disks, package, whole
-from toolkit.staging.copying import CopyRequest, DamagedPackageError
-from toolkit.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit import chaos
+from toolkit.base import disks, staged
+from toolkit.plugins.staging import copying, package, whole
+from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
+from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging.relay import RelayRequest
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
     made = packed(source, tmp_path / "cache")
     other_nodes, channel = socket.socketpair()
     request = json.dumps(RelayRequest(CopyRequest((made,), str(node)), (), False, "", channel.fileno()).to_json())
-    command, handles = [sys.executable, "-m", "toolkit.nodes.agent.relay"], [channel.fileno()]
+    command, handles = [sys.executable, "-m", "toolkit.plugins.staging.relay"], [channel.fileno()]
     pipe = subprocess.PIPE
     jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=handles) for _ in range(2)]
     try:
@@ -289,7 +290,7 @@ def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -
     assert told[0] == str(copy / site.relative_to(prefix) / "marker.py")
     assert str(tmp_path) in told  # what an editable install names stays where it is
     assert (copy / site.relative_to(prefix) / "big.a").readlink() == site / "big.a"
-    environ = staging.environment({str(prefix): str(copy)}, {"PATH": f"/bin:{prefix}/bin"})
+    environ = staged.environment({str(prefix): str(copy)}, {"PATH": f"/bin:{prefix}/bin"})
     assert environ["PATH"] == f"/bin:{copy}/bin:{prefix}/bin"
 
 
@@ -306,11 +307,11 @@ def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_
 def test_paths_lead_to_the_copy_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy/x").touch()
-    monkeypatch.setenv(staging.VARIABLE, json.dumps({"/data/set": str(tmp_path / "copy")}))
-    assert staging.staged("/data/set/x") == tmp_path / "copy/x"
-    assert staging.origin(tmp_path / "copy/x") == tmp_path / "copy/x"  # no such original is here
-    assert staging.staged("/data/set/gone") == Path("/data/set/gone")
-    assert staging.staged("/data/settle") == Path("/data/settle")
+    monkeypatch.setenv(staged.VARIABLE, json.dumps({"/data/set": str(tmp_path / "copy")}))
+    assert staged.staged("/data/set/x") == tmp_path / "copy/x"
+    assert staged.origin(tmp_path / "copy/x") == tmp_path / "copy/x"  # no such original is here
+    assert staged.staged("/data/set/gone") == Path("/data/set/gone")
+    assert staged.staged("/data/settle") == Path("/data/settle")
 
 
 def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
         most_bytes=9,  # less than the third one has
     )
     done = subprocess.run(
-        [sys.executable, "-m", "toolkit.staging.package"],
+        [sys.executable, "-m", "toolkit.plugins.staging.package"],
         input=json.dumps(request.to_json()),
         capture_output=True,
         text=True,

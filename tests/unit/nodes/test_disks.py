@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base import node_memory
-from toolkit.staging import disks
+from toolkit.base import disks, node_memory
 
 
 def test_copies_take_half_of_the_memory_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

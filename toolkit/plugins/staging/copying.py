@@ -1,9 +1,9 @@
 """Copies packages to a disk of this node, and keeps them while the agent lives.
 
-:mod:`toolkit.nodes.agent.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy
-gets its name when all of it is unpacked and the package was whole. While a process uses it, three things are locked: a
-file, for the jobs that share it; the copy's folder, in case that file was removed; and the folder of all copies, which
-systemd-tmpfiles then leaves alone.
+:mod:`.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when
+all of it is unpacked and the package was whole. While a process uses it, three things are locked: a file, for the jobs
+that share it; the copy's folder, in case that file was removed; and the folder of all copies, which systemd-tmpfiles
+then leaves alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
-from toolkit.base import fsio, trust
+from toolkit.base import disks, fsio, trust
 from toolkit.base.errors import RequestError
 from toolkit.files.json_record import JsonRecord
-from toolkit.staging import disks
-from toolkit.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
-from toolkit.staging.whole import OWN_FOLDER, is_whole, mark
+from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
+from toolkit.plugins.staging.whole import OWN_FOLDER, is_whole, mark
 
 #: A copy that no job has used for this long is removed. systemd removes single files of /tmp after ten days.
 UNUSED_S = 7 * 86_400.0

@@ -17,18 +17,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.unit.staging.test_copying import content, killed_at, packed
+from tests.plugins.staging.test_copying import content, killed_at, packed
 from tests.waiting import PATIENCE
-from toolkit.nodes.agent import relay
-from toolkit.nodes.agent.copies import CopyKeeper
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message, StrangerError
 from toolkit.nodes.agent.processes import NodeCopies
-from toolkit.nodes.agent.relay import NodeAddress, Relay, RelayPeer, RelayRequest
 from toolkit.nodes.start.agent_launcher import CopyOrder
-from toolkit.staging import copying, whole
-from toolkit.staging.copying import CopyRequest
-from toolkit.staging.package import Package
+from toolkit.plugins.staging import copying, relay, whole
+from toolkit.plugins.staging.copying import CopyRequest
+from toolkit.plugins.staging.node_side import CopyKeeper
+from toolkit.plugins.staging.package import Package
+from toolkit.plugins.staging.relay import NodeAddress, Relay, RelayPeer, RelayRequest
 
 SECRET = b"s" * 32
 MB = 1 << 20

@@ -1,4 +1,4 @@
-"""``python -m toolkit.staging.package``: make one file of an environment or a folder.
+"""``python -m toolkit.plugins.staging.package``: make one file of an environment or a folder.
 
 A process that imports torch opens thousands of files. On a shared disk each node waits for each of them. So nodes read
 one package as a whole. It is made once, in a folder beside the runs, and has its name by its content: when a file of
@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit.base import fsio, trust
+from toolkit.base import disks, fsio, trust
 from toolkit.base.errors import RequestError
 from toolkit.files.json_record import FileRecord, JsonRecord
-from toolkit.staging import disks
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.
 UNUSED_S, REPLACED_S = 30 * 86_400.0, 86_400.0

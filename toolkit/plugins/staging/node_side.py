@@ -1,4 +1,4 @@
-"""The copies of packages on the node's disk: made, and checked, in separate processes (:mod:`toolkit.staging`)."""
+"""The copies of packages on the node's disk: made, and checked, in separate processes (:mod:`toolkit.base.staged`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes
 from toolkit.slurm.network import listen
 
-COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.nodes.agent.relay")
-CHECK_COMMAND = (sys.executable, "-P", "-m", "toolkit.staging.whole")
+COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.relay")
+CHECK_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.whole")
 #: Copies that were whole this recently are not looked at again. Cleaners come once a day.
 SEEN_FOR_S = 60.0
 #: A disk that does not answer within this time is not waited for.

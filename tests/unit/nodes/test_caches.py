@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.staging import caches, disks
+from toolkit.base import caches, disks
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.nodes.agent import copies
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import NodeCopies
+from toolkit.plugins.staging import node_side as copies
 
 ORDER = {"request": {}, "above": [], "is_above": False}
 WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}
