@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.mixing import PairMixing
     from toolkit.data.stream import Streams
-    from toolkit.data.tokens.windows import TokenWindows, load_tokens
     from toolkit.plugins.shards.dataset import ShardedData
     from toolkit.plugins.shards.raw_tokens import RawTokens
+    from toolkit.plugins.tokens.windows import TokenWindows, load_tokens
     from toolkit.ranks.batch import Batch, Share
     from toolkit.run.submission.handle import Run, find, runs
     from toolkit.run.submission.submit import submit
@@ -74,13 +74,13 @@ _HOMES = {
     "ShardedData": "toolkit.plugins.shards.dataset",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
-    "TokenWindows": "toolkit.data.tokens.windows",
+    "TokenWindows": "toolkit.plugins.tokens.windows",
     "TrainingRun": "toolkit.train.own_loop",
     "build_datasets": "toolkit.data.datasets",
     "current": "toolkit.train.start",
     "find": "toolkit.run.submission.handle",
     "load_config": "toolkit.config",
-    "load_tokens": "toolkit.data.tokens.windows",
+    "load_tokens": "toolkit.plugins.tokens.windows",
     "runs": "toolkit.run.submission.handle",
     "staged": "toolkit.base.staged",
     "start": "toolkit.train.start",

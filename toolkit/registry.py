@@ -24,14 +24,14 @@ INTERFACE = 1
 GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
-    *("auto", "completion", "compression", "inference", "integrations", "mpi", "parameter_server", "report", "site"),
-    *("staging", "sweep", "trackers", "watch", "why"),
+    *("auto", "completion", "compression", "images", "inference", "integrations", "mpi", "parameter_server", "report"),
+    *("site", "staging", "sweep", "tokens", "trackers", "watch", "why"),
 )
 
 log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
-Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "trackers", "hooks", "adapters"]
+Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Plugin:
       a listing, ``may_start_again``: whether a run that has ended may come back, ``compare_runs``: ends runs that are
       worse than others (`toolkit.run.supervise.attempt_loop`). ``prepare_nodes``: what is done on the nodes before the
       first attempt, see `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it,
-      see `toolkit.nodes.agent.node.CopyMaker`.
+      see `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
+    * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Plugin:
     trackers: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    datasets: Mapping[str, str] = field(default_factory=dict)
     interface: int = INTERFACE
 
 
@@ -77,6 +79,7 @@ CORE = Plugin(
         ("ddp", "fsdp", "zero", "tensor", "pipeline", "local_sgd", "dp", "custom"), "toolkit.strategies"
     ),
     backends=dict.fromkeys(("auto", "nccl", "gloo"), "torch.distributed"),
+    datasets={name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")},
 )
 
 
@@ -97,8 +100,11 @@ def where(kind: Kind, name: str) -> str | None:
 def find(kind: Kind, name: str) -> Any:
     """Return the module or the attribute; None if no plugin brings it. Raises what its import raises."""
     path = where(kind, name)
-    if path is None:
-        return None
+    return None if path is None else load(path)
+
+
+def load(path: str) -> Any:
+    """Return the module, or of ``module:attribute`` the attribute. Raises what the import raises."""
     module, _, attribute = path.partition(":")
     found = import_module(module)
     return getattr(found, attribute) if attribute else found

@@ -42,9 +42,10 @@ from tests.bench import record
 from toolkit.config import DataConfig, ImageConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
-from toolkit.data.pictures import Photographs, Standardise
+from toolkit.data.pictures import Standardise
 from toolkit.data.randomness import seed_sample
 from toolkit.nodes.agent import state_memory
+from toolkit.plugins.images.photographs import Photographs
 from toolkit.ranks.batch import Share
 
 HEIGHT, WIDTH, SIZE, BATCH, CLASSES = 375, 500, 224, 10, 4

@@ -39,7 +39,6 @@ ROOMS = {
     "nodes": [["agent"], ["allocation"], ["start"]],
     "run": [["job"], ["records"], ["prepare", "attempt"], ["rank", "requeue"], ["supervise"], ["submission"]],
     "cli": [["."], ["commands"]],
-    "data": [["."], ["tokens"]],
 }
 
 
@@ -162,7 +161,7 @@ LOGIN_NODE = [
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.
-WITH_TORCH = {"evaluate", "export", "generate", "data"}
+WITH_TORCH = {"evaluate", "export", "generate"}
 
 
 def files_of(module: str) -> list[Path]:

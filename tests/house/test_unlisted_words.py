@@ -29,8 +29,8 @@ from toolkit.config import (
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
-from toolkit.data.pictures import training_transform
 from toolkit.plugins.compression.schemes import build_scheme
+from toolkit.plugins.images.photographs import training_transform
 from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base.errors import ConfigError
-from toolkit.config.catalog import CATALOG
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import leaves
@@ -70,6 +69,10 @@ _COMMAND = Where(
 )
 
 
+#: The toolkit's own data sets, those of its plugins included.
+_DATA_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text", "tokens")
+
+
 class _OwnKeys:
     """Texts of several lines, in sections of the job's own."""
 
@@ -122,7 +125,7 @@ class ImageConfig:
 class DataConfig:
     """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
 
-    name: Annotated[str, OneOf(*CATALOG)] = "digits"
+    name: Annotated[str, OneOf(*_DATA_SETS, kind="datasets")] = "digits"
     root: Annotated[str, PATH] | None = None  #: the folder of the data
     #: files and folders to copy to the nodes' own disks
     stage: Annotated[list[str], PATH] = field(default_factory=list)

@@ -20,10 +20,10 @@ from toolkit.base.errors import RequestError
 from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, load_config
-from toolkit.data import datasets
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.images import downloads
 from toolkit.plugins.site import doctor, resume_check
 from toolkit.run.rank import main as rank
 from toolkit.run.submission import executors, inside_allocation
@@ -63,7 +63,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))
     monkeypatch.setattr(rank, "stacks", SimpleNamespace(answer=lambda rank: None))
-    monkeypatch.setattr(datasets, "fetch", lambda name, root=None: _refuse())
+    monkeypatch.setattr(downloads, "fetch", lambda name, root: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
     monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())
     monkeypatch.setattr(disk, "remove", lambda run: _refuse())

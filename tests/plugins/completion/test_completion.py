@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.house.fuzz.harness import ROOT
+from toolkit import registry
 from toolkit.cli.main import commands
 from toolkit.config import all_keys
-from toolkit.config.catalog import CATALOG
 from toolkit.plugins.completion import offers as completion
 
 
@@ -42,7 +42,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("toolkit submit configs/digits_ddp.yaml train.max_s", ["train.max_steps="]),
         ("toolkit submit configs/digits_ddp.yaml --wait strategy.name=f", ["strategy.name=fsdp"]),
         ("toolkit submit configs/digits_ddp.yaml --executor sl", ["slurm"]),
-        ("toolkit submit configs/digits_ddp.yaml data.name=", sorted(f"data.name={name}" for name in CATALOG)),
+        (
+            "toolkit submit configs/digits_ddp.yaml data.name=",
+            sorted(f"data.name={name}" for name in registry.names("datasets")),
+        ),
         ("toolkit submit configs/digits_ddp.yaml cluster.exclusive=t", ["cluster.exclusive=true"]),
         ("toolkit exec -- python ", []),
         ("toolkit nothing ", []),

@@ -142,7 +142,6 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
         ("data.name=minst", ["data.name", "did you mean 'mnist'?"]),
-        ("data.name=mnist", ["toolkit data fetch mnist"]),
         ("data.global_batch_size=1", ["data.global_batch_size", "2 ranks"]),
         ("train.accumulate=33", ["train.accumulate", "32"]),
         ("data.share=atuo", ["data.share", "did you mean 'auto'?"]),

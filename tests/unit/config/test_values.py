@@ -192,10 +192,3 @@ def test_no_number_of_a_config_can_be_huge_or_none() -> None:
 def test_what_is_not_there_is_for_the_login_node_to_say() -> None:
     overrides = ["notify=[no-such-program]", "checkpoint.copy_to=/proc/copies", "data.root=/no/such/folder"]
     validate(load_config(None, overrides), login_node=False)
-
-
-def test_a_missing_data_set_says_where_its_folder_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLKIT_DATA", "/no/data")
-    assert "is not in /no/data (TOOLKIT_DATA): " in refusal("data.name=mnist")
-    monkeypatch.setenv("TOOLKIT_DATA", "~nobody9/x")
-    assert refusal("data.name=mnist") == "data.root: there is no user whose home folder '~nobody9/x' could be in"

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments
+from toolkit import registry
 
 EXAMPLES = (
     ("toolkit data fetch ResNet50_Weights.IMAGENET1K_V2", "weights that model.init_from can name"),
@@ -13,22 +13,13 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = (
-        "toolkit data fetch NAME [--root DIR]\n"
-        "       toolkit data tokenize IN [IN ...] --out DIR [--tokenizer FILE]\n"
-        "                [--end TOKEN] [--field NAME] [--shard-tokens N] [--json]"
-    )
-    parser.add_argument("verb", choices=["fetch", "tokenize"])
+    tokenize = registry.find("hooks", "tokenize")
+    parser.usage = "toolkit data fetch NAME [--root DIR]"
+    parser.add_argument("verb", choices=["fetch", "tokenize"] if tokenize else ["fetch"])
     parser.add_argument("names", nargs="+", metavar="NAME|IN", help="a data set; tokenize: texts, .jsonl, folders")
     parser.add_argument("--root", help="fetch: default $TOOLKIT_DATA, or ./data")
-    parser.add_argument("--out", metavar="DIR", help="tokenize: the folder of the token shards")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenize: a tokenizer.json; default: each byte is a token")
-    parser.add_argument("--end", metavar="TOKEN", help="tokenize: ends a document; default such as </s>")
-    parser.add_argument("--field", default="text", metavar="NAME", help="tokenize: the text in a .jsonl; default text")
-    parser.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokenize: of a file; default 100 million"
-    )
-    arguments.add_json(parser)
+    if tokenize:
+        tokenize.add_arguments(parser)
 
 
 def run(args: Namespace) -> None:
@@ -37,29 +28,20 @@ def run(args: Namespace) -> None:
     from toolkit.files import origin
 
     if args.verb == "tokenize":
-        from toolkit.base import fsio, logs, terminal
-        from toolkit.cli import show
-        from toolkit.data.tokens.writer import Encoder, tokenize
-
-        if args.out is None:
-            raise RequestError("toolkit data tokenize: --out DIR says where to")
-        if args.shard_tokens < 1:
-            raise RequestError("toolkit data tokenize: --shard-tokens is to be 1 or more")
-        logs.setup()
-        out = fsio.expand(args.out).absolute()
-        encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
-        index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
-        if args.json:
-            print(show.as_json(index.to_file()))
-        else:
-            print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
-            terminal.say(f"train on it: `toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}`")
+        registry.find("hooks", "tokenize").run(args)
         return
     # The parser takes several names for tokenize; fetch takes one.
-    if len(args.names) > 1:
-        raise RequestError(f"toolkit data fetch {args.names[0]}: {args.names[1]!r} is one word too many")
-    if not origin.is_published(args.names[0]):
-        catalog.entry_of(args.names[0])  # refuses an unknown name before torch is imported, which takes seconds
-    from toolkit.data.datasets import fetch
-
-    print(fetch(args.names[0], args.root))
+    name, *more = args.names
+    if more:
+        raise RequestError(f"toolkit data fetch {name}: {more[0]!r} is one word too many")
+    if not origin.is_published(name):
+        fetch = catalog.entry_of(name).fetch
+        print(
+            f"{name} needs no files: there is nothing to fetch"
+            if fetch is None
+            else registry.load(fetch)(name, args.root)
+        )
+    elif (fetch_weights := registry.find("hooks", "fetch_weights")) is None:
+        raise RequestError(f"toolkit data fetch {name}: weights of torchvision need the plugin images")
+    else:
+        print(fetch_weights(name, args.root))

@@ -13,7 +13,7 @@ from toolkit.base import logs
 
 #: Tells a rank the files of its node: ``PID:FD,FD,...``, descriptors of the agent.
 VARIABLE = "TOOLKIT_STATE_MEMORY"
-#: Tells a rank the path of its node's file for decoded images, see toolkit.data.pixel_cache.
+#: Tells a rank the path of its node's file for decoded images, see toolkit.plugins.images.pixel_cache.
 PIXELS = "TOOLKIT_PIXEL_MEMORY"
 #: Two for what all ranks have in common, from which each rank of the node reads.
 FILES_A_NODE = 2

@@ -6,21 +6,31 @@ the logits before it. So texts of several lengths are one batch, filled up at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from toolkit.base.errors import JobFailedError, RequestError
-from toolkit.data.tokens.folder import Tokens
 from toolkit.plugins.inference.trained_model import Trained, precision
 
 #: Tokens that are added to a text where the caller does not say how many, if the model can see that many.
 MOST = 64
 #: Logits of a pass that are held in memory at once.
 LOGITS = 1 << 27
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+    """What a language model's job knows of its tokens, such as what `toolkit.load_tokens` returns."""
+
+    index: Any  #: has ``vocabulary``: tokens are below it; and ``end``: the one that ends a document
+
+    def ids(self, text: str) -> list[int]: ...
+
+    def text(self, ids: Iterable[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
     """
     job = trained.job
     tokens, context = job.tokens, job.context
-    if not isinstance(tokens, Tokens) or context is None:
+    if not isinstance(tokens, Vocabulary) or context is None:
         raise RequestError(
             f"toolkit generate: {trained.config.job} of run {trained.run.id} is no language model: it sets neither "
             "`tokens` nor `context`, see jobs/language_model.py"

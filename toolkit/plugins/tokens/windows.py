@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import catalog
+from toolkit.config.catalog import data_root
 from toolkit.data.fingerprint import crc
-from toolkit.data.tokens.folder import Tokens
-from toolkit.data.tokens.writer import pack_bytes
+from toolkit.plugins.tokens.catalog import text_files
+from toolkit.plugins.tokens.folder import Tokens
+from toolkit.plugins.tokens.writer import pack_bytes
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -41,12 +42,12 @@ def load_tokens(config: DataConfig, folder: Path, alive: Callable[[], None] = la
         (True, True, 256)
     """
     if config.name == "tokens":
-        return Tokens(catalog.data_root(config.root))
+        return Tokens(data_root(config.root))
     if config.name != "text":
         raise ConfigError(f"data.name: {config.name} has no text; use text, or tokens")
     packed = folder / "text"
     if not packed.exists():
-        pack_bytes(catalog.text_files(config.root), packed, alive)
+        pack_bytes(text_files(config.root), packed, alive)
     return Tokens(packed)
 
 

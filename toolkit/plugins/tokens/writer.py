@@ -20,8 +20,9 @@ import numpy as np
 
 from toolkit.base import fsio, logs
 from toolkit.base.errors import RequestError
-from toolkit.data.tokens import sources
-from toolkit.data.tokens.folder import (
+from toolkit.files.json_record import FileRecord
+from toolkit.plugins.tokens import sources
+from toolkit.plugins.tokens.folder import (
     BYTES,
     DOCUMENTS,
     END_BYTE,
@@ -32,8 +33,7 @@ from toolkit.data.tokens.folder import (
     load_tokenizer,
     shard_name,
 )
-from toolkit.data.tokens.sources import Position
-from toolkit.files.json_record import FileRecord
+from toolkit.plugins.tokens.sources import Position
 
 #: What the ends of a shard's documents are kept in until the index is made, and what says how far it has come.
 _ENDS, _PROGRESS = "tokens-{:05}.ends", "progress.jsonl"

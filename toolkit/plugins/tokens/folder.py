@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.base.errors import DamagedFileError, DataMissingError, RequestError
-from toolkit.config.catalog import TOKEN_INDEX
 from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.plugins.tokens.catalog import TOKEN_INDEX
 
 INDEX, DOCUMENTS, TOKENIZER = TOKEN_INDEX, "documents.npy", "tokenizer.json"
 TYPES = ("uint8", "uint16", "uint32")

@@ -26,8 +26,8 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, ImageConfig, JobConfig, validate
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
-from toolkit.data.pictures import read_pixels
 from toolkit.data.randomness import seed_sample
+from toolkit.plugins.images.photographs import read_pixels
 from toolkit.ranks.batch import Share
 
 v2: Any = import_module("torchvision.transforms.v2")  # whose names have no types

@@ -15,10 +15,11 @@ import torch
 from toolkit.base.errors import ConfigError, DamagedFileError, DataMissingError, RequestError
 from toolkit.config import DataConfig, catalog
 from toolkit.data.datasets import build_datasets
-from toolkit.data.tokens import writer
-from toolkit.data.tokens.folder import Tokens
-from toolkit.data.tokens.windows import NO_TARGET, TokenWindows, load_tokens
-from toolkit.data.tokens.writer import Encoder, tokenize
+from toolkit.plugins.tokens import writer
+from toolkit.plugins.tokens.catalog import text_files
+from toolkit.plugins.tokens.folder import Tokens
+from toolkit.plugins.tokens.windows import NO_TARGET, TokenWindows, load_tokens
+from toolkit.plugins.tokens.writer import Encoder, tokenize
 
 LENGTH = 8
 BYTES = Encoder(None, None)
@@ -105,7 +106,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from toolkit.base import fsio
-from toolkit.data.tokens import writer
+from toolkit.plugins.tokens import writer
 
 calls, real = 0, {name}
 def fails(*args, **options):
@@ -267,7 +268,7 @@ def test_the_text_of_a_run_is_packed_once_and_stays_what_it_was(tmp_path: Path) 
 
 
 def test_without_a_root_the_text_is_the_standard_library_without_what_was_installed() -> None:
-    files = catalog.text_files(None)
+    files = text_files(None)
     assert len(files) > 100
     assert {"argparse.py", "decoder.py"} <= {path.name for path in files}
     assert not any("site-packages" in path.parts for path in files)

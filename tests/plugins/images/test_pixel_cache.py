@@ -17,8 +17,8 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, ImageConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
-from toolkit.data.pixel_cache import PixelCache
 from toolkit.nodes.agent import state_memory
+from toolkit.plugins.images.pixel_cache import PixelCache
 from toolkit.ranks.batch import Share
 
 

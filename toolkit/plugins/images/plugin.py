@@ -1,0 +1,10 @@
+"""Data sets of images, and `toolkit data fetch` for torchvision's data sets and weights."""
+
+from toolkit.registry import Plugin
+
+_CATALOG = "toolkit.plugins.images.catalog"
+PLUGIN = Plugin(
+    "images",
+    datasets={name: f"{_CATALOG}:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")},
+    hooks={"fetch_weights": "toolkit.plugins.images.downloads:fetch_weights"},
+)
