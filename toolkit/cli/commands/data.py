@@ -36,11 +36,10 @@ def run(args: Namespace) -> None:
         raise RequestError(f"toolkit data fetch {name}: {more[0]!r} is one word too many")
     if not origin.is_published(name):
         fetch = catalog.entry_of(name).fetch
-        print(
-            f"{name} needs no files: there is nothing to fetch"
-            if fetch is None
-            else registry.load(fetch)(name, args.root)
-        )
+        if fetch is None:
+            print(f"{name} needs no files: there is nothing to fetch")
+        else:
+            print(registry.load(fetch)(name, args.root))
     elif (fetch_weights := registry.find("hooks", "fetch_weights")) is None:
         raise RequestError(f"toolkit data fetch {name}: weights of torchvision need the plugin images")
     else:
