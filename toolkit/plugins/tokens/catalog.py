@@ -7,9 +7,9 @@ from pathlib import Path
 
 from toolkit.base import fsio
 from toolkit.base.errors import DataMissingError, RequestError
+from toolkit.base.staged import staged
 from toolkit.config import DataConfig
 from toolkit.config.catalog import Entry, data_root
-from toolkit.base.staged import staged
 
 #: The file of a folder of token shards that is written last.
 TOKEN_INDEX = "index.json"
