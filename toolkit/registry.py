@@ -24,8 +24,25 @@ INTERFACE = 1
 GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
-    *("auto", "completion", "compression", "images", "inference", "integrations", "mpi", "parameter_server", "report"),
-    *("site", "staging", "sweep", "tokens", "trackers", "watch", "why"),
+    "auto",
+    "checkpoints",
+    "completion",
+    "compression",
+    "disk",
+    "images",
+    "inference",
+    "integrations",
+    "mpi",
+    "new",
+    "parameter_server",
+    "report",
+    "site",
+    "staging",
+    "sweep",
+    "tokens",
+    "trackers",
+    "watch",
+    "why",
 )
 
 log = logs.get(__name__)
@@ -69,8 +86,8 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "new", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
-    *("stop", "cancel", "resume", "rm", "gc", "checkpoint", "env", "data", "tensorboard"),
+    *("submit", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
+    *("stop", "cancel", "resume", "data"),
 )
 CORE = Plugin(
     "toolkit",

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.unit.cli.test_cli import run  # noqa: F401
-from toolkit.base.errors import EXIT_DONE
+from tests.unit.run.test_local_processes import UNSEEN, make_run, owned_by, spellings
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.cli import main as cli
+from toolkit.cli.main import main
 from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.disk import disk
 from toolkit.run.records import stop_request
+from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent
+from toolkit.run.submission.handle import attach
+from toolkit.run.submission.resume import resume
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
 
@@ -50,3 +60,49 @@ def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     out = capsys.readouterr().out
     assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out
     assert f"next: `toolkit resume {run.id}` begins anew: there is no checkpoint" in out
+
+
+@pytest.mark.parametrize("process", UNSEEN)
+def test_a_person_ends_a_run_whose_process_cannot_be_seen(
+    tmp_path: Path, process: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command says the same, and what it says works."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
+    run = make_run(tmp_path, state="running", updated=time.time())
+    before = owned_by(run, os.getpid(), **process)
+    advice = f"toolkit cancel {run.id} --gone"
+    for words in (["resume"], ["stop"], ["cancel"], ["rm"]):
+        assert main([*words, run.id]) == EXIT_REQUEST
+        assert f"`{advice}`" in capsys.readouterr().err
+    assert stop_request.asked(run) is None  # the refused requests have left nothing
+    # One that writes is waited for, and one that has been silent is not.
+    with pytest.raises(TimeoutError):
+        attach(run).wait(0.0)
+    run.write_status(run.status().replace(updated=time.time() - 600))
+    with pytest.raises(RequestError, match=f"`{advice}`.*is not waited for"):
+        attach(run).wait()
+    assert main(advice.split()[1:]) == 0
+    result = run.result()
+    assert result is not None
+    assert result.state == "cancelled"
+    assert not Claim(run, before).holds()  # it ends if it lives after all
+    assert main(["rm", run.id]) == 0
+
+
+def test_a_run_under_another_spelling_of_its_path_is_the_same_run(tmp_path: Path) -> None:
+    """Its supervisor is known by its start, and not by what its command line says."""
+    run = make_run(tmp_path / "runs", state="running")
+    (tmp_path / "runs/x").mkdir()
+    for path in spellings(run.path):
+        found = rundir.find(str(path))
+        with subprocess.Popen(["sleep", "60"]) as process:
+            owned_by(run, process.pid)
+            assert not attach(found).is_over()
+            with pytest.raises(RequestError, match="when it has ended"):
+                resume(found)
+            with pytest.raises(RequestError, match="when it has ended"):
+                disk.refuse(RunDir(path))
+            attach(found).stop()
+            assert process.wait(10) == -signal.SIGTERM
+        assert attach(found).is_over()
+        run.clear_result()  # which the command has written where the process ended at once

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.cli.new import EXAMPLES
+from toolkit.plugins.new.project import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import config as configs
-from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.cli import main as cli
@@ -37,8 +36,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["checkpoint", "verify", "digits", "10", "20"],
-        ["checkpoint", "list", "digits", "10"],
         ["logs", "digits", "--rank=0", "--attempt=0"],
     ],
     ids=lambda argv: " ".join(argv[:2]),
@@ -47,14 +44,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def test_a_word_too_many_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == EXIT_REQUEST
     assert f"{argv[-1].replace('=', ' ')}" in capsys.readouterr().err
-
-
-def test_a_checkpoint_without_its_manifest_is_not_verified(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    fsio.make_dir(run.checkpoints / "step-00000010")
-    assert cli.main(["checkpoint", "verify", run.id]) == EXIT_FAILED
-    assert "step-00000010/manifest.json cannot be read: No such file" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "list", run.id]) == EXIT_DONE
-    assert "step-00000010: is damaged: it has no manifest.json" in capsys.readouterr().out
 
 
 def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:
@@ -121,16 +110,6 @@ def test_a_path_that_no_file_system_takes_is_refused_by_its_key(key: str, value:
 def test_a_home_folder_of_nobody_is_no_traceback(key: str) -> None:
     with pytest.raises(RequestError, match=key):
         configs.validate(configs.load_config(None, [f"{key}=~no.such.user/x"], site=False))
-
-
-def test_a_rank_that_nothing_tells_where_its_supervisor_is_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOOLKIT_SUPERVISED", "1")
-    for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):
-        monkeypatch.delenv(name, raising=False)
-    assert cli.main(["env"]) == EXIT_REQUEST
-    assert "unset TOOLKIT_SUPERVISED" in capsys.readouterr().err
 
 
 MANIFEST: dict[str, Any] = {

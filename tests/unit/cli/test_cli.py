@@ -11,11 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from toolkit import registry
-from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
@@ -231,32 +228,6 @@ def test_ctrl_c_while_a_log_is_followed_is_no_traceback(
 
     monkeypatch.setattr(logs_command, "run", interrupted)
     assert cli.main(["logs", "digits", "--follow"]) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_tensorboard_names_runs_by_name_and_id(run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsio.make_dir(run.tensorboard)
-    EventFileWriter(str(run.tensorboard)).close()
-    called: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _, argv: called.append(argv))
-    for _ in range(2):  # the second time the links are there
-        cli.main(["tensorboard", "--host", "0.0.0.0"])
-    argv, again = called
-    assert argv == again
-    assert argv[argv.index("--host") + 1] == "0.0.0.0"
-    found = EventMultiplexer().AddRunsFromDirectory(argv[argv.index("--logdir") + 1])
-    assert set(found.Runs()) == {f"digits/{run.id}"}
-
-
-def test_tensorboard_says_how_to_reach_it_from_ones_own_machine(
-    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "execv", lambda _, argv: None)
-    monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 192.0.2.1 22")
-    monkeypatch.setenv("USER", "ada")
-    cli.main(["tensorboard", "--port", "7000"])
-    assert "`ssh -N -L 7000:localhost:7000 ada@192.0.2.1`, then open http://localhost:7000" in said(capsys)
-    cli.main(["tensorboard", "--host", "0.0.0.0"])
     assert capsys.readouterr().err == ""
 
 

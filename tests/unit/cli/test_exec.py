@@ -120,8 +120,8 @@ def test_an_option_of_the_commands_before_the_dashes_is_named(
 def test_two_dashes_after_another_command_are_not_taken_for_exec(calls: list[Call]) -> None:
     args = cli.parse(cli.build_parser(), ["submit", "exec", "--", "a=1"])
     assert (args.config, args.overrides, args.words) == ("exec", ['argv=["a=1"]'], ["a=1"])
-    args = cli.parse(cli.build_parser(), ["rm", "--", "exec"])
-    assert (args.run, args.words) == (["exec"], [])
+    args = cli.parse(cli.build_parser(), ["stop", "--", "exec"])
+    assert (args.run, args.words) == ("exec", [])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,15 +16,13 @@ import pytest
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_REQUEST, RequestError
 from toolkit.base.process_identity import ProcessIdentity
-from toolkit.cli import disk
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.run.rank import main as rank
-from toolkit.run.records import ownership, stop_request, submitted_run
-from toolkit.run.records.ownership import Claim
+from toolkit.run.records import ownership, submitted_run
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
@@ -71,58 +68,12 @@ def spellings(path: Path) -> list[Path]:
     return [path, link / path.parent.name / path.name, path.parent.parent / "x/../test" / path.name]
 
 
-def test_a_run_under_another_spelling_of_its_path_is_the_same_run(tmp_path: Path) -> None:
-    """Its supervisor is known by its start, and not by what its command line says."""
-    run = make_run(tmp_path / "runs", state="running")
-    (tmp_path / "runs/x").mkdir()
-    for path in spellings(run.path):
-        found = rundir.find(str(path))
-        with subprocess.Popen(["sleep", "60"]) as process:
-            owned_by(run, process.pid)
-            assert not attach(found).is_over()
-            with pytest.raises(RequestError, match="when it has ended"):
-                resume(found)
-            with pytest.raises(RequestError, match="when it has ended"):
-                disk.refuse(RunDir(path))
-            attach(found).stop()
-            assert process.wait(10) == -signal.SIGTERM
-        assert attach(found).is_over()
-        run.clear_result()  # which the command has written where the process ended at once
-
-
 UNSEEN = [
     pytest.param({"host": "another", "birth": "boot-of-another:1:2"}, id="another machine"),
     pytest.param({"birth": "this-machine-before:1:2"}, id="another machine of this name"),
     pytest.param({"host": "another", "birth": f"{BOOT}:1:2"}, id="another container of this machine"),
     pytest.param({"host": "another", "birth": ""}, id="a file of an older version"),
 ]
-
-
-@pytest.mark.parametrize("process", UNSEEN)
-def test_a_person_ends_a_run_whose_process_cannot_be_seen(
-    tmp_path: Path, process: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every command says the same, and what it says works."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
-    run = make_run(tmp_path, state="running", updated=time.time())
-    before = owned_by(run, os.getpid(), **process)
-    advice = f"toolkit cancel {run.id} --gone"
-    for words in (["resume"], ["stop"], ["cancel"], ["rm"]):
-        assert main([*words, run.id]) == EXIT_REQUEST
-        assert f"`{advice}`" in capsys.readouterr().err
-    assert stop_request.asked(run) is None  # the refused requests have left nothing
-    # One that writes is waited for, and one that has been silent is not.
-    with pytest.raises(TimeoutError):
-        attach(run).wait(0.0)
-    run.write_status(run.status().replace(updated=time.time() - 600))
-    with pytest.raises(RequestError, match=f"`{advice}`.*is not waited for"):
-        attach(run).wait()
-    assert main(advice.split()[1:]) == 0
-    result = run.result()
-    assert result is not None
-    assert result.state == "cancelled"
-    assert not Claim(run, before).holds()  # it ends if it lives after all
-    assert main(["rm", run.id]) == 0
 
 
 def test_nobody_says_that_a_process_is_gone_which_is_there(

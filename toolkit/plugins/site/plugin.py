@@ -5,6 +5,7 @@ from toolkit.registry import Plugin
 PLUGIN = Plugin(
     "site",
     commands={
+        "env": "toolkit.plugins.site.commands.env",
         "doctor": "toolkit.plugins.site.commands.doctor",
         "init": "toolkit.plugins.site.commands.init",
         "resume-check": "toolkit.plugins.site.commands.resume_check",

@@ -1,10 +1,13 @@
-"""`toolkit sync`: copies of runs' metrics in trackers of experiments."""
+"""`toolkit sync`: copies of runs' metrics in trackers of experiments; and TensorBoard."""
 
 from toolkit.registry import Plugin
 
 PLUGIN = Plugin(
     "trackers",
-    commands={"sync": "toolkit.plugins.trackers.command"},
+    commands={
+        "sync": "toolkit.plugins.trackers.command",
+        "tensorboard": "toolkit.plugins.trackers.tensorboard_command",
+    },
     trackers={
         "mlflow": "toolkit.plugins.trackers.mlflow:Mlflow",
         "trackio": "toolkit.plugins.trackers.trackio:Trackio",

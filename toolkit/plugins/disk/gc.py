@@ -28,8 +28,9 @@ def run(args: Namespace) -> None:
     from pathlib import Path
 
     from toolkit.base.errors import RequestError
-    from toolkit.cli import disk, selection, show
+    from toolkit.cli import selection, show
     from toolkit.files import rundir
+    from toolkit.plugins.disk import disk
 
     if args.remove and args.older_than is None:
         raise RequestError("gc: --remove goes with --older-than TIME; `toolkit rm RUN` removes a run by its name")

@@ -20,8 +20,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Remove the runs. A run that must stay is refused before any is removed."""
     from toolkit.base.fsio import size_text
-    from toolkit.cli import disk
     from toolkit.files import rundir
+    from toolkit.plugins.disk import disk
 
     disk.remove_graves()
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))

@@ -131,7 +131,7 @@ def _files(name: str, example: Example) -> dict[str, str]:
 
 def _sources() -> Path:
     """Return the folder that the examples' paths start from. It is in the installed package, or the checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 
 

@@ -35,8 +35,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int | None:
     from toolkit.base import logs
-    from toolkit.cli import checkpoints, show
+    from toolkit.cli import show
     from toolkit.files import rundir
+    from toolkit.plugins.checkpoints import checkpoints
 
     run = rundir.find(args.run)
     # Each verb takes another number of steps; more words are an error.

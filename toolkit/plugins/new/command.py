@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     from toolkit.base import fsio, terminal
-    from toolkit.cli import new
+    from toolkit.plugins.new import project as new
 
     folder = fsio.expand(args.folder)
     print(*new.create(folder, args.example), sep="\n")

@@ -1,0 +1,56 @@
+"""`toolkit new` makes a complete project, and names what it cannot make."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.cli import main as cli
+from toolkit.plugins.new.project import EXAMPLES
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_new_project_can_be_submitted_as_it_is_and_knows_nothing_of_the_example(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["new", "demo", "--from", example]) == EXIT_DONE
+    told = capsys.readouterr().out
+    project = tmp_path / "demo"
+    assert {str(path.relative_to(tmp_path)) for path in project.iterdir()} <= set(told.splitlines())
+    assert {path.name for path in project.iterdir()} >= {"demo.py", "demo.sh", "test_demo.py", "README.md"}
+    for path in project.glob("*.py"):
+        modules = [node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not any(module and module.startswith("jobs") for module in modules)
+        assert "configs/" not in path.read_text()
+    monkeypatch.chdir(project)
+    if EXAMPLES[example].config is not None:
+        assert cli.main(["submit", "demo.yaml", "--dry-run", "--executor", "slurm"]) == EXIT_DONE
+        assert "job: ./demo.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["Demo"], "'Demo' is to name a Python file"),
+        (["there"], "there is there already"),
+        (["no/where"], "is in a folder that does not exist"),
+        (["demo", "--from", "clasify"], "did you mean 'classify'?"),
+        (["models", "--from", "classify"], "the example has a file models.py beside its job"),
+    ],
+)
+def test_what_cannot_be_made_is_said_and_nothing_is_left(
+    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    assert cli.main(["new", *argv]) == EXIT_REQUEST
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -1,0 +1,1 @@
+"""`toolkit checkpoint`: a run's checkpoints as files."""

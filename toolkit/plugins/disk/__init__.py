@@ -1,0 +1,1 @@
+"""What runs take on the disk: `toolkit rm`, `toolkit gc`."""

@@ -1,0 +1,1 @@
+"""A first project of one's own."""
