@@ -32,6 +32,7 @@ BUILT_IN = (
     "images",
     "inference",
     "integrations",
+    "logs",
     "mpi",
     "new",
     "parameter_server",
@@ -86,7 +87,7 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "supervise", "run", "exec", "status", "logs", "stacks", "profile", "set"),
+    *("submit", "supervise", "run", "exec", "status", "stacks", "profile", "set"),
     *("stop", "cancel", "resume", "data"),
 )
 CORE = Plugin(

@@ -277,9 +277,9 @@ def test_only_fsio_renames_files() -> None:
             assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text_of(path)], path
 
 
-def test_only_three_modules_of_slurm_name_its_programs() -> None:
+def test_only_three_modules_name_slurms_programs() -> None:
     programs = {"sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"}
-    allowed = {PACKAGE / f"slurm/{name}.py" for name in ("commands", "srun_commands", "site")}
+    allowed = {PACKAGE / f"{name}.py" for name in ("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site")}
     for path in {*SOURCES} - allowed:
         if not any(program in text_of(path) for program in programs):
             continue

@@ -17,11 +17,11 @@ from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
 from toolkit.plugins.site import doctor, site_page
+from toolkit.plugins.site.slurm_site import read_site
 from toolkit.run.prepare import site_checks
 from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.site import read_site
 from toolkit.slurm.site_profile import SiteProfile
 
 #: `scontrol show config` of Slurm 24.11.5, the lines that count, of a site as many are.

@@ -13,10 +13,9 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import config as configs
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError
+from toolkit.base.errors import EXIT_DONE, ConfigError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
-from toolkit.cli import main as cli
 from toolkit.config import job_module
 from toolkit.config.schema import JobConfig
 from toolkit.files import rundir
@@ -31,19 +30,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made = rundir.create("digits")
     made.config.write_text("")
     return made
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["logs", "digits", "--rank=0", "--attempt=0"],
-    ],
-    ids=lambda argv: " ".join(argv[:2]),
-)
-@pytest.mark.usefixtures("run")
-def test_a_word_too_many_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(argv) == EXIT_REQUEST
-    assert f"{argv[-1].replace('=', ' ')}" in capsys.readouterr().err
 
 
 def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
-from toolkit.cli.commands import logs as logs_command
+from toolkit.cli.commands import status as status_command
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
@@ -176,8 +176,6 @@ def test_one_damaged_run_does_not_hide_the_others(
     ("argv", "words"),
     [
         (["status", "digit"], "did you mean 'digits'?"),
-        (["logs", "digits", "--rank", "7"], "no such log; there are: none yet"),
-        (["logs", "digits", "--attempt", "1"], "--attempt goes with --rank"),
         (["resume", "digits"], "is completed"),
         (["submit", "nowhere.yaml", "--executor", "local"], "nowhere.yaml: no such config file"),
     ],
@@ -220,14 +218,14 @@ def test_runs_that_cannot_be_made_are_one_line(
     assert "set TOOLKIT_RUNS" in line
 
 
-def test_ctrl_c_while_a_log_is_followed_is_no_traceback(
+def test_ctrl_c_is_no_traceback(
     run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(logs_command, "run", interrupted)
-    assert cli.main(["logs", "digits", "--follow"]) == 130
+    monkeypatch.setattr(status_command, "run", interrupted)
+    assert cli.main(["status", "digits"]) == 130
     assert capsys.readouterr().err == ""
 
 
@@ -257,7 +255,7 @@ def test_a_reader_who_has_seen_enough_is_no_failure() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = run_command("logs", "print('x', flush=True)", writing)
+        done = run_command("resume", "print('x', flush=True)", writing)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (EXIT_DONE, "")

@@ -19,6 +19,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import LineChannel, open_channel
 from toolkit.nodes.start.preflight import SharedFolder, command
 from toolkit.plugins.site.proof import prove
+from toolkit.plugins.site.slurm_site import USED, missing_programs, read_site
 from toolkit.plugins.site.srun_checks import Start, ask_nodes
 from toolkit.plugins.site.versions import versions
 from toolkit.run.submission import executors, sbatch
@@ -26,7 +27,6 @@ from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.programs import PROBE_TIMEOUT_S
-from toolkit.slurm.site import USED, missing_programs, read_site
 from toolkit.slurm.site_profile import SiteProfile
 from toolkit.slurm.srun_commands import srun_nodes_argv
 

@@ -63,7 +63,7 @@ def run(args: Namespace) -> None:
         raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     of = rundir.find(args.run)
     if of_all:
-        from toolkit.cli import merged_logs
+        from toolkit.plugins.logs import merged as merged_logs
 
         attempt = args.attempt or max(of.attempts_with_logs(), default=1)
         sys.stdout.writelines((merged_logs.merged if args.merged else merged_logs.errors)(of, attempt))

@@ -1,4 +1,4 @@
-"""`compare`, `logs --merged`, `logs --errors`, `rm` and `gc`."""
+"""`toolkit logs`: followed, merged, and the errors alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.cli.commands.logs import LOOK_EVERY
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.logs.command import LOOK_EVERY
 
 AT = 1_795_519_584.0
 
@@ -191,6 +191,8 @@ def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(
         (["--merged", "--rank", "1"], "go only with --attempt"),
         (["--merged", "--attempt", "7"], "no log of a rank of attempt 7"),
         (["--attempt", "1"], "--attempt goes with --rank, --merged or --errors"),
+        (["--rank=0", "--attempt=0"], "--attempt 0"),
+        (["--rank", "7"], "no such log; there are: none yet"),
     ],
 )
 def test_logs_refuses_what_has_no_meaning(

@@ -1,0 +1,1 @@
+"""`toolkit logs`: a run's logs, those of its ranks merged by time."""
