@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from toolkit.base import logs
 
@@ -32,10 +32,12 @@ BUILT_IN = (
     "images",
     "inference",
     "integrations",
+    "local_sgd",
     "logs",
     "mpi",
     "new",
     "parameter_server",
+    "pipeline",
     "report",
     "site",
     "staging",
@@ -49,7 +51,27 @@ BUILT_IN = (
 log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
-Kind: TypeAlias = Literal["commands", "strategies", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"]
+Kind: TypeAlias = Literal[
+    "commands", "strategies", "checks", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"
+]
+
+
+class StrategyTraits(NamedTuple):
+    """What holds of a strategy, for the checks of a config. The defaults are those of the job's own step (custom)."""
+
+    same_state: bool = False
+    """Its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
+    with the mean). Another of them may continue a run, to rounding."""
+    whole_update: bool = False
+    """It does everything that ``train:`` asks for between gradients and weights."""
+    sync_batch_norm: bool = False
+    """BatchNorm may use all ranks' samples."""
+    sharded: bool = False
+    """A rank holds a part of each weight, or of many."""
+    own_time: bool = False
+    """Its ranks compute a step up to its backward pass before they wait for each other."""
+    mesh: tuple[str, ...] = ("replicas",)
+    """The dimensions that its mesh may have; the first one that is null takes the ranks that are left."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +80,10 @@ class Plugin:
 
     * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
     * ``strategies``: for a value of ``strategy.name``, a function that is called as ``build(config, session, train)``
-      and returns a :class:`toolkit.strategies.protocol.Strategy`. One of another package counts as ``custom`` where a
-      config is checked: see `toolkit.config.strategy.StrategyTraits`.
+      and returns a :class:`toolkit.strategies.protocol.Strategy`.
+    * ``traits``: what holds of these strategies, as values. One without traits counts as ``custom`` where a config is
+      checked.
+    * ``checks``: a subclass of `toolkit.config.combinations.StrategyChecks`: what else a strategy refuses in a config.
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
@@ -76,6 +100,8 @@ class Plugin:
     name: str
     commands: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
+    traits: Mapping[str, StrategyTraits] = field(default_factory=dict)
+    checks: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
@@ -90,12 +116,24 @@ _CORE_COMMANDS = (
     *("submit", "supervise", "run", "exec", "status", "stacks", "profile", "set"),
     *("stop", "cancel", "resume", "data"),
 )
+# fmt: off
+_CORE_TRAITS = {
+    # same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
+    "ddp":    StrategyTraits(True, True, True,  False, True,  ("replicas",)),
+    "fsdp":   StrategyTraits(True, True, True,  True,  False, ("shards", "replicas")),
+    "zero":   StrategyTraits(True, True, True,  True,  False, ("shards", "replicas")),
+    "tensor": StrategyTraits(True, True, False, True,  False, ("tensor", "replicas", "shards")),
+    "dp":     StrategyTraits(True, True, False, False, False),
+    "custom": StrategyTraits(),
+}
+# fmt: on
 CORE = Plugin(
     "toolkit",
     commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS},
-    strategies=dict.fromkeys(
-        ("ddp", "fsdp", "zero", "tensor", "pipeline", "local_sgd", "dp", "custom"), "toolkit.strategies"
-    ),
+    strategies=dict.fromkeys(_CORE_TRAITS, "toolkit.strategies"),
+    traits=_CORE_TRAITS,
+    checks=dict.fromkeys(_CORE_TRAITS, "toolkit.config.combinations:StrategyChecks")
+    | {"custom": "toolkit.config.combinations:CustomChecks"},
     backends=dict.fromkeys(("auto", "nccl", "gloo"), "torch.distributed"),
     datasets={name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")},
 )
@@ -113,6 +151,25 @@ def where(kind: Kind, name: str) -> str | None:
             if name in (brought := _brought(plugin, kind)):
                 return brought[name]
     return None
+
+
+def traits(strategy: str) -> StrategyTraits:
+    """Return what holds of a strategy. Other people's plugins are searched for last."""
+    for found in (lambda: (CORE,), built_in, plugins):
+        for plugin in found():
+            if strategy in plugin.strategies:
+                return plugin.traits.get(strategy, StrategyTraits())
+    return StrategyTraits()
+
+
+def with_trait(trait: str) -> tuple[str, ...]:
+    """Return the strategies that have this trait, those of other people's plugins last."""
+    return tuple(name for name in names("strategies") if getattr(traits(name), trait))
+
+
+def is_missing(name: str) -> bool:
+    """True for a plugin that comes with the toolkit and is not installed."""
+    return name in BUILT_IN and all(plugin.name != name for plugin in built_in())
 
 
 def find(kind: Kind, name: str) -> Any:

@@ -32,7 +32,7 @@ from torch import nn
 
 from tests.bench import record
 from tests.box.namespaces import wait_for
-from toolkit import config as configs
+from toolkit import registry
 from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader
@@ -55,7 +55,7 @@ KINDS = {
     "topk 1 %": StrategyConfig("ddp", compression="topk"),
     "powersgd 4": StrategyConfig("ddp", compression="powersgd"),
 }
-if "local_sgd" in configs.STRATEGIES:
+if "local_sgd" in registry.names("strategies"):
     KINDS["local_sgd"] = StrategyConfig("local_sgd")
 
 

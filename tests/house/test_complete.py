@@ -19,7 +19,6 @@ from toolkit.base.errors import ConfigError
 from toolkit.cli import main as cli
 from toolkit.cli.keys import words_by_key
 from toolkit.config import (
-    STRATEGIES,
     ClusterConfig,
     JobConfig,
     PruningConfig,
@@ -44,16 +43,16 @@ NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage"
 def test_an_unknown_strategy_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigError) as caught:
         build_strategy(StrategyConfig("nothing"), cast(Session, SimpleNamespace()))
-    assert set(str(caught.value).rpartition("valid: ")[2].split(", ")) == set(STRATEGIES)
+    assert set(str(caught.value).rpartition("valid: ")[2].split(", ")) == set(registry.names("strategies"))
 
 
 def test_each_strategy_is_held_to_the_contract_and_has_its_place_in_the_docs() -> None:
     from tests.dist.strategy_cases import SUBJECTS
 
-    assert set(STRATEGIES) == {config.name for config, _ in SUBJECTS.values()} | BESIDE_THE_CONTRACT
+    assert set(registry.names("strategies")) == {config.name for config, _ in SUBJECTS.values()} | BESIDE_THE_CONTRACT
     table = [line for line in (ROOT / "docs/strategies.md").read_text().splitlines() if line.startswith("| `")]
     named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert set(STRATEGIES) <= named
+    assert set(registry.names("strategies")) <= named
 
 
 PRUNING = PruningConfig(amount=0.5, end_step=9)
@@ -78,7 +77,7 @@ def test_the_page_on_steps_says_what_each_strategy_refuses() -> None:
     table = page.partition("What goes with which `strategy.name`")[2].partition("|\n\n")[0].splitlines()[2:]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")[1:]] for line in table)
     columns = [re.findall(r"`(\w+)`", cell) for cell in names]
-    assert sorted([*chain(*columns), "auto", "custom"]) == sorted(STRATEGIES)
+    assert sorted([*chain(*columns), "auto", "custom"]) == sorted(registry.names("strategies"))
     for asked, row in zip(OPTIONS_OF_A_STEP, rows, strict=True):
         for strategies, cell in zip(columns, row, strict=True):
             assert {is_refused(asked, name) for name in strategies} == {cell == "no"}, (strategies, asked)

@@ -16,10 +16,21 @@ import pytest
 
 from tests.pages import ROOT, blocks
 from toolkit import registry
-from toolkit.config import is_loop
+from toolkit.base.errors import ConfigError
+from toolkit.config import (
+    JobConfig,
+    StrategyConfig,
+    TrainConfig,
+    check_step,
+    goes_on_with,
+    is_loop,
+    load_config,
+    validate,
+)
+from toolkit.config.combinations import StrategyChecks
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
-from toolkit.registry import Plugin
+from toolkit.registry import Plugin, StrategyTraits
 
 TOML = """[build-system]
 requires = ["hatchling"]
@@ -83,8 +94,43 @@ def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line or "train/loss" in line] == [10, 20]
     refused = toolkit(site, "submit", config, "strategy.name=slow_dpp", "--dry-run", code=2)[1]
     assert "strategy.name" in refused
-    refused = toolkit(site, "submit", config, *options, "train.clip_norm=1", "--dry-run", code=2)[1]
-    assert "slow_ddp" in refused
+    assert "slow_ddp" in refused, "an unknown name is answered with those of plugins, too"
+
+
+def test_what_a_strategy_of_a_plugin_can_do_is_what_its_traits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Plugin(
+        "lab",
+        strategies={"able": "lab:build", "bare": "lab:build"},
+        traits={"able": StrategyTraits(whole_update=True, same_state=True, mesh=("replicas", "shards"))},
+        checks={"able": "tests.house.test_registry:AbleChecks"},
+    )
+    monkeypatch.setattr(registry, "plugins", lambda: (*registry.built_in(), lab))
+
+    def check(name: str, *more: str) -> None:
+        overrides = [f"strategy.name={name}", "train.clip_norm=1", "cluster.tasks_per_node=1", *more]
+        validate(load_config(ROOT / "configs/digits_ddp.yaml", overrides, project=ROOT), project=ROOT)
+
+    check("able", "strategy.mesh.shards=1")
+    for name, more, says in (
+        ("bare", [], "train.clip_norm: does not go with strategy.name bare"),
+        (
+            "able",
+            ["train.sync_batch_norm=true"],
+            "train.sync_batch_norm: goes with strategy.name ddp, fsdp, zero, auto",
+        ),
+        ("able", ["optim.lr=7"], "optim.lr: too fast"),
+        ("bear", [], "there is no 'bear'; did you mean 'bare'?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            check(name, *more)
+    assert goes_on_with("strategy.name", "ddp", "able")
+    assert not goes_on_with("strategy.name", "ddp", "bare")
+
+
+class AbleChecks(StrategyChecks):
+    def config(self, config: JobConfig) -> None:
+        if config.optim.lr > 5:
+            raise ConfigError("optim.lr: too fast")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +167,7 @@ def test_a_rank_of_a_core_strategy_searches_for_no_plugin(monkeypatch: pytest.Mo
     """The search of the installed packages would cost each rank's start some hundredths of a second."""
     monkeypatch.setattr(registry, "plugins", lambda: pytest.fail("searched"))
     for name in registry.CORE.strategies:
+        check_step(TrainConfig(), StrategyConfig(name))
         assert registry.where("strategies", name) == "toolkit.strategies"
     for name in registry.CORE.backends:
         assert registry.where("backends", name) is not None
@@ -158,7 +205,7 @@ def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
 def test_what_the_plugins_bring_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
     kinds: tuple[registry.Kind, ...] = get_args(registry.Kind)
-    assert set(Plugin.__dataclass_fields__) == {"name", "interface", *kinds}
+    assert set(Plugin.__dataclass_fields__) == {"name", "interface", "traits", *kinds}
     for kind in kinds:
         for name in registry.names(kind):
             assert registry.find(kind, name) is not None

@@ -31,16 +31,16 @@ from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.images.photographs import training_transform
+from toolkit.plugins.local_sgd.strategy import LocalSgd
 from toolkit.plugins.parameter_server import roles as parameter_server
+from toolkit.plugins.pipeline import schedules
+from toolkit.plugins.pipeline.grid import Grid
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.plan import _torch_style
-from toolkit.strategies.local_sgd import LocalSgd
-from toolkit.strategies.pipeline import schedules
-from toolkit.strategies.pipeline.grid import Grid
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.objectives import cross_entropy

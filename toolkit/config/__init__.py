@@ -5,7 +5,7 @@ well under a second.
 """
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.combinations import check_batch, check_pipeline, check_step
+from toolkit.config.combinations import check_batch, check_step
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
 from toolkit.config.layer_files import Overrides, override_texts, parts_of, sweep_of
 from toolkit.config.layers import dump_config, load_config, merged_layers
@@ -30,9 +30,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.script_arguments import argv_override, command_line
 from toolkit.config.strategy import (
-    SAME_STATE,
     STATELESS,
-    STRATEGIES,
     TENSOR_STYLES,
     LocalSgdConfig,
     MeshConfig,
@@ -40,7 +38,6 @@ from toolkit.config.strategy import (
     PipelineConfig,
     StrategyConfig,
     mesh_of,
-    micro_batches,
 )
 from toolkit.config.validation import check_change, check_places, check_section, goes_on_with, validate
 from toolkit.config.words import choose, is_one_line, tensor_style
@@ -49,9 +46,7 @@ __all__ = [
     "CALLED_JOB",
     "FIXED_ON_RESUME",
     "FOREIGN_JOB",
-    "SAME_STATE",
     "STATELESS",
-    "STRATEGIES",
     "TENSOR_STYLES",
     "CheckpointConfig",
     "ClusterConfig",
@@ -75,7 +70,6 @@ __all__ = [
     "argv_override",
     "check_batch",
     "check_change",
-    "check_pipeline",
     "check_places",
     "check_section",
     "check_step",
@@ -92,7 +86,6 @@ __all__ = [
     "load_config",
     "merged_layers",
     "mesh_of",
-    "micro_batches",
     "override_texts",
     "parts_of",
     "put",

@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
+from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config.schema import JobConfig, TrainConfig, value_of
-from toolkit.config.strategy import (
-    OWN_TIME,
-    SHARDED,
-    STATELESS,
-    SYNC_BATCH_NORM,
-    WHOLE_UPDATE,
-    StrategyConfig,
-    mesh_of,
-    micro_batches,
-)
+from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of
 
 
 def check_combinations(config: JobConfig) -> None:
     """Refuse what the chosen strategy, or another section, cannot do. Raises ConfigError."""
-    _check_local_sgd(config)
-    _check_custom(config)
+    checks_of(config.strategy.name).config(config)
     _check_data(config)
     check_step(config.train, config.strategy)
     _check_optim(config)
     _check_compression(config)
 
 
-def _check_local_sgd(config: JobConfig) -> None:
-    local, every = config.strategy.local_sgd, config.checkpoint.every_steps
-    is_between = not isinstance(every, int) or every % local.round_steps != 0 or config.checkpoint.every_min is not None
-    if config.strategy.name == "local_sgd" and config.retry.allow_fewer_nodes and is_between:
-        raise ConfigError(
-            "retry.allow_fewer_nodes: with local_sgd fewer ranks go on from the end of a round only, and checkpoints "
-            f"would be made inside of rounds, too; set checkpoint.every_steps to a multiple of {local.round_steps} "
-            "(strategy.local_sgd.round_steps) and checkpoint.every_min to null"
-        )
-
-
-def _check_custom(config: JobConfig) -> None:
-    """Refuse keys that the job's own step would ignore."""
-    if config.strategy.name != "custom":
-        return
-    defaults = JobConfig()
-    for key in (
-        "model.freeze",
-        "strategy.activation_checkpointing",
-        "train.accumulate",
-        "train.compile",
-        "train.precision",
-    ):
-        if value_of(config, key) != value_of(defaults, key):
-            raise ConfigError(
-                f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
-                f"itself; leave it at {value_of(defaults, key)!r}"
-            )
-
-
 def _check_data(config: JobConfig) -> None:
     data, strategy = config.data, config.strategy
-    if data.share == "auto" and strategy.name not in OWN_TIME:
+    if data.share == "auto" and not registry.traits(strategy.name).own_time:
         raise ConfigError(
             "data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name "
             f"{strategy.name} ranks wait for each other all through a step, or shapes are fixed: use "
-            f"{', '.join(OWN_TIME)}, or even"
+            f"{', '.join(registry.with_trait('own_time'))}, or even"
         )
     if data.split != "global" and config.retry.allow_fewer_nodes:
         raise ConfigError(
@@ -73,67 +34,25 @@ def _check_data(config: JobConfig) -> None:
 
 def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     """Refuse what this strategy cannot do between the gradients and the weights of a step. Raises ConfigError."""
-    if strategy.name not in WHOLE_UPDATE:
-        _check_some_of_step(train, strategy)
+    checks_of(strategy.name).step(train, strategy)
     # Single keys that go with some strategies only.
-    if train.pruning.amount and train.pruning.structured and strategy.name == "pipeline":
-        raise ConfigError(
-            "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last "
-            "layer whole, and not only those of the model's; set it to false, or use fsdp"
-        )
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
     if train.channels_last and strategy.name != "ddp":
         raise ConfigError(
             f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
         )
-    if train.sync_batch_norm and (strategy.name not in SYNC_BATCH_NORM or train.compile):
+    if train.sync_batch_norm and (not registry.traits(strategy.name).sync_batch_norm or train.compile):
         other = "train.compile" if train.compile else f"strategy.name {strategy.name}"
         raise ConfigError(
-            f"train.sync_batch_norm: goes with strategy.name {', '.join(SYNC_BATCH_NORM)} and without train.compile, "
-            f"and not with {other}; set it to false"
+            f"train.sync_batch_norm: goes with strategy.name {', '.join(registry.with_trait('sync_batch_norm'))} and "
+            f"without train.compile, and not with {other}; set it to false"
         )
-
-
-def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
-    """Refuse what strategies outside of ``WHOLE_UPDATE`` cannot do.
-
-    local_sgd clips each rank's gradient by its own norm. A parameter server that is the only one does what does not
-    concern its workers.
-    """
-    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
-    asked += ["pruning"] if train.pruning.amount else []
-    served = strategy.parameter_server
-    for key in asked:
-        if strategy.name != "parameter_server":
-            if (key, strategy.name) != ("clip_norm", "local_sgd"):
-                raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
-            continue
-        # Clipping and pruning need the gradients and weights alone, which a single server has.
-        if key not in ("clip_norm", "pruning"):
-            why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
-        elif key == "pruning" and served.mode != "sync":
-            why = f"it goes by steps, and in mode {served.mode} an update is less than one; use mode sync"
-        elif served.servers > 1:
-            why = "a server sees its own part of the gradient only; set strategy.parameter_server.servers to 1"
-        else:
-            continue
-        raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
 
 
 def _check_optim(config: JobConfig) -> None:
     optim, strategy = config.optim, config.strategy
-    if optim.name == "muon" and strategy.name == "parameter_server" and strategy.parameter_server.servers > 1:
-        raise ConfigError(
-            "optim.name: muon needs each matrix as a whole, and with strategy.parameter_server.servers "
-            f"{strategy.parameter_server.servers} a server has some of its rows; set that to 1, or use adamw"
-        )
-    if optim.layer_decay is not None and strategy.name in ("pipeline", "custom"):
-        raise ConfigError(
-            f"optim.layer_decay: needs all blocks of one model, and with strategy.name {strategy.name} a rank or a "
-            "network has some; give rates as optim.groups.PATTERN.lr_scale"
-        )
-    if config.train.skip_bad_steps and optim.name == "sgd" and strategy.name in SHARDED:
+    if config.train.skip_bad_steps and optim.name == "sgd" and registry.traits(strategy.name).sharded:
         raise ConfigError(
             f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
             "use optim.name adam, adamw or muon, or strategy.name ddp"
@@ -154,81 +73,91 @@ def _check_compression(config: JobConfig) -> None:
         )
 
 
-def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate: int) -> None:
-    """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
-    sizes = mesh_of(config, ranks)
-    stages, replicas = sizes.stages or 1, sizes.replicas or 1
-    given, interleaved = config.pipeline.micro_batches, config.pipeline.schedule == "interleaved"
-    # Only interleaved gives a rank several stages.
-    parts = stages * (config.pipeline.stages_per_rank if interleaved and stages > 1 else 1)
-    split = config.pipeline.split
-    if split and len(split) != parts - 1:
-        raise ConfigError(
-            f"strategy.pipeline.split: {len(split)} layers begin a stage, and {parts} stages need {parts - 1} "
-            "of them (the first stage begins with the model); name so many, or none"
-        )
-    # Without a number a fitting one is chosen, see :func:`micro_batches`.
-    if given is not None and given < stages:
-        raise ConfigError(
-            f"strategy.pipeline.micro_batches: {given} do not fill a pipeline of {stages} ranks; use {stages} or more, "
-            "best several times as many"
-        )
-    if given is not None and interleaved and given % stages:
-        raise ConfigError(
-            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
-            f"as many micro-batches, and {given} is no multiple of {stages}"
-        )
-    if given is not None and accumulate > given:
-        raise ConfigError(
-            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {given}, and in a "
-            "pipeline both are the same; set one of them"
-        )
-    count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
-    if samples < replicas * count:
-        raise ConfigError(
-            f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
-            f"{replicas} x {count} micro-batches (pipelines x strategy.pipeline.micro_batches); use {replicas * count} "
-            "or more"
-        )
-
-
 def check_batch(config: JobConfig, ranks: int) -> None:
     """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
-    if config.strategy.name == "pipeline":
-        check_pipeline(config.strategy, ranks, config.data.global_batch_size, config.train.accumulate)
-        return
-    size = config.data.global_batch_size
-    # Ranks that compute a layer together get the same samples, and servers get none.
-    together = mesh_of(config.strategy, ranks).tensor or 1
-    ranks = (ranks - _servers(config, ranks)) // together
-    who = "ranks" if together == 1 else f"groups of {together} ranks"
-    # Every share needs a sample, and so does each part of a share.
-    if size < ranks:
-        raise ConfigError(
-            f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
-            "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
-        )
-    if config.train.accumulate > size // ranks:
-        raise ConfigError(
-            f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
-            f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
-        )
-    if config.train.compile and config.strategy.name == "tensor" and size // ranks // config.train.accumulate < 2:
-        raise ConfigError(
-            "train.compile: with torch 2.15 compiled layers that are cut fail, or train to wrong weights, where a part "
-            f"of a batch is a single sample (data.global_batch_size {size} on {ranks} {who} in train.accumulate "
-            f"{config.train.accumulate} parts); use more samples, fewer parts, or set it to false"
-        )
+    checks_of(config.strategy.name).batch(config, ranks)
 
 
-def _servers(config: JobConfig, ranks: int) -> int:
-    """Return how many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
-    if config.strategy.name != "parameter_server":
+def checks_of(strategy: str) -> StrategyChecks:
+    """Return the checks of a strategy: its plugin's, or those that hold of any."""
+    checks: type[StrategyChecks] = registry.find("checks", strategy) or StrategyChecks  # of another package's plugin
+    return checks()
+
+
+class StrategyChecks:
+    """What a strategy refuses in a config besides what its traits say. A plugin may bring a subclass for its own.
+
+    All methods raise ConfigError.
+    """
+
+    def config(self, config: JobConfig) -> None:
+        """Refuse keys of any section."""
+
+    def step(self, train: TrainConfig, strategy: StrategyConfig) -> None:
+        """Refuse what the strategy cannot do between the gradients and the weights of a step."""
+        for key in () if registry.traits(strategy.name).whole_update else step_options(train):
+            raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+
+    def idle(self, config: JobConfig, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks get no samples."""
         return 0
-    servers = config.strategy.parameter_server.servers
-    if servers >= ranks:
-        raise ConfigError(
-            f"strategy.parameter_server.servers: {servers} of {ranks} ranks leave no worker; use fewer, "
-            "or more ranks (cluster.nodes x cluster.tasks_per_node)"
-        )
-    return servers
+
+    def batch(self, config: JobConfig, ranks: int) -> None:
+        """Refuse a global batch that ``ranks`` ranks cannot share."""
+        size = config.data.global_batch_size
+        # Ranks that compute a layer together get the same samples.
+        together = mesh_of(config.strategy, ranks).tensor or 1
+        ranks = (ranks - self.idle(config, ranks)) // together
+        who = "ranks" if together == 1 else f"groups of {together} ranks"
+        # Every share needs a sample, and so does each part of a share.
+        if size < ranks:
+            raise ConfigError(
+                f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
+                "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
+            )
+        if config.train.accumulate > size // ranks:
+            raise ConfigError(
+                f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
+                f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
+            )
+        if config.train.compile and config.strategy.name == "tensor" and size // ranks // config.train.accumulate < 2:
+            raise ConfigError(
+                "train.compile: with torch 2.15 compiled layers that are cut fail, or train to wrong weights, where a "
+                f"part of a batch is a single sample (data.global_batch_size {size} on {ranks} {who} in "
+                f"train.accumulate {config.train.accumulate} parts); use more samples, fewer parts, or set it to false"
+            )
+
+
+class CustomChecks(StrategyChecks):
+    """Those of ``strategy.name: custom``: the job's own step would ignore these keys."""
+
+    def config(self, config: JobConfig) -> None:
+        defaults = JobConfig()
+        for key in (
+            "model.freeze",
+            "strategy.activation_checkpointing",
+            "train.accumulate",
+            "train.compile",
+            "train.precision",
+        ):
+            if value_of(config, key) != value_of(defaults, key):
+                raise ConfigError(
+                    f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
+                    f"itself; leave it at {value_of(defaults, key)!r}"
+                )
+        if config.optim.layer_decay is not None:
+            raise whole_model_only("optim.layer_decay", config.strategy)
+
+
+def step_options(train: TrainConfig) -> list[str]:
+    """Return the keys of ``train`` that ask for work between the gradients and the weights."""
+    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
+    return [*asked, "pruning"] if train.pruning.amount else asked
+
+
+def whole_model_only(key: str, strategy: StrategyConfig) -> ConfigError:
+    """Return the error for a key that needs the blocks of the whole model."""
+    return ConfigError(
+        f"{key}: needs all blocks of one model, and with strategy.name {strategy.name} a rank or a "
+        "network has some; give rates as optim.groups.PATTERN.lr_scale"
+    )

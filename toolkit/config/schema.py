@@ -98,9 +98,7 @@ class RetryConfig:
 class DistConfig:
     """The process group."""
 
-    backend: Annotated[str, OneOf("auto", "nccl", "gloo", "mpi", kind="backends")] = (
-        "auto"  #: auto: nccl with GPUs, else gloo
-    )
+    backend: Annotated[str, OneOf(kind="backends")] = "auto"  #: auto: nccl with GPUs, else gloo
     timeout_s: Annotated[int, Range(1, 7 * 86_400)] = 600  #: after which a rank that hangs is noticed
 
 

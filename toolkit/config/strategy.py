@@ -1,53 +1,15 @@
-"""How the ranks share the work: the strategies, what the checks of a config must know of each, and their keys."""
+"""How the ranks share the work: the keys of the strategies."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
+from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config.words import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
 
-
-class StrategyTraits(NamedTuple):
-    """What holds of a strategy. Only the mesh has a default: a new strategy must state all others."""
-
-    same_state: bool
-    """Its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
-    with the mean). Another of them may continue a run, to rounding."""
-    whole_update: bool
-    """It does everything that ``train:`` asks for between gradients and weights."""
-    sync_batch_norm: bool
-    """BatchNorm may use all ranks' samples."""
-    sharded: bool
-    """A rank holds a part of each weight, or of many."""
-    own_time: bool
-    """Its ranks compute a step up to its backward pass before they wait for each other."""
-    mesh: tuple[str, ...] = ("replicas",)
-    """The dimensions that its mesh may have; the first one that is null takes the ranks that are left."""
-
-
-# fmt: off
-TRAITS = {
-    # same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
-    "ddp":              StrategyTraits(True,  True,  True,  False, True, ("replicas",)),
-    "fsdp":             StrategyTraits(True,  True,  True,  True,  False, ("shards", "replicas")),
-    "zero":             StrategyTraits(True,  True,  True,  True,  False, ("shards", "replicas")),
-    "tensor":           StrategyTraits(True,  True,  False, True,  False, ("tensor", "replicas", "shards")),
-    "pipeline":         StrategyTraits(True,  True,  False, False, False, ("stages", "replicas")),
-    "parameter_server": StrategyTraits(True,  False, False, False, False),
-    "local_sgd":        StrategyTraits(True,  False, False, False, False),
-    "dp":               StrategyTraits(True,  True,  False, False, False),
-    "auto":             StrategyTraits(True,  True,  True,  False, False),
-    "custom":           StrategyTraits(False, False, False, False, False),
-}
-# fmt: on
-STRATEGIES = tuple(TRAITS)
-SAME_STATE, WHOLE_UPDATE, SYNC_BATCH_NORM, SHARDED, OWN_TIME = (
-    tuple(name for name, traits in TRAITS.items() if getattr(traits, trait))
-    for trait in ("same_state", "whole_update", "sync_batch_norm", "sharded", "own_time")
-)
 #: Values in ``strategy.tensor_plan``: see strategies/layouts/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
@@ -105,7 +67,7 @@ class LocalSgdConfig:
 class StrategyConfig:
     """How the ranks share the work."""
 
-    name: Annotated[str, OneOf(*STRATEGIES, kind="strategies")] = "ddp"  #: see docs/strategies.md
+    name: Annotated[str, OneOf(kind="strategies")] = "ddp"  #: see docs/strategies.md
     #: of ddp's gradients, for slow links; with fsdp and zero bf16
     compression: Annotated[str, OneOf("none", "fp16", "bf16", "int8", "topk", "powersgd")] = "none"
     compression_ratio: Annotated[float, _RATIO] = 0.01  #: topk: the part of the values that is sent
@@ -138,10 +100,6 @@ class StrategyConfig:
             raise ConfigError(
                 f"strategy.prefetch_blocks: only fsdp and zero gather weights, and strategy.name is {self.name}; leave "
                 "it at 1"
-            )
-        if self.name == "auto" and self.mesh != MeshConfig():
-            raise ConfigError(
-                "strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy"
             )
         for key in ("tensor_plan", "sequence_parallel"):
             if getattr(self, key) and self.name != "tensor":
@@ -199,14 +157,14 @@ def _check_layer(key: str, kind: str, value: Any) -> None:
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
     """Return ``strategy.mesh`` for ``ranks`` ranks, every dimension a number. Raises ConfigError for a mismatch."""
-    dimensions = TRAITS[strategy.name].mesh if strategy.name in TRAITS else ("replicas",)
+    dimensions = registry.traits(strategy.name).mesh
     given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
     for name, size in given.items():
         if name not in dimensions and size != 1:
-            other = ", ".join(key for key, traits in TRAITS.items() if name in traits.mesh) or "none"
+            others = [other for other in registry.names("strategies") if name in registry.traits(other).mesh]
             raise ConfigError(
                 f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
-                f"a strategy that has it: {other}"
+                f"a strategy that has it: {', '.join(others) or 'none'}"
             )
     # What the given dimensions leave goes to the first that is free.
     product = math.prod(given.values())
@@ -220,15 +178,3 @@ def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
         )
     sizes = dict.fromkeys((f.name for f in fields(MeshConfig)), 1) | given
     return MeshConfig(**(sizes | dict.fromkeys(free[:1], ranks // product)))
-
-
-def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
-    """Return how many micro-batches a pipeline of ``stages`` ranks makes of its ``samples``.
-
-    Without a number in the config there are four for each rank, or ``least`` if that is more, as long as each has two
-    samples (a batch norm needs them). interleaved needs a multiple of the ranks.
-    """
-    if config.micro_batches is not None:
-        return config.micro_batches
-    count = max(stages, min(max(4 * stages, least), samples // 2))
-    return count - count % stages if config.schedule == "interleaved" else count

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config.catalog import check_datasets, data_root
@@ -19,7 +20,7 @@ from toolkit.config.hints import hints_of, limits_of
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
-from toolkit.config.strategy import SAME_STATE, STATELESS
+from toolkit.config.strategy import STATELESS
 from toolkit.files import origin, rundir
 from toolkit.slurm import container
 
@@ -110,8 +111,10 @@ def check_change(then: JobConfig, now: JobConfig) -> None:
 
 def goes_on_with(key: str, then: Any, now: Any) -> bool:
     """True if a run that had the value ``then`` may have ``now``. Strategies that keep the same state may change."""
-    alike: tuple[Any, ...] = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
-    return bool(then == now or (then in alike and now in alike))
+    if then == now or key not in ("strategy.name", "strategy.compression"):
+        return bool(then == now)
+    alike = STATELESS if key == "strategy.compression" else registry.with_trait("same_state")
+    return then in alike and now in alike
 
 
 def _check_values(config: JobConfig) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
 from toolkit.config.words import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import recomputed
@@ -36,6 +36,7 @@ __all__ = [
     "build_layout",
     "build_strategy",
     "of_pairs",
+    "refuse_gloo_on_gpus",
 ]
 
 
@@ -46,36 +47,27 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` or the
     process group's backend does not go with this strategy.
     """
-    OneOf(*STRATEGIES, kind="strategies").check("strategy.name", config.name)
+    OneOf(kind="strategies").check("strategy.name", config.name)
     train = train or TrainConfig()
     check_section(train, "train.")
     check_step(train, config)
-    sends_between_gpus = config.name in ("tensor", "pipeline") and session.device.type == "cuda"
-    if sends_between_gpus and session.world_size > 1 and dist.get_backend() == "gloo":
-        # gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
-        raise ConfigError(f"dist.backend: gloo cannot carry what {config.name} sends between GPUs; use nccl")
-    # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
-    match config.name:
-        case "pipeline":
-            from toolkit.strategies.pipeline import Pipeline
-
-            return Pipeline(session, config, train)
-        case "local_sgd":
-            from toolkit.strategies.local_sgd import LocalSgd
-
-            name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
-            return LocalSgd(session, config.local_sgd, build_layout(name, config, session, train), train)
-        case "custom":
-            raise ConfigError(
-                "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
-            )
-        case name if name in registry.CORE.strategies:
-            return Spmd(session, build_layout(name, config, session, train), train)
-    build = registry.find("strategies", config.name)
-    if build is None:
-        raise ConfigError(f"strategy.name: {config.name} needs a plugin that is not installed")
-    built: Strategy = build(config, session, train)
+    if config.name == "custom":
+        raise ConfigError(
+            "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
+        )
+    if config.name in registry.CORE.strategies:
+        return Spmd(session, build_layout(config.name, config, session, train), train)
+    built: Strategy = registry.find("strategies", config.name)(config, session, train)
     return built
+
+
+def refuse_gloo_on_gpus(name: str, session: Session) -> None:
+    """Raise ConfigError for a strategy that sends tensors of GPUs by itself, where gloo would carry them.
+
+    gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
+    """
+    if session.device.type == "cuda" and session.world_size > 1 and dist.get_backend() == "gloo":
+        raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use nccl")
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
@@ -110,9 +102,11 @@ def build_layout(name: str, config: StrategyConfig, session: Session, train: Tra
 
 
 def _tensor(config: StrategyConfig, session: Session, sizes: MeshConfig, how: dict[str, Any]) -> Layout:
+    # Modules of a single strategy are imported when it is chosen.
     from toolkit.strategies.layouts.plan import TensorPlan
     from toolkit.strategies.layouts.tensor import TensorParallel
 
+    refuse_gloo_on_gpus("tensor", session)
     # The plan says which layers are cut. With strategy.mesh.shards the cut layers are sharded over ranks as well.
     plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
     if sizes.shards == 1:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
+from toolkit import registry
+from toolkit.config import JobConfig, all_keys, dump_config, leaves, value_of
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks import nested
@@ -30,7 +31,7 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
     """Log the config as text and hyper-parameters, and the first images of ``sample``."""
     sink.text("config", dump_config(config))
     # Keys of the strategies that this run does not use say nothing about it.
-    others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
+    others = tuple(f"strategy.{name}." for name in registry.names("strategies") if name != config.strategy.name)
     shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
     values = _shown((key, value_of(config, key)) for key in shown if key not in _LEFT_OUT)
     sink.hparams(own_hparams(config) | values, metrics=("eval/accuracy", "eval/loss"))

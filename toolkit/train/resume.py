@@ -9,7 +9,7 @@ from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.config import SAME_STATE, goes_on_with
+from toolkit.config import JobConfig, goes_on_with
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import REPLICA, InRounds
 from toolkit.train.state import MESH, TrainingState
@@ -112,7 +112,7 @@ def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
     """Return the conditions that a save wrote down, with the strategy's name and the mesh."""
     identity = _mapping(meta.get("identity", {}))
-    strategy = identity.get("strategy.name", SAME_STATE[0])
+    strategy = identity.get("strategy.name", JobConfig().strategy.name)
     mesh = {"mesh": identity[MESH]} if MESH in identity else {}
     return {**_mapping(meta.get("conditions", {})), "strategy": strategy, **mesh}
 

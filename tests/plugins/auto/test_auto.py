@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.base.errors import ConfigError
+from toolkit.config import load_config, validate
 from toolkit.plugins.auto.strategy import ROOM, Size, measure, memory_bytes, needs, pick
 
 GIB = 2**30
@@ -108,3 +110,8 @@ def test_an_optimizer_that_needs_values_is_taken_to_keep_two_for_each_weight() -
 def test_ranks_of_a_node_share_its_memory() -> None:
     cpu = torch.device("cpu")
     assert memory_bytes(cpu, {"LOCAL_WORLD_SIZE": "4"}) == memory_bytes(cpu, {}) // 4
+
+
+def test_a_mesh_is_refused_for_it_makes_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.mesh: auto lays out the ranks itself"):
+        validate(load_config("configs/digits_ddp.yaml", ["strategy.name=auto", "strategy.mesh.replicas=2"], site=False))

@@ -1,5 +1,10 @@
 """The strategy parameter_server: some ranks keep the weights, the others compute gradients."""
 
-from toolkit.registry import Plugin
+from toolkit.registry import Plugin, StrategyTraits
 
-PLUGIN = Plugin("parameter_server", strategies={"parameter_server": "toolkit.plugins.parameter_server.roles:build"})
+PLUGIN = Plugin(
+    "parameter_server",
+    strategies={"parameter_server": "toolkit.plugins.parameter_server.roles:build"},
+    traits={"parameter_server": StrategyTraits(same_state=True)},
+    checks={"parameter_server": "toolkit.plugins.parameter_server.checks:ParameterServerChecks"},
+)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit.config import choose
-from toolkit.strategies.pipeline.grid import Grid
-from toolkit.strategies.pipeline.stage_module import StageModule
+from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.stage_module import StageModule
 
 
 def build_schedule(

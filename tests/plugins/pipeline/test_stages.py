@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
 from toolkit.base.errors import ConfigError
-from toolkit.strategies.pipeline import strategy
-from toolkit.strategies.pipeline.stages import StagePlan, keep, plan, tensors
+from toolkit.plugins.pipeline import strategy
+from toolkit.plugins.pipeline.stages import StagePlan, keep, plan, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
 IMAGE = torch.zeros(2, 1, 8, 8)

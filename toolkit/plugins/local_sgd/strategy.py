@@ -31,11 +31,12 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import LocalSgdConfig, TrainConfig, choose
+from toolkit.config import LocalSgdConfig, StrategyConfig, TrainConfig, choose
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
+from toolkit.strategies import build_layout
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, total_weight
@@ -341,3 +342,9 @@ class LocalSgd(Spmd):
 
     def _size_bytes(self) -> int:
         return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+
+
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> LocalSgd:
+    """Return the strategy; its model is not built yet."""
+    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
+    return LocalSgd(session, config.local_sgd, build_layout(name, config, session, train), train)

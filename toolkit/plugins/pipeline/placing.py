@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError
+from toolkit.plugins.pipeline import stages
+from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.stages import StagePlan
 from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.layouts.first_values import make_on_rank_0
 from toolkit.strategies.modes import in_training
-from toolkit.strategies.pipeline import stages
-from toolkit.strategies.pipeline.grid import Grid
-from toolkit.strategies.pipeline.stages import StagePlan
 from toolkit.strategies.protocol import ModelFactory
 
 

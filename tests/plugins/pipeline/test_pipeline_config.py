@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, load_config, mesh_of, micro_batches, validate
+from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, load_config, mesh_of, validate
+from toolkit.plugins.pipeline.checks import micro_batches
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,11 @@ PIPELINE = "configs/gpt_pipeline.yaml"  # 4 ranks: 2 stages, 2 replicas
             "strategy.pipeline.split: 1 layers begin a stage, and 4 stages need 3 of them",
         ),
         (["strategy.pipeline.schedule=1b1f"], "strategy.pipeline.schedule: there is no '1b1f'; did you mean '1f1b'?"),
+        (
+            ["train.pruning.amount=0.5", "train.pruning.end_step=9", "train.pruning.structured=true"],
+            "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last",
+        ),
+        (["optim.layer_decay=0.9"], "optim.layer_decay: needs all blocks of one model"),
         (["strategy.name=ddp"], "strategy.mesh.stages: strategy.name ddp has no such dimension"),
     ],
 )

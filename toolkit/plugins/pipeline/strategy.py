@@ -29,12 +29,20 @@ from torch import Tensor, nn
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, OnePassError
-from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_batches
+from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.plugins.pipeline.checks import check_pipeline, micro_batches
+from toolkit.plugins.pipeline.forward_only import ForwardOnly
+from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.placing import place
+from toolkit.plugins.pipeline.scattered import on_every_rank
+from toolkit.plugins.pipeline.schedules import build_schedule
+from toolkit.plugins.pipeline.stage_module import LayerChain, RowShape, StageModule
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies import refuse_gloo_on_gpus
 from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.mesh import open_mesh
@@ -53,12 +61,6 @@ from toolkit.strategies.objective import (
     total_weight,
     weights_of,
 )
-from toolkit.strategies.pipeline.forward_only import ForwardOnly
-from toolkit.strategies.pipeline.grid import Grid
-from toolkit.strategies.pipeline.placing import place
-from toolkit.strategies.pipeline.scattered import on_every_rank
-from toolkit.strategies.pipeline.schedules import build_schedule
-from toolkit.strategies.pipeline.stage_module import LayerChain, RowShape, StageModule
 from toolkit.strategies.priming import (
     CheckedObjective,
     priming,
@@ -361,3 +363,9 @@ def _errors_of_layers() -> Iterator[None]:
         if "failed to run forward" in str(error) and error.__cause__ is not None:
             raise error.__cause__ from None
         raise
+
+
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Pipeline:
+    """Return the strategy; its model is not built yet."""
+    refuse_gloo_on_gpus(config.name, session)
+    return Pipeline(session, config, train)

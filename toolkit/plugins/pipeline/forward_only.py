@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.strategies.pipeline.grid import Grid
-from toolkit.strategies.pipeline.stage_module import StageModule
+from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.stage_module import StageModule
 
 
 class ForwardOnly:

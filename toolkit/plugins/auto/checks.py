@@ -1,0 +1,17 @@
+"""What auto refuses in a config."""
+
+from __future__ import annotations
+
+from toolkit.base.errors import ConfigError
+from toolkit.config import JobConfig, MeshConfig
+from toolkit.config.combinations import StrategyChecks
+
+
+class AutoChecks(StrategyChecks):
+    """See :class:`toolkit.config.combinations.StrategyChecks`."""
+
+    def config(self, config: JobConfig) -> None:
+        if config.strategy.mesh != MeshConfig():
+            raise ConfigError(
+                "strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy"
+            )

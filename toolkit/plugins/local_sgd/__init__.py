@@ -1,0 +1,1 @@
+"""The strategy local_sgd, see `toolkit.plugins.local_sgd.strategy`."""

@@ -1,0 +1,10 @@
+"""The strategy pipeline: each rank has some of the model's layers."""
+
+from toolkit.registry import Plugin, StrategyTraits
+
+PLUGIN = Plugin(
+    "pipeline",
+    strategies={"pipeline": "toolkit.plugins.pipeline.strategy:build"},
+    traits={"pipeline": StrategyTraits(same_state=True, whole_update=True, mesh=("stages", "replicas"))},
+    checks={"pipeline": "toolkit.plugins.pipeline.checks:PipelineChecks"},
+)
