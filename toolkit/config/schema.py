@@ -69,10 +69,6 @@ _COMMAND = Where(
 )
 
 
-#: The toolkit's own data sets, those of its plugins included.
-_DATA_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text", "tokens")
-
-
 class _OwnKeys:
     """Texts of several lines, in sections of the job's own."""
 
@@ -123,7 +119,7 @@ class ImageConfig:
 class DataConfig:
     """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
 
-    name: Annotated[str, OneOf(*_DATA_SETS, kind="datasets")] = "digits"
+    name: Annotated[str, OneOf(kind="datasets")] = "digits"
     root: Annotated[str, PATH] | None = None  #: the folder of the data
     #: files and folders to copy to the nodes' own disks
     stage: Annotated[list[str], PATH] = field(default_factory=list)

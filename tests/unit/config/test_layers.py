@@ -128,7 +128,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
-        ("data.name=minst", ["data.name", "did you mean 'mnist'?"]),
+        ("data.name=digts", ["data.name", "did you mean 'digits'?"]),
         ("data.global_batch_size=1", ["data.global_batch_size", "2 ranks"]),
         ("train.accumulate=33", ["train.accumulate", "32"]),
         ("data.share=atuo", ["data.share", "did you mean 'auto'?"]),
@@ -308,7 +308,9 @@ def test_what_a_mesh_leaves_open_is_what_is_left(
     ],
 )
 def test_a_mesh_or_a_plan_that_cannot_be_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
-    config = load_config(ROOT / "configs/gpt_tensor.yaml", ["strategy.mesh.replicas=null", *overrides])
+    config = load_config(
+        ROOT / "configs/gpt_tensor.yaml", ["data.name=digits", "strategy.mesh.replicas=null", *overrides]
+    )
     with pytest.raises(ConfigError) as caught:
         validate(config, ranks=8)
     assert says in str(caught.value)
