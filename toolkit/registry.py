@@ -34,11 +34,13 @@ BUILT_IN = (
     "integrations",
     "local_sgd",
     "logs",
+    "memory",
     "mpi",
     "new",
     "parameter_server",
     "pipeline",
     "report",
+    "second_place",
     "site",
     "staging",
     "sweep",
@@ -93,6 +95,7 @@ class Plugin:
       worse than others (`toolkit.run.supervise.attempt_loop`). ``prepare_nodes``: what is done on the nodes before the
       first attempt, see `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it,
       see `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
+      ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """

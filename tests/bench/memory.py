@@ -20,9 +20,9 @@ import torch
 
 from tests.bench import record
 from tests.dist.ranks import run_ranks
-from toolkit.checkpoint.memory import Memory
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.state_memory import NodeFiles
+from toolkit.plugins.memory.copies import Memory
 from toolkit.ranks.collectives import sum_by_name
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Sharded, State

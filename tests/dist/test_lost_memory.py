@@ -19,11 +19,11 @@ from tests.dist.test_trainer import assert_same, die_after, logged, plain_model,
 from toolkit.base import node_memory
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
-from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.state_memory import NodeFiles
+from toolkit.plugins.memory.copies import Memory
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.train.checkpoints import Checkpoints

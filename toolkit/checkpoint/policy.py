@@ -32,62 +32,6 @@ def interval_s(blocked_s: float, written_s: float, between_failures_s: float) ->
     return max(best, blocked_s / MOST_OVERHEAD, 2 * written_s, SHORTEST_S)
 
 
-def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> int:
-    """Return the steps from one copy in memory to the next.
-
-    Copying takes at most 1 % of the time, and no copy begins before the last one is complete.
-    """
-    if step_s <= 0:
-        return 1
-    return max(1, math.ceil(copy_s / (MOST_OVERHEAD * step_s)), math.ceil(2 * background_s / step_s))
-
-
-class CopyClock:
-    """The steps at which the state is copied into memory.
-
-    They are every N steps, or with ``auto`` as often as is cheap. The seconds of all ranks are added up at each copy,
-    and from the sums each rank computes the same next step.
-    """
-
-    def __init__(self, every: int | str) -> None:
-        self.is_auto = every == "auto"
-        self._every = 1 if isinstance(every, str) else every
-        self._next = 0  #: for auto: the step at which the next copy is due
-        self._last_step: int | None = None
-        self._last_s = self._copy_s = 0.0  #: when the last copy had been made, and how long the training waited for it
-
-    def is_due(self, step: int) -> bool:
-        """True if the state is to be copied after ``step`` steps."""
-        return step >= self._next if self.is_auto else step % self._every == 0
-
-    def figures(self, step: int, began_s: float, background_s: float) -> dict[str, float]:
-        """Return the figures that the ranks add up before the copy of ``step``.
-
-        The copy began at ``began_s`` of any one clock. ``background_s``: how long the previous copy took to be
-        complete.
-        """
-        steps = 0 if self._last_step is None else step - self._last_step
-        step_s = (began_s - self._last_s) / steps if steps else 0.0
-        return dict(zip(_FIGURES, (self._copy_s, background_s, step_s), strict=True))
-
-    def agree(self, step: int, sums: Mapping[str, float]) -> int | None:
-        """Set the next step from all ranks' sums. Return the new distance in steps if it has changed."""
-        if not self.is_auto:
-            return None
-        before = self._every
-        copy_s, background_s, step_s = (sums[name] for name in _FIGURES)
-        self._every = steps_between_copies(copy_s, background_s, step_s)
-        self._next = step + self._every
-        return self._every if self._every != before else None
-
-    def copied(self, step: int, copy_s: float, now_s: float) -> None:
-        """Record that the training waited ``copy_s`` for the copy of ``step``, until ``now_s``."""
-        self._last_step, self._copy_s, self._last_s = step, copy_s, now_s
-
-
-_FIGURES = ("copy_s", "background_s", "step_s")
-
-
 def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:
     """Return the mean seconds between failures of the attempts. One failure, after a day, is presumed before them."""
     # A clock that was set back would give an attempt less than no time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from toolkit.checkpoint.copies import StateCopies, plugin_for
 from toolkit.checkpoint.folder import step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import Loaded, load
@@ -13,7 +14,6 @@ from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.train.memory_copies import MemoryCopies
 from toolkit.train.resume import log_what_differs, refuse_another_run
 from toolkit.train.saver import Saver
 from toolkit.train.state import Checkpointed, TrainingState
@@ -28,7 +28,10 @@ class Checkpoints:
         self._session = session
         self._state = TrainingState(session, strategy, identity, config.keep_best)
         self.saver = Saver(config, session, self._state)
-        self.copies = MemoryCopies(config.memory_every_steps, session, self._state)
+        self.copies: StateCopies | None = None
+        if config.memory_every_steps is not None:
+            make = plugin_for("checkpoint.memory_every_steps", "state_copies")
+            self.copies = make(config.memory_every_steps, session, self._state)
 
     def include(self, loader: Batches) -> None:
         """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""
@@ -44,7 +47,8 @@ class Checkpoints:
         # A copy in memory, newer than what is whole on disk, is there only after a restart inside the job.
         loaded = damage = None
         try:
-            loaded = self.copies.load(checkpoints.newest_whole)
+            if self.copies is not None:
+                loaded = self.copies.load(checkpoints.newest_whole)
         except CorruptCheckpointError as error:
             damage = error
         is_on_disk = loaded is None
@@ -118,5 +122,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Give up what is still being written. At the end of a complete training nothing is."""
-        self.copies.close()
+        if self.copies is not None:
+            self.copies.close()
         self.saver.close()

@@ -198,12 +198,12 @@ class Lifecycle:
             self.save(must=must)
             return
         # A copy in memory is of no use at a step that is saved.
-        began_s = time.monotonic()
-        if self._checkpoints.copies.is_due(self.step) and self._loop.may_save(must=False):
+        copies, began_s = self._checkpoints.copies, time.monotonic()
+        if copies is not None and copies.is_due(self.step) and self._loop.may_save(must=False):
             self._activity.phase = activity.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again
-                self._checkpoints.copies.keep(self.step, self._reached(), began_s)
+                copies.keep(self.step, self._reached(), began_s)
 
     def figures(self, speed: Callable[[float], Mapping[str, float]] = lambda samples_per_s: {}) -> dict[str, float]:
         """Return the figures that every loop logs.

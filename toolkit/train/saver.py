@@ -13,10 +13,10 @@ from typing import Any
 from toolkit.base import fsio, logs, trust
 from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
+from toolkit.checkpoint.copies import CheckpointCopies, plugin_for
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.replicas import ReplicaSums
-from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
 from toolkit.files.rundir import RunDir
@@ -47,11 +47,11 @@ class Saver:
             on_progress=self._note_progress,
         )
         # Only rank 0 copies checkpoints to the second place.
-        self.second: SecondPlace | None = None
+        self.second: CheckpointCopies | None = None
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = SecondPlace(
+            self.second = plugin_for("checkpoint.copy_to", "second_place")(
                 folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress, session.owns_run
             )
         # Saves in the background: the buffers, the thread's store client, and the save in progress.

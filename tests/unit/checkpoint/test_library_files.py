@@ -19,7 +19,6 @@ from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, read
-from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.writer import save
 
 
@@ -107,15 +106,6 @@ def test_a_link_in_what_a_library_has_written_is_refused(checkpoints: Checkpoint
     assert isinstance(said, CheckpointError)
     assert "lib/link is a link" in str(said)
     assert checkpoints.list() == []
-
-
-def test_a_second_place_has_the_files_of_a_library_too(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
-    save_by(checkpoints, 7)
-    second = SecondPlace(tmp_path / "second", checkpoints.keep)
-    second.copy(checkpoints.path(7))
-    second.wait()
-    copies = CheckpointFolder(tmp_path / "second")
-    assert copies.verify(copies.path(7)) == checkpoints.verify(checkpoints.path(7))
 
 
 def test_a_manifest_whose_library_file_leads_elsewhere_is_damage(checkpoints: CheckpointFolder) -> None:

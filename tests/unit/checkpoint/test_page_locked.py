@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.background import Staging
-from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.ranks.state import PerRank, Replicated, State
 
 STATE: State = {
@@ -141,17 +138,6 @@ def test_an_error_of_cuda_is_not_left_for_the_next_kernel(
     assert cuda.calls == ["kernel on cuda", "record on 3"]
     assert "cannot be page-locked (CUDA error 2)" in caplog.text
     assert not cuda.locked
-
-
-def test_a_file_in_memory_that_grows_is_page_locked_anew(cuda: Cuda, tmp_path: Path) -> None:
-    path = tmp_path / "memory"
-    path.touch()
-    file = MemoryFile(str(path))
-    file.open(mmap.PAGESIZE, pinned=True)
-    file.open(3 * mmap.PAGESIZE, pinned=True)
-    assert list(cuda.locked.values()) == [3 * mmap.PAGESIZE]
-    assert cuda.holds(file.bytes_at(0, 3 * mmap.PAGESIZE))
-    file.close()
 
 
 def test_a_state_in_host_memory_is_not_page_locked() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,11 +21,11 @@ from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, 
 from tests.waiting import wait_for
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import policy
+from toolkit.checkpoint.copies import CheckpointCopies, StateCopies
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
-from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Json
@@ -500,7 +500,7 @@ def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
     saver.save(10, REACHED)
     # The save of a better one is cut off, and the copy in memory is newer.
     kept = Loaded(25, {**state.meta, "best": 0.9}, {}, IN_MEMORY)
-    monkeypatch.setattr(checkpoints.copies, "load", lambda newest: kept)
+    checkpoints.copies = cast(StateCopies, SimpleNamespace(load=lambda newest_on_disk: kept))
     assert checkpoints.resume() == kept
     assert saver.is_best({"eval/accuracy": 0.8})
 
@@ -516,11 +516,11 @@ def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
     os.truncate(damaged, damaged.stat().st_size - 1)
     on_disk: list[int | None] = []
 
-    def load(places: Any, store: Any, newer_than: int | None) -> Loaded:
-        on_disk.append(newer_than)
+    def load(newest_on_disk: Callable[[], int | None]) -> Loaded:
+        on_disk.append(newest_on_disk())
         return Loaded(25, checkpoints._state.meta, {}, IN_MEMORY)
 
-    monkeypatch.setattr(checkpoints.copies, "_memory", SimpleNamespace(load=load))
+    checkpoints.copies = cast(StateCopies, SimpleNamespace(load=load))
     checkpoints.resume()
     assert on_disk == [10]
     assert checkpoints.saver.newest == 10
@@ -598,10 +598,11 @@ def test_of_two_waits_the_shorter_counts(tmp_path: Path, minutes: float, wait_s:
     assert timer._due_s == pytest.approx(time.monotonic() + wait_s, abs=1.0)
 
 
-def test_the_newest_checkpoint_is_copied_after_a_resume(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_copied_after_a_resume(checkpoints: Checkpoints) -> None:
     checkpoints.saver.save(10, REACHED)
     checkpoints._state.source.loaded = lambda values: None
-    second = checkpoints.saver.second = SecondPlace(tmp_path / "second", checkpoints.saver.checkpoints.keep)
+    copied: list[str] = []
+    copies = SimpleNamespace(copy=lambda path: copied.append(path.name), fetch=lambda home, damaged: None)
+    checkpoints.saver.second = cast(CheckpointCopies, copies)
     checkpoints.resume()
-    second.wait()
-    assert [path.name for path in second.checkpoints.list()] == ["step-00000010"]
+    assert copied == ["step-00000010"]

@@ -1,4 +1,4 @@
-"""The anonymous memory files in which a node's ranks keep their state, see toolkit.checkpoint.memory.
+"""The anonymous memory files in which a node's ranks keep their state, see toolkit.plugins.memory.copies.
 
 The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends in any way. Two belong to the
 node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.

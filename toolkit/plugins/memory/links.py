@@ -18,14 +18,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
 from toolkit.base import logs
 from toolkit.checkpoint.manifest import IN_MEMORY
-from toolkit.checkpoint.memory_file import START, MemoryFile
 from toolkit.nodes.agent.connections import notice_death
+from toolkit.plugins.memory.files import START, MemoryFile, Role
 from toolkit.slurm import network
 
 _TOKEN_BYTES = 32
@@ -39,14 +38,6 @@ _TOKEN_S = 10.0
 _GONE_S = 60
 
 log = logs.get(__name__)
-
-
-class Role(IntEnum):
-    """What a receiver does with a file."""
-
-    PARTNER = 0  #: keep it for the sender
-    OWN = 1  #: the receiver's own part, to resume from
-    SHARED = 2  #: what all ranks have in common, for all ranks of the receiver's node
 
 
 #: Called with the role of a file: when it begins to come, to get its place, and when it is complete.

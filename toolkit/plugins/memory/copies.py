@@ -8,12 +8,14 @@ place on the next node. So one node may be lost, and every part of the newest st
 Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
 any rank overwrites the older state, the newer one is complete on all ranks and all partners.
 
-At the next start the ranks agree on a state and load it: see :mod:`toolkit.checkpoint.memory_load`.
+At the next start the ranks agree on a state and load it: see :mod:`toolkit.plugins.memory.load`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,33 +25,146 @@ from typing import Any
 import torch
 
 from toolkit.base import logs, node_memory
-from toolkit.base.errors import ToolkitError
+from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.memory_file import MemoryFile
-from toolkit.checkpoint.memory_links import Receiver, Role, Sender
-from toolkit.checkpoint.memory_load import KEY, MemoryLoad
-from toolkit.checkpoint.memory_parts import PartWriter, layout, split
-from toolkit.checkpoint.memory_seat import RankFiles, Seat
+from toolkit.checkpoint.policy import MOST_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
+from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, RankFiles, Role, layout, split
+from toolkit.plugins.memory.links import Receiver, Sender
+from toolkit.plugins.memory.load import KEY, MemoryLoad
+from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.slurm import network
+from toolkit.train.state import TrainingState
 
 log = logs.get(__name__)
+
+
+class MemoryCopies:
+    """One rank's copies of the state in memory (:class:`Memory`), every ``every`` steps."""
+
+    def __init__(self, every: int | str, session: Session, state: TrainingState) -> None:
+        self._session, self._state = session, state
+        self._clock: CopyClock | None = CopyClock(every)  #: None: nothing is copied any more
+        self._memory = Memory.of_this_rank(session.rank, session.world_size, session.attempt, os.environ)
+        self._is_sure_of_room = False
+
+    def load(self, newest_on_disk: Callable[[], int | None]) -> Loaded | None:
+        """Load the copy kept before a restart inside the job. None: there is none newer than what is on disk.
+
+        Only rank 0 calls ``newest_on_disk``.
+        """
+        newer_than = newest_on_disk() if self._session.is_main else None
+        return self._memory.load(self._state.places(), self._session.store, newer_than)
+
+    def is_due(self, step: int) -> bool:
+        """True if the state is to be copied after ``step`` steps."""
+        return self._memory.is_usable and self._clock is not None and self._clock.is_due(step)
+
+    def keep(self, step: int, reached: Mapping[str, Json], began_s: float) -> None:
+        """Copy the state after ``step`` steps into the nodes' memory; every rank calls it.
+
+        ``began_s``: when the training began to wait for the copy, by ``time.monotonic``. Where the copies do not fit it
+        raises ConfigError; with ``auto`` it turns the copies off instead, on all ranks.
+        """
+        memory, clock = self._memory, self._clock
+        assert clock is not None
+        idle_s = memory.wait()
+        state = self._state.now()
+        shortage = None if self._is_sure_of_room else memory.shortage(state)
+        if shortage is not None and not clock.is_auto:
+            raise ConfigError(shortage)
+        figures = clock.figures(step, began_s, memory.background_s)
+        # Also a barrier: from here on the copy before this one is complete on all ranks and on their partners.
+        sums = self._state.source.sum({**figures, "short": float(shortage is not None)})
+        # One rank without room turns the copies off on all of them.
+        if sums["short"]:
+            log.warning("%s: auto is off: %s", KEY, shortage or "the copies do not fit into another node's memory")
+            self._clock = None
+            return
+        self._is_sure_of_room = True
+        every = clock.agree(step, sums)
+        if every is not None and self._session.is_main:
+            log.info("the state is kept in memory every %d steps from here on", every)
+        # Waits for the copy before and for new memory are left out of the cost by which ``auto`` sets the interval.
+        idle_s += memory.write(step, state, {**self._state.meta, **reached})
+        now_s = time.monotonic()
+        clock.copied(step, now_s - began_s - idle_s, now_s)
+
+    def close(self) -> None:
+        """Wait until the last copy is complete on this node."""
+        self._memory.close()
+
+
+def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> int:
+    """Return the steps from one copy in memory to the next.
+
+    Copying takes at most 1 % of the time, and no copy begins before the last one is complete.
+    """
+    if step_s <= 0:
+        return 1
+    return max(1, math.ceil(copy_s / (MOST_OVERHEAD * step_s)), math.ceil(2 * background_s / step_s))
+
+
+class CopyClock:
+    """The steps at which the state is copied into memory.
+
+    They are every N steps, or with ``auto`` as often as is cheap. The seconds of all ranks are added up at each copy,
+    and from the sums each rank computes the same next step.
+    """
+
+    def __init__(self, every: int | str) -> None:
+        self.is_auto = every == "auto"
+        self._every = 1 if isinstance(every, str) else every
+        self._next = 0  #: for auto: the step at which the next copy is due
+        self._last_step: int | None = None
+        self._last_s = self._copy_s = 0.0  #: when the last copy had been made, and how long the training waited for it
+
+    def is_due(self, step: int) -> bool:
+        """True if the state is to be copied after ``step`` steps."""
+        return step >= self._next if self.is_auto else step % self._every == 0
+
+    def figures(self, step: int, began_s: float, background_s: float) -> dict[str, float]:
+        """Return the figures that the ranks add up before the copy of ``step``.
+
+        The copy began at ``began_s`` of any one clock. ``background_s``: how long the previous copy took to be
+        complete.
+        """
+        steps = 0 if self._last_step is None else step - self._last_step
+        step_s = (began_s - self._last_s) / steps if steps else 0.0
+        return dict(zip(_FIGURES, (self._copy_s, background_s, step_s), strict=True))
+
+    def agree(self, step: int, sums: Mapping[str, float]) -> int | None:
+        """Set the next step from all ranks' sums. Return the new distance in steps if it has changed."""
+        if not self.is_auto:
+            return None
+        before = self._every
+        copy_s, background_s, step_s = (sums[name] for name in _FIGURES)
+        self._every = steps_between_copies(copy_s, background_s, step_s)
+        self._next = step + self._every
+        return self._every if self._every != before else None
+
+    def copied(self, step: int, copy_s: float, now_s: float) -> None:
+        """Record that the training waited ``copy_s`` for the copy of ``step``, until ``now_s``."""
+        self._last_step, self._copy_s, self._last_s = step, copy_s, now_s
+
+
+_FIGURES = ("copy_s", "background_s", "step_s")
 
 
 class Memory:
     """One rank's copies of the state: its own part and its partner's. A node's first rank also has the common part."""
 
-    def __init__(self, seat: Seat, attempt: int, address: str | None = None) -> None:
+    def __init__(self, slot: MemorySlot, attempt: int, address: str | None = None) -> None:
         """Open the rank's files. Raises OSError.
 
         ``address`` is this node's on the ranks' network; None where all ranks are on one node.
         """
-        self._seat, self._attempt, self._address = seat, attempt, address
-        self.is_usable = bool(seat.files)  #: after :meth:`load`: True if all ranks have files
-        self._files = RankFiles(seat)
+        self._slot, self._attempt, self._address = slot, attempt, address
+        self.is_usable = bool(slot.files)  #: after :meth:`load`: True if all ranks have files
+        self._files = RankFiles(slot)
         self._receiver: Receiver | None = None
         self._partner_told: Mapping[str, Any] | None = None
         self._sender: Sender | None = None
@@ -61,17 +176,17 @@ class Memory:
     @staticmethod
     def of_this_rank(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
         """Open the files that the agent holds for this rank. Without files, log a warning: then no rank uses any."""
-        seat = Seat.of_environment(rank, world_size, environ)
+        slot = MemorySlot.of_environment(rank, world_size, environ)
         try:
-            if seat.files:
-                one_node = seat.local_world_size == world_size
+            if slot.files:
+                one_node = slot.local_world_size == world_size
                 peer = environ.get("MASTER_ADDR", "127.0.0.1")
-                return Memory(seat, attempt, None if one_node else network.rank_address(environ, peer))
+                return Memory(slot, attempt, None if one_node else network.rank_address(environ, peer))
             why = "no agent of the toolkit has started this rank"
         except (OSError, ToolkitError) as error:
             why = str(error)
         log.warning("%s is not used: %s", KEY, why)
-        return Memory(dataclasses.replace(seat, files=()), attempt)
+        return Memory(dataclasses.replace(slot, files=()), attempt)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -87,8 +202,8 @@ class Memory:
         (_, shared), (_, own) = (layout(part) for part in split(state))
         # Two files for each part, and two more for the partner's where there is a partner.
         copies = 4 if self._partner_told is not None else 2
-        ranks = self._seat.local_world_size
-        held = sum(512 * Path(path).stat().st_blocks for path in self._seat.files)
+        ranks = self._slot.local_world_size
+        held = sum(512 * Path(path).stat().st_blocks for path in self._slot.files)
         needed, free = 2 * shared + copies * own * ranks - held, node_memory.available_bytes()
         if needed <= free:
             sizes = f"2 x {shared / 1e6:.1f} MB a node, {copies} x {own / 1e6:.1f} MB a rank"
@@ -111,13 +226,13 @@ class Memory:
         about: dict[str, Json] = {
             "attempt": self._attempt,
             "step": step,
-            "world_size": self._seat.world_size,
+            "world_size": self._slot.world_size,
             "meta": dict(meta),
         }
-        parts = [PartWriter(self._files.own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
+        parts = [PartWriter(self._files.own, own, {**about, "of": self._slot.rank}, self._slot.rank)]
         # This rank's own part stays the last: the partner gets a copy of it.
         if self._files.shared is not None:
-            parts.insert(0, PartWriter(self._files.shared, shared, {**about, "of": None}, self._seat.rank))
+            parts.insert(0, PartWriter(self._files.shared, shared, {**about, "of": None}, self._slot.rank))
         # Allocating is timed apart: it happens only where a file must grow, and would make the copy look slow.
         started = time.monotonic()
         for part in parts:
@@ -180,7 +295,7 @@ class Memory:
         state, or all None. Raises CorruptCheckpointError on all ranks where one found its copy damaged: what was filled
         by then must be filled again from a checkpoint. That step is not offered again.
         """
-        loading = MemoryLoad(self._seat, self._files, self._attempt, kv)
+        loading = MemoryLoad(self._slot, self._files, self._attempt, kv)
         # Publish where others can send to, before anyone is asked to send.
         if self._address is not None and kv is not None:
             self._receiver = Receiver(self._address, self._files.place, self._files.take)

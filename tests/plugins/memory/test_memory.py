@@ -18,13 +18,12 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import on_ranks
 from toolkit.base import node_memory
 from toolkit.checkpoint.manifest import CorruptCheckpointError
-from toolkit.checkpoint.memory import Memory
-from toolkit.checkpoint.memory_file import MemoryFile
-from toolkit.checkpoint.memory_links import Receiver, Role, Sender
-from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
-from toolkit.checkpoint.memory_seat import Seat
 from toolkit.checkpoint.reader import Loaded
 from toolkit.nodes.agent.state_memory import NodeFiles, paths_of
+from toolkit.plugins.memory.copies import Memory
+from toolkit.plugins.memory.files import MemoryFile, MemorySlot, Role
+from toolkit.plugins.memory.links import Receiver, Sender
+from toolkit.plugins.memory.load import MemoryReport, RestorePlan, Transfer, plan_restore
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 #: How many ranks each node has.
@@ -57,14 +56,14 @@ class Nodes:
         for path in paths_of(self.agents[node].hold(0)):
             os.close(int(Path(path).name))
 
-    def seat(self, rank: int) -> Seat:
+    def slot(self, rank: int) -> MemorySlot:
         places = [(node, local) for node, size in enumerate(self.sizes) for local in range(size)]
         node, local_rank = places[rank]
-        return Seat(rank, self.world_size, local_rank, self.sizes[node], self.held[node])
+        return MemorySlot(rank, self.world_size, local_rank, self.sizes[node], self.held[node])
 
     def memory(self, rank: int) -> Memory:
         """Return the copies as a rank that has just started sees them."""
-        return Memory(self.seat(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
+        return Memory(self.slot(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
 
     def run(
         self, steps: Mapping[int, Sequence[int]] | Sequence[int] = (), newer_than: int | None = None
@@ -106,7 +105,7 @@ class Nodes:
         return [None if loaded is None else loaded.step for loaded, _ in results]
 
     def files(self, rank: int) -> list[str]:
-        return [*self.seat(rank).own]
+        return [*self.slot(rank).own]
 
 
 def on_all_done(kv: HashStore, rank: int, world_size: int, topic: str) -> None:
@@ -286,7 +285,7 @@ def test_a_partners_torn_copy_is_none(nodes: Nodes) -> None:
 @on(TWO_NODES)
 def test_a_partners_damaged_copy_is_used_by_none(nodes: Nodes) -> None:
     nodes.run([6])
-    (written,) = (path for path in nodes.seat(1).partner if Path(path).stat().st_size)
+    (written,) = (path for path in nodes.slot(1).partner if Path(path).stat().st_size)
     damage(written)
     nodes.lose(0)
     with pytest.raises(CorruptCheckpointError):
@@ -325,7 +324,7 @@ def test_a_part_that_cannot_be_sent_is_waited_for_by_none(
 
 def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
     nodes.run([6])
-    paths = nodes.seat(0).own
+    paths = nodes.slot(0).own
     receiver = Receiver("127.0.0.1", lambda role: pytest.fail("a stranger's file"), lambda role: None)
     told = receiver.told
     (complete,) = (file for file in map(MemoryFile, paths) if file.label() is not None)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,11 +27,9 @@ from toolkit.checkpoint.manifest import (
     parse_tensor,
     parse_value,
 )
-from toolkit.checkpoint.memory_file import Moment
-from toolkit.checkpoint.memory_links import Role, Sender
-from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
-from toolkit.checkpoint.memory_seat import RankFiles, Seat
 from toolkit.checkpoint.reader import Loaded, fill_state
+from toolkit.plugins.memory.files import MemorySlot, RankFiles, Role, SavedStep
+from toolkit.plugins.memory.links import Sender
 from toolkit.ranks.state import State
 
 KEY = "checkpoint.memory_every_steps"
@@ -46,10 +45,10 @@ log = logs.get(__name__)
 class MemoryLoad:
     """One rank's side of the load at an attempt's start."""
 
-    def __init__(self, seat: Seat, files: RankFiles, attempt: int, kv: KeyValue | None) -> None:
-        self._seat, self._files, self._attempt, self._kv = seat, files, attempt, kv
+    def __init__(self, slot: MemorySlot, files: RankFiles, attempt: int, kv: KeyValue | None) -> None:
+        self._slot, self._files, self._attempt, self._kv = slot, files, attempt, kv
         self._talk = Exchange(
-            kv, rank=seat.rank, world_size=seat.world_size, topic=f"memory/{attempt}", number=1, timeout_s=_TIMEOUT_S
+            kv, rank=slot.rank, world_size=slot.world_size, topic=f"memory/{attempt}", number=1, timeout_s=_TIMEOUT_S
         )
         self.is_usable = False  #: True if all ranks have files
         self.partner_told: Mapping[str, Any] | None = None  #: where the partner receives, if there is one
@@ -57,18 +56,18 @@ class MemoryLoad:
     def publish(self, told: Mapping[str, Any]) -> None:
         """Tell the other ranks where this one receives files, before any is asked to send."""
         assert self._kv is not None
-        self._kv.set(self._key(self._seat.rank), json.dumps(told))
+        self._kv.set(self._key(self._slot.rank), json.dumps(told))
 
     def load(self, places: State | Callable[[Manifest], State], newer_than: int) -> Loaded | None:
         """Fill ``places`` on all ranks, or return None or raise on all; see :meth:`Memory.load`."""
-        rank, world_size = self._seat.rank, self._seat.world_size
+        rank, world_size = self._slot.rank, self._slot.world_size
         with nullcontext() if rank else failures_told(self._talk, "no state was loaded from memory"):
             agreed = self._agree(newer_than)
             # All ranks learn the same plan, so they take the same branches below.
             if agreed.has_partners and self._kv is not None:
-                self.partner_told = self._told((rank + self._seat.local_world_size) % world_size)
+                self.partner_told = self._told((rank + self._slot.local_world_size) % world_size)
             self.is_usable = not agreed.without
-            if agreed.without and not rank and self._seat.files:
+            if agreed.without and not rank and self._slot.files:
                 log.warning("%s is not used: no files for rank %s", KEY, listing([*map(str, agreed.without)], 8))
             if agreed.moment is None:
                 return None
@@ -92,10 +91,10 @@ class MemoryLoad:
         return told
 
     def _agree(self, newer_than: int) -> RestorePlan:
-        seat = self._seat
-        held = self._files.held() if seat.local_rank == 0 else []
-        own = MemoryReport(seat.node, seat.local_world_size, bool(seat.files), held)
-        if seat.rank:
+        slot = self._slot
+        held = self._files.held() if slot.local_rank == 0 else []
+        own = MemoryReport(slot.node, slot.local_world_size, bool(slot.files), held)
+        if slot.rank:
             self._talk.report(dataclasses.asdict(own))
             return RestorePlan.of_json(self._talk.listen())
         # Rank 0 alone makes the plan, and all ranks follow it.
@@ -111,9 +110,9 @@ class MemoryLoad:
         try:
             result = action()
         except Exception as error:
-            problems.append(f"rank {self._seat.rank}: {describe(error)}")
+            problems.append(f"rank {self._slot.rank}: {describe(error)}")
         # Every rank reports; rank 0 decides and tells all.
-        if self._seat.rank:
+        if self._slot.rank:
             self._talk.report({"problems": problems})
             return result if self._talk.listen()["done"] else None
         problems += [problem for report in self._talk.gather().values() for problem in report["problems"]]
@@ -122,10 +121,10 @@ class MemoryLoad:
             log.warning("the state in memory is not used: %s", "; ".join(problems))
         return None if problems else result
 
-    def _transfer(self, moment: Moment, agreed: RestorePlan) -> bool:
+    def _transfer(self, moment: SavedStep, agreed: RestorePlan) -> bool:
         """Send and receive this rank's part of the transfers."""
         assert self._kv is not None  # there is another node
-        rank, failed = self._seat.rank, f"memory/{self._attempt}/failed"
+        rank, failed = self._slot.rank, f"memory/{self._attempt}/failed"
         # Send first; what other ranks send arrives in the receiver's threads meanwhile.
         try:
             for transfer in agreed.transfers:
@@ -145,7 +144,7 @@ class MemoryLoad:
             log.info("%d parts of the state in memory came from other nodes", expected)
         return True
 
-    def _send(self, moment: Moment, transfer: Transfer) -> None:
+    def _send(self, moment: SavedStep, transfer: Transfer) -> None:
         role = Role.SHARED if transfer.of is None else Role.OWN
         with (
             closing(self._files.find(moment, transfer.of)) as file,
@@ -153,12 +152,12 @@ class MemoryLoad:
         ):
             sender.send(file, role)
 
-    def _fill(self, places: State | Callable[[Manifest], State], moment: Moment) -> Loaded:
+    def _fill(self, places: State | Callable[[Manifest], State], moment: SavedStep) -> Loaded:
         """Fill ``places`` from this node's files, and verify every byte."""
-        seat = self._seat
+        slot = self._slot
         found: dict[str, TensorRecord] = {}
         values: dict[str, ValueRecord] = {}
-        with closing(self._files.find(moment, None)) as shared, closing(self._files.find(moment, seat.rank)) as own:
+        with closing(self._files.find(moment, None)) as shared, closing(self._files.find(moment, slot.rank)) as own:
             for file in (shared, own):
                 described = file.read()
                 assert described is not None
@@ -166,8 +165,91 @@ class MemoryLoad:
                 found |= {name: file.placed(parse_tensor(fields)) for name, fields in described["tensors"].items()}
                 values |= {name: parse_value(fields) for name, fields in described["about"]["values"].items()}
             # Both parts are described like one checkpoint, so that the reader of checkpoints fills the state.
-            manifest = Manifest(moment[1], seat.world_size, {}, meta, {}, found, values)
-            loaded = fill_state(places, manifest, IN_MEMORY, seat.rank, seat.world_size)
+            manifest = Manifest(moment[1], slot.world_size, {}, meta, {}, found, values)
+            loaded = fill_state(places, manifest, IN_MEMORY, slot.rank, slot.world_size)
         # The next write must not go to the files that hold what was loaded.
         self._files.keep(moment)
         return loaded
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part that rank ``source``, whose node holds it, sends to rank ``target``.
+
+    It is that of rank ``of``, or with None the common part.
+    """
+
+    source: int
+    target: int
+    of: int | None
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What rank 0 tells all ranks at a start."""
+
+    moment: SavedStep | None = None  #: None: nothing is loaded from memory
+    without: Sequence[int] = ()  #: ranks that have no files: then no rank keeps anything
+    transfers: Sequence[Transfer] = ()
+    has_partners: bool = False  #: all nodes have the same number of ranks, and there are at least two nodes
+
+    @staticmethod
+    def of_json(told: Mapping[str, Any]) -> RestorePlan:
+        """Return the plan from the JSON of :func:`dataclasses.asdict`."""
+        moment = None
+        if told["moment"] is not None:
+            attempt, step = told["moment"]
+            moment = attempt, step
+        transfers = [Transfer(**each) for each in told["transfers"]]
+        return RestorePlan(moment, told["without"], transfers, told["has_partners"])
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a rank reports at a start."""
+
+    node: int  #: the first rank of its node
+    local_world_size: int
+    has_files: bool = True
+    held: Sequence[tuple[int, int, int | None]] = ()  #: attempt, step and part; from its node's first rank only
+
+
+def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> RestorePlan:
+    """Pick the newest moment with all parts held, and who sends which part.
+
+    Its step is above ``newer_than``.
+    """
+    without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
+    if without:
+        return RestorePlan(without=without)
+    nodes = {rank: report for rank, report in reports.items() if rank == report.node}
+    sizes = {report.local_world_size for report in reports.values()}
+    has_partners = len(nodes) > 1 and len(sizes) == 1
+    # Which nodes hold each part of each moment.
+    holders: dict[tuple[SavedStep, int | None], list[int]] = {}
+    for node, report in sorted(nodes.items()):
+        for attempt, step, of in report.held:
+            holders.setdefault(((attempt, step), of), []).append(node)
+    # A state is usable only with the common part and every rank's own.
+    parts = [None, *sorted(reports)]
+    whole = []
+    for moment in {moment for moment, _ in holders}:
+        if moment[1] > newer_than and all((moment, of) in holders for of in parts):
+            whole.append(moment)
+    if not whole:
+        return RestorePlan(has_partners=has_partners)
+    moment = max(whole)
+    transfers = []
+    # The common part goes to each node that lacks it, from first rank to first rank.
+    for number, node in enumerate(sorted(nodes)):
+        sources = holders[moment, None]
+        if node not in sources:  # the holders take turns as senders
+            transfers.append(Transfer(sources[number % len(sources)], node, None))
+    # Each rank's own part goes to the rank if its node lacks it, from a rank on the node that holds it.
+    for rank, report in sorted(reports.items()):
+        sources = holders[moment, rank]
+        if report.node not in sources:
+            node = sources[0]
+            place = (rank - report.node) % nodes[node].local_world_size  # of the rank with the same place on that node
+            transfers.append(Transfer(node + place, rank, rank))
+    return RestorePlan(moment, (), transfers, has_partners)

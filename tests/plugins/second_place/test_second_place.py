@@ -14,14 +14,15 @@ import pytest
 
 from tests.unit.checkpoint.ranks import alone, load_alone, tensor_of, weights
 from tests.unit.checkpoint.test_damage import flip
+from tests.unit.checkpoint.test_library_files import save_by
 from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
-from toolkit.checkpoint import second_place
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.second_place import SecondPlace
+from toolkit.plugins.second_place import second_place
+from toolkit.plugins.second_place.second_place import SecondPlace
 
 
 @pytest.fixture
@@ -260,3 +261,13 @@ def test_nothing_is_copied_to_where_others_may_write(
     assert "has no copy in" in caplog.text
     assert "mode 0777" in caplog.text
     assert list((tmp_path / "second").iterdir()) == []
+
+
+def test_a_second_place_has_the_files_of_a_library_too(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    save_by(checkpoints, 7)
+    second = SecondPlace(tmp_path / "second", checkpoints.keep)
+    second.copy(checkpoints.path(7))
+    second.wait()
+    copies = CheckpointFolder(tmp_path / "second")
+    assert copies.verify(copies.path(7)) == checkpoints.verify(checkpoints.path(7))

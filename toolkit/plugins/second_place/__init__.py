@@ -1,0 +1,1 @@
+"""A second place for a run's checkpoints, on another disk."""
