@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from toolkit.base import logs
+from toolkit.base.errors import ConfigError
 
 #: The version of this interface. A plugin that was written for another one is left out.
 INTERFACE = 1
@@ -25,10 +26,12 @@ GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
     "auto",
+    "balance",
     "checkpoints",
     "completion",
     "compression",
     "disk",
+    "gpu_speeds",
     "images",
     "inference",
     "integrations",
@@ -38,6 +41,7 @@ BUILT_IN = (
     "mpi",
     "new",
     "parameter_server",
+    "profile",
     "pipeline",
     "report",
     "second_place",
@@ -95,7 +99,9 @@ class Plugin:
       worse than others (`toolkit.run.supervise.attempt_loop`). ``prepare_nodes``: what is done on the nodes before the
       first attempt, see `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it,
       see `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
-      ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`.
+      ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
+      that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
+      record steps of a rank.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """
@@ -116,7 +122,7 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "supervise", "run", "exec", "status", "stacks", "profile", "set"),
+    *("submit", "supervise", "run", "exec", "status", "stacks", "set"),
     *("stop", "cancel", "resume", "data"),
 )
 # fmt: off
@@ -179,6 +185,14 @@ def find(kind: Kind, name: str) -> Any:
     """Return the module or the attribute; None if no plugin brings it. Raises what its import raises."""
     path = where(kind, name)
     return None if path is None else load(path)
+
+
+def needed(hook: str, what: str) -> Any:
+    """Return the hook that ``what`` needs, such as a key of the config. Raises ConfigError where there is none."""
+    found = find("hooks", hook)
+    if found is None:
+        raise ConfigError(f"{what} needs a plugin that is not installed")
+    return found
 
 
 def load(path: str) -> Any:

@@ -26,6 +26,7 @@ from toolkit.config import JobConfig
 from toolkit.config.live import LIVE, set_values
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.profile import recording as profile
 from toolkit.plugins.report import compare
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
@@ -33,7 +34,6 @@ from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.train import profile
 from toolkit.train.on_request import OnRequest
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from toolkit import registry
-from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import Loaded
 from toolkit.ranks.state import Json
@@ -59,11 +57,3 @@ class CheckpointCopies(Protocol):
 
     def wait(self) -> None:
         """Wait until all is copied, at the end of a run."""
-
-
-def plugin_for(key: str, hook: str) -> Any:
-    """Return what the plugin brings that ``key`` of the config needs. Raises ConfigError without the plugin."""
-    found = registry.find("hooks", hook)
-    if found is None:
-        raise ConfigError(f"{key} needs a plugin that is not installed; leave it out")
-    return found

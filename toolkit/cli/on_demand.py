@@ -23,8 +23,6 @@ from toolkit.run.submission.handle import attach
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
 PATIENCE_S = 10.0
-#: Of a profile.
-MOST_STEPS = 100
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 
 
@@ -110,18 +108,6 @@ def _short(run: RunDir, line: str) -> str:
     for code in (run.code, run.code.resolve()):
         file = file.removeprefix(f"{code}/")
     return f"{file}:{match['line']} {match['name']}"
-
-
-def profile_page(run: RunDir, rank: int, answer: Answer) -> str:
-    """Return where the files of a profile are, and what shows them."""
-    first, count = answer.step or 0, answer.steps or 0
-    steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
-    tools = {".gz": "https://ui.perfetto.dev, or chrome://tracing", ".pickle": "https://pytorch.org/memory_viz"}
-    lines = [f"run {run.id}, rank {rank}, {steps}:"]
-    for file in answer.files:
-        tool = tools.get(file[file.rindex(".") :])
-        lines.append(f"  {file}{f' (open it in {tool})' if tool else ''}")
-    return "\n".join(lines)
 
 
 def _head(group: StackGroup) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit.checkpoint.copies import StateCopies, plugin_for
+from toolkit import registry
+from toolkit.checkpoint.copies import StateCopies
 from toolkit.checkpoint.folder import step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import Loaded, load
@@ -30,7 +31,7 @@ class Checkpoints:
         self.saver = Saver(config, session, self._state)
         self.copies: StateCopies | None = None
         if config.memory_every_steps is not None:
-            make = plugin_for("checkpoint.memory_every_steps", "state_copies")
+            make = registry.needed("state_copies", "checkpoint.memory_every_steps")
             self.copies = make(config.memory_every_steps, session, self._state)
 
     def include(self, loader: Batches) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
+from toolkit import registry
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
@@ -24,7 +25,6 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy
-from toolkit.train.balance import build_balance
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluations import Evaluate, Evaluations
 from toolkit.train.hooks import Hooks
@@ -33,8 +33,7 @@ from toolkit.train.loss_window import LossWindow
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
-from toolkit.train.state import conditions
-from toolkit.train.trace import trace_if_asked
+from toolkit.train.state import trace_if_asked
 
 log = logs.get(__name__)
 
@@ -78,8 +77,7 @@ class Trainer:
         """
         if loader.is_split:
             strategy.split_data()
-        # A trace wraps the loader and the strategy; see trace.py.
-        trace = trace_if_asked(session, conditions)
+        trace = trace_if_asked(session)  # it wraps the loader and the strategy
         if trace is not None:
             loader, strategy = trace.watch(loader, strategy)
         self._config = config
@@ -96,7 +94,10 @@ class Trainer:
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
         self._pace = Pace(session)
-        self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
+        self._balance = None
+        if loader.balances and session.world_size > 1:
+            build_balance = registry.needed("balance", "data.share: auto")
+            self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = BadSamples(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
@@ -147,7 +148,8 @@ class Trainer:
         if self._evaluations.newest is not None:
             self._end_if_done()
         self._loss.restore(meta.get("loss_window"))
-        self._balance.restore(meta.get("shares"))
+        if self._balance is not None:
+            self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
         self._not_finite.restore(meta)
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
@@ -231,7 +233,7 @@ class Trainer:
             "train/lr": self._lr(self._step - 1),
             **self._life.figures(self._hooks.speed),
             **self._pace.compare(own_s),
-            **self._balance.update(self._step, own_s),
+            **(self._balance.update(self._step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
         }
@@ -298,7 +300,7 @@ class Trainer:
             **self._evaluations.state(),
             "loss_window": self._loss.state(),
             "skipped_steps": self._skipped.state(),
-            "shares": self._balance.state(),
+            "shares": None if self._balance is None else self._balance.state(),
             **self._not_finite.state(),
             "learning_rate": rates_at(self._lr, self._step, self._rate_keys(), self._loader.dataset_size),
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import RequestError
 from toolkit.files.rundir import RunDir
@@ -21,7 +22,6 @@ from toolkit.ranks.session import Session
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.train.profile import StepProfile
 
 log = logs.get(__name__)
 
@@ -35,7 +35,7 @@ class OnRequest:
         self._run = RunDir(session.run_dir)
         self._seen: set[str] = set()
         self._ahead: list[tuple[int, str, Any]] = []  #: values that hold from a later step on, by step
-        self._profile: StepProfile | None = None  #: of this rank, the newest
+        self._profile: Any = None  #: of this rank, the newest one that a plugin makes
         self._is_recording = False  #: whether that one still records, and does not just write its files
         self._profiled_until = 0  #: a rank, and all know it
         self._step = 0  #: the last one that had something to do
@@ -80,7 +80,7 @@ class OnRequest:
                 log.info("step %d: profiling %d steps", step, request.steps)
                 folder, answer = self._run.path / "profiles", partial(self._answer, request_id)
                 try:
-                    self._profile = StepProfile(
+                    self._profile = registry.needed("profile", "toolkit profile")(
                         folder, request.rank, step, request.steps, memory=request.memory, answer=answer
                     )
                     self._is_recording = True

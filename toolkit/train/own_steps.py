@@ -28,8 +28,7 @@ from toolkit.train.log_window import LogWindow
 from toolkit.train.not_finite import weights_are_finite
 from toolkit.train.own_state import OwnState
 from toolkit.train.same_calls import SameCalls
-from toolkit.train.state import conditions
-from toolkit.train.trace import trace_if_asked
+from toolkit.train.state import trace_if_asked
 
 log = logs.get(__name__)
 
@@ -64,7 +63,7 @@ class OwnSteps:
         self._has_logged = False  #: outside of a step, since the last write
         self._stopped: StoppedError | None = None
         self._has_left = False  #: the loop was begun and has not come to its end
-        self._trace = trace_if_asked(session, conditions)
+        self._trace = trace_if_asked(session)
 
     @property
     def step(self) -> int:

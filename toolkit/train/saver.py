@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import fsio, logs, trust
 from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
-from toolkit.checkpoint.copies import CheckpointCopies, plugin_for
+from toolkit.checkpoint.copies import CheckpointCopies
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.replicas import ReplicaSums
@@ -51,7 +52,7 @@ class Saver:
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = plugin_for("checkpoint.copy_to", "second_place")(
+            self.second = registry.needed("second_place", "checkpoint.copy_to")(
                 folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress, session.owns_run
             )
         # Saves in the background: the buffers, the thread's store client, and the save in progress.

@@ -5,23 +5,26 @@ That is the strategy's state, the loader's position, and the values that tie it 
 
 from __future__ import annotations
 
+import os
 import platform
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit import registry
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import FIXED_ON_RESUME, JobConfig, value_of
 from toolkit.data.loader import Batches
+from toolkit.files.rundir import TRACE_VARIABLE
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, PerRank, State
@@ -36,6 +39,13 @@ def identity(config: JobConfig) -> dict[str, Json]:
     """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``). The mesh beside them may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
+
+
+def trace_if_asked(session: Session) -> Any:
+    """Return what records each step of this rank, see `toolkit.plugins.profile.trace`; None: nobody asks for it."""
+    if TRACE_VARIABLE not in os.environ:
+        return None
+    return registry.needed("trace", TRACE_VARIABLE)(os.environ[TRACE_VARIABLE], session, conditions(session))
 
 
 def conditions(session: Session) -> dict[str, Json]:

@@ -22,8 +22,9 @@ from torchvision import transforms as v1
 from torchvision.models import ResNet50_Weights
 from torchvision.transforms.functional import InterpolationMode
 
+from tests.pages import ROOT
 from toolkit.base.errors import ConfigError
-from toolkit.config import DataConfig, ImageConfig, JobConfig, validate
+from toolkit.config import DataConfig, ImageConfig, JobConfig, load_config, validate
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
@@ -207,3 +208,9 @@ def test_memory_of_the_rank_and_its_worker_is_flat_over_five_epochs(tmp_path: Pa
             assert len(pids) == 2
             sizes.append(sum(private_mib(pid) for pid in pids))
     assert sizes[4] - sizes[1] < 6, sizes
+
+
+def test_the_recipe_is_valid_with_a_folder_of_images(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    validate(load_config(ROOT / "configs/imagenet_resnet50.yaml", [f"data.root={tmp_path}"], site=False))

@@ -20,7 +20,7 @@ import toolkit
 from jobs.classify import Classify, Params
 from jobs.models import build_model
 from toolkit.base.errors import ConfigError
-from toolkit.config import DataConfig, JobConfig, ModelConfig, load_config, validate
+from toolkit.config import JobConfig, load_config
 from toolkit.config.learning_rate import build_schedule
 from toolkit.strategies.objective import Objective
 from toolkit.train.optim import build_optimizer
@@ -183,10 +183,3 @@ def test_models_of_one_size_refuse_another_in_evaluation() -> None:
     for name, shape in (("lenet", (3, 32, 32)), ("vit_b_16", (3, 64, 64))):
         with pytest.raises(ConfigError, match=r"data\.images\.val_size"):
             build_model(name, 10, shape, (3, 96, 96))
-
-
-def test_the_recipe_is_valid_with_a_folder_of_images(recipe: JobConfig, tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-    validate(load_config(ROOT / "configs/imagenet_resnet50.yaml", [f"data.root={tmp_path}"], site=False))
-    assert JobConfig(data=DataConfig(), model=ModelConfig()).data.repeats == 1

@@ -1,7 +1,7 @@
 """`toolkit resume-check`: compares a killed and resumed run of a config with an undisturbed one.
 
 The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
-does. In both runs `toolkit.train.trace` records what every rank was given and computed, in every step.
+does. In both runs `toolkit.plugins.profile.trace` records what every rank was given and computed, in every step.
 The two records are compared, by the first step in which they differ.
 """
 

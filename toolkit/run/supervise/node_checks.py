@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from toolkit import registry
 from toolkit.base import logs
-from toolkit.nodes.start.gpu_speeds import LEAST_GPUS, slow_gpus
 from toolkit.nodes.start.preflight import check_nodes
 from toolkit.run.attempt import budgets
 from toolkit.run.supervise.context import Context
@@ -35,8 +35,8 @@ def mark_bad_nodes(context: Context) -> None:
         return
     nodes.doubt(report.slow)
     # Slow GPUs only matter where a spare can take their place.
-    if spare and sum(job.gpus) >= LEAST_GPUS:
-        nodes.doubt(slow_gpus(agents, job.hosts, context.events))
+    if spare and (slow_gpus := registry.find("hooks", "slow_gpus")) is not None:
+        nodes.doubt(slow_gpus(agents, job, context.events))
     # A node that did not answer is bad only if its slurmd does not answer either.
     dead = context.job.unreachable(report.unknown) if report.unknown else set()
     bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}

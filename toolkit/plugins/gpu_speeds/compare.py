@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from toolkit.base import logs
+from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_requests import NodeAnswered
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import Events
@@ -23,10 +24,15 @@ SLOW_SHARE = 0.9
 LEAST_GPUS = 4
 #: The test ends itself this long before. The ranks start then, and a CUDA context beside them would take their memory.
 MARGIN_S = 5
-COMMAND = (sys.executable, "-P", "-m", "toolkit.ranks.gpu_speed", f"{WAIT_S - MARGIN_S:.0f}")
+COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.gpu_speeds.measure", f"{WAIT_S - MARGIN_S:.0f}")
 _WORDS = {"gemm": "multiplies matrices at", "copy": "copies from the host at"}
 
 log = logs.get(__name__)
+
+
+def slow_nodes(agents: Agents, job: Allocation, events: Events) -> dict[str, str]:
+    """Return the nodes of a job with a slow GPU, see :func:`slow_gpus`. A job of few GPUs has none."""
+    return slow_gpus(agents, job.hosts, events) if sum(job.gpus) >= LEAST_GPUS else {}
 
 
 def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:

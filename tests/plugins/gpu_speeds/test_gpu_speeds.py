@@ -16,9 +16,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from toolkit.nodes.start import gpu_speeds
+from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
-from toolkit.ranks import gpu_speed
+from toolkit.plugins.gpu_speeds import compare as gpu_speeds
+from toolkit.plugins.gpu_speeds import measure as gpu_speed
 
 
 def text(gemm: list[float], copy: list[float]) -> str:
@@ -70,8 +71,15 @@ def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
     agents, events = PlayedAgents(), SimpleQueue[Any]()
     found = gpu_speeds.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
     assert {*agents.asked} == {"n1", "n2", "dead"}
-    assert agents.asked["n1"]["command"][-2] == "toolkit.ranks.gpu_speed"
+    assert agents.asked["n1"]["command"][-2] == "toolkit.plugins.gpu_speeds.measure"
     assert {*found} == {"n2"}
+
+
+@pytest.mark.parametrize(("gpus", "is_asked"), [(1, False), (2, True)])
+def test_a_job_of_few_gpus_is_not_measured(gpus: int, *, is_asked: bool) -> None:
+    agents, job = PlayedAgents(), Allocation(("n1", "n3"), (1, 1), 1, gpus=(gpus, gpus), job_id="1")
+    assert gpu_speeds.slow_nodes(cast(Any, agents), job, SimpleQueue()).keys() <= {"n3"}
+    assert bool(agents.asked) == is_asked
 
 
 def test_an_event_such_as_a_signal_ends_the_wait_for_the_speeds() -> None:

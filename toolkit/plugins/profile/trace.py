@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.base import fsio
 from toolkit.checkpoint.tensors import to_bytes
-from toolkit.files.rundir import TRACE_VARIABLE, RunDir
+from toolkit.files.rundir import RunDir
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
@@ -105,10 +105,9 @@ class StepTrace:
         os.write(self._file, f"{text}\n".encode())
 
 
-def trace_if_asked(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> StepTrace | None:
-    """Return the rank's trace if the environment asks for one."""
-    brief = os.environ.get(TRACE_VARIABLE)
-    return None if brief is None else StepTrace(json.loads(brief), session, conditions(session))
+def start(brief: str, session: Session, conditions: Mapping[str, Json]) -> StepTrace:
+    """Start the rank's trace, as the value of ``TOOLKIT_TRACE`` asks for it."""
+    return StepTrace(json.loads(brief), session, conditions)
 
 
 def _digest(tensor: Tensor) -> str:

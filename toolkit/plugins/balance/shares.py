@@ -30,20 +30,6 @@ WORTH = 0.03
 log = logs.get(__name__)
 
 
-class Even:
-    """Shares that stay even."""
-
-    def update(self, step: int, own_s: Sequence[float]) -> dict[str, float]:
-        """See :class:`Balance`."""
-        return {}
-
-    def state(self) -> Json:
-        """See :class:`Balance`."""
-
-    def restore(self, saved: Any) -> None:
-        """Ignore saved shares, another run's or this run's from when it had auto. The shares are even now."""
-
-
 class Balance:
     """Moves the shares of ``loader``. All ranks must make the same calls, and all get the same shares."""
 
@@ -105,13 +91,11 @@ class Balance:
             self._loader.cut(first, counts)
 
 
-def build_balance(loader: Batches, share: Share, ranks: int, accumulate: int) -> Balance | Even:
+def build_balance(loader: Batches, share: Share, ranks: int, accumulate: int) -> Balance:
     """Return what `data.share` asks for.
 
     Raises ConfigError where ranks work on the same samples: their times are not those of a share.
     """
-    if not loader.balances or ranks == 1:
-        return Even()
     if share.count != ranks:
         raise ConfigError(
             f"data.share: auto needs a share for each rank, and {ranks} ranks have {share.count}; set it to even"

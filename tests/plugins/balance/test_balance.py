@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.samples import Noisy, Numbers
+from tests.unit.data.samples import Numbers
 from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
+from toolkit.plugins.balance.shares import Balance, build_balance, shares
 from toolkit.ranks.batch import Share
-from toolkit.train.balance import Balance, Even, build_balance, shares
 
 
 @settings(max_examples=200, deadline=None)
@@ -135,61 +134,9 @@ def test_shares_too_small_for_the_passes_of_accumulation_are_not_taken_over() ->
     assert loader.cuts == [(0, [24, 40])]
 
 
-def test_who_asks_for_even_shares_gets_them_and_ranks_that_share_samples_are_refused() -> None:
-    loader = build_loader(Numbers(9), DataConfig(global_batch_size=4), Share(0, 2), seed=0)
-    assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Even)
+def test_shares_by_speed_are_asked_for_and_not_for_ranks_that_share_samples() -> None:
+    assert not build_loader(Numbers(9), DataConfig(global_batch_size=4), Share(0, 2), seed=0).balances
     loader = build_loader(Numbers(9), DataConfig(global_batch_size=4, share="auto"), Share(0, 2), seed=0)
     assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Balance)
     with pytest.raises(ConfigError, match="4 ranks have 2"):
         build_balance(loader, Share(0, 2), 4, 1)
-
-
-# ------------------------------------------------------------------------------------------- what the loaders then give
-
-
-def positions(loaders: list[Loader], step: int) -> list[list[int]]:
-    batches = [loader.at(step) for loader in loaders]
-    return [batch.positions.tolist() for batch in batches if batch is not None]
-
-
-@pytest.mark.parametrize(("dataset", "workers"), [(Numbers(50), 0), (Noisy(50), 0), (Noisy(50), 2)])
-def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: int) -> None:
-    """The cuts change after steps 3, 6 and 7, from the earliest possible step on."""
-    even = Loader(dataset, global_batch_size=12, seed=3, share=Share(0, 1))
-    loaders = [
-        Loader(dataset, global_batch_size=12, seed=3, share=Share(rank, 3), workers=workers) for rank in range(3)
-    ]
-    news = {3: [6, 3, 3], 6: [2, 2, 8], 7: [4, 5, 3]}
-    expected = {0: [4, 4, 4]}
-    try:
-        for step in range(22):
-            if step in news:
-                for loader in loaders:
-                    loader.cut(step + loader.ahead, news[step])
-                # batches that workers have begun keep the cut before
-                expected[step + loaders[0].ahead] = news[step]
-            batches = [batch for loader in loaders if (batch := loader.at(step)) is not None]
-            counts = expected[max(first for first in expected if first <= step)]
-            assert [len(batch) for batch in batches] == counts, step
-            whole = even.at(step)
-            assert whole is not None
-            for name in ("inputs", "targets", "positions"):
-                parts = [getattr(batch, name) for batch in batches]
-                assert np.array_equal(np.concatenate(parts), getattr(whole, name)), (step, name)
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-def test_steps_that_were_given_are_cut_as_they_were() -> None:
-    loaders = [Loader(Numbers(50), global_batch_size=10, seed=3, share=Share(rank, 2)) for rank in range(2)]
-    for loader in loaders:
-        loader.cut(5, [8, 2])
-        loader.cut(9, [3, 7])
-    assert [[len(part) for part in positions(loaders, step)] for step in (9, 4, 8, 5, 30)] == [
-        [3, 7],
-        [5, 5],
-        [8, 2],
-        [8, 2],
-        [3, 7],
-    ]

@@ -3,7 +3,11 @@
 from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import on_demand
+from toolkit.files.rundir import RunDir
+from toolkit.run.records.user_request import Answer
 
+#: Or the trace gets too long.
+MAX_STEPS = 100
 EXAMPLES = (
     ("toolkit profile mnist", "three steps of rank 0 of the newest run of mnist"),
     ("toolkit profile mnist --rank 3 --steps 5 --memory", "and what is allocated"),
@@ -26,11 +30,21 @@ def run(args: Namespace) -> None:
     from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
-    if not 1 <= args.steps <= on_demand.MOST_STEPS:
-        raise RequestError(
-            f"profile: --steps {args.steps}: from 1 to {on_demand.MOST_STEPS}, or the trace gets too long"
-        )
+    if not 1 <= args.steps <= MAX_STEPS:
+        raise RequestError(f"profile: --steps {args.steps}: from 1 to {MAX_STEPS}, or the trace gets too long")
     on_demand.refuse_unless_running(of)
     on_demand.refuse_other_rank(of, args.rank)
     wanted = UserRequest(Wish.PROFILE, time.time(), rank=args.rank, steps=args.steps, memory=args.memory)
-    print(on_demand.profile_page(of, args.rank, on_demand.carry_out(of, wanted, args.wait_s)))
+    print(profile_page(of, args.rank, on_demand.carry_out(of, wanted, args.wait_s)))
+
+
+def profile_page(run: RunDir, rank: int, answer: Answer) -> str:
+    """Return where the files of a profile are, and what shows them."""
+    first, count = answer.step or 0, answer.steps or 0
+    steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
+    tools = {".gz": "https://ui.perfetto.dev, or chrome://tracing", ".pickle": "https://pytorch.org/memory_viz"}
+    lines = [f"run {run.id}, rank {rank}, {steps}:"]
+    for file in answer.files:
+        tool = tools.get(file[file.rindex(".") :])
+        lines.append(f"  {file}{f' (open it in {tool})' if tool else ''}")
+    return "\n".join(lines)

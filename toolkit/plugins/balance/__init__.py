@@ -1,0 +1,1 @@
+"""`data.share: auto`: slower ranks get fewer samples of each global batch."""
