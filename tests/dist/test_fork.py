@@ -54,7 +54,8 @@ class Site:
         path = f"{self.folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         environ = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", **changed}
         if not self.is_prepared:
-            self.launcher.prepare(self.allocation.hosts, command, environ, self.events)
+            self.launcher.open(command, environ, self.events)
+            self.launcher.prepare(self.allocation.hosts)
             self.is_prepared = True
         store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ, self.events)
         self.launcher.start(self.attempt, self.allocation, command, environ, self.events, store)

@@ -26,7 +26,6 @@ from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
-from toolkit.run.supervise import left_over
 from toolkit.slurm import cluster_name, commands
 from toolkit.slurm.fake import FakeSlurm
 
@@ -146,7 +145,6 @@ def test_a_run_that_another_cluster_trains_is_resumed_here_when_its_status_is_ol
     # Slurm starts alpha's job once more: the number is the same, and the run is not its own any more.
     with pytest.raises(Overtaken):
         Claim.of_job(run, allocation("1"), claim.token)
-    assert Claim.of_dead(run, allocation("1")) is None
 
 
 def test_a_cluster_that_is_gone_for_good_can_be_said_to_be_so(site: Site) -> None:
@@ -177,14 +175,6 @@ def test_no_run_waits_for_another_clusters_job(site: Site) -> None:
     send()
     with pytest.raises(RequestError, match=r"has its job on the cluster alpha, for which a job of this cluster cannot"):
         awaited.find(first.id, "slurm", site.slurm.show_jobs)
-
-
-def test_a_left_over_attempt_is_taken_over_on_its_own_cluster_only(site: Site) -> None:
-    run = send()
-    train(run, site.slurm, "1")
-    run.write_status(run.status().replace(nodes=("node1",), tasks=(1,)))
-    assert left_over.find_running(run, allocation("1")) is not None
-    assert left_over.find_running(run, allocation("1", "beta")) is None
 
 
 @pytest.mark.parametrize(

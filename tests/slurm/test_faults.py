@@ -230,7 +230,7 @@ FAULTS: Mapping[str, Callable[[Disturber], Mend | None]] = {
     "controller restarted": restart_the_controller,
 }
 #: These may pass without the end of an attempt.
-PASSING = ("node cut off", "controller restarted", "supervisor killed")
+PASSING = ("node cut off", "controller restarted")
 #: Half a minute and more until they are noticed.
 SLOW = ("batch host killed", "node cut off", "rank stopped", "rank's node killed")
 

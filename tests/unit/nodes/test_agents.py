@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Timer
@@ -28,7 +28,7 @@ from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.progress import Digest, RankReport, Standing
 from toolkit.nodes.agent.reports import AgentGoneError, Outbox, addresses
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import agent_links, agent_starters, agents, children
+from toolkit.nodes.start import agent_launcher, agent_links, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.nodes.start.agent_starters import LocalAgent
@@ -77,6 +77,7 @@ class Site:
     def begin(self) -> None:
         """Begin as the run's supervisor, the first one or a later one."""
         self.events: SimpleQueue[Any] = SimpleQueue()
+        self.is_open = False
         self.agents = Agents(self.run, self.allocation, self.starter, self.endpoint)
         shell: Any = self._shell
         self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell, *self._settings)
@@ -91,11 +92,17 @@ class Site:
         self.agents.close()
         self.endpoint.listening.close()
 
+    def prepare(self, environ: Mapping[str, str]) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self.launcher.open(["sh"], environ, self.events)
+        self.launcher.prepare(self.allocation.hosts)
+
     def start(self, script: str, **environ: str) -> RunningRanks:
         self.attempt += 1
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
         if self.attempt == 1:
-            self.launcher.prepare(self.allocation.hosts, ["sh"], environ, self.events)
+            self.prepare(environ)
         self.store: Any = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
         command = ["sh", "-c", script]
         return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
@@ -486,7 +493,7 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
 
 
 def opened(site: Site, **environ: str) -> None:
-    site.launcher.prepare(site.allocation.hosts, ["sh"], {**os.environ, **environ}, site.events)
+    site.prepare({**os.environ, **environ})
 
 
 def check(site: Site, command: Sequence[str]) -> None:
@@ -741,75 +748,45 @@ def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    site = Site(tmp_path, ranks=3)
-    script = f"case $RANK in 0) exit 0;; 1) until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 5;; esac; sleep 600"
-    step: Any = site.start(script)
-    await_true(lambda: step._still_running == {1, 2})
+def test_ranks_of_a_dead_supervisor_have_ended_before_the_agent_serves_the_next_one(tmp_path: Path) -> None:
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ $TOOLKIT_STATE_MEMORY > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    pid, memory = note.read_text().split()
+    agent = site.agent
     site.die()
-    site.begin()  # rank 0 has ended and ranks 1 and 2 run: a new supervisor takes them over
-    ranks = site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events)
-    assert ranks is not None
-    step, store = ranks
-    (tmp_path / "go").touch()
-    ended = site.next()
-    assert (ended.ranks, ended.exit_code) == ((1,), 5)
-    store.propose("stop", by="me")
-    await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
-    step.kill()
-    assert [type(site.next()), site.next()] == [RanksExited, AllRanksEnded(5)]
-    site.close()
-
-
-@pytest.mark.usefixtures("agents_survive_threads")
-def test_what_a_rank_reported_and_how_one_ended_while_nobody_listened_is_not_lost(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    lines = f"""
-import os, time
-report("in a step", 7, fields={{"step": 7}})
-while not os.path.exists("{tmp_path}/go"):
-    time.sleep(0.01)
-report("in a step", 8, fields={{"step": 8}})
-"""
-    site.start(reporting(tmp_path, lines))
-    until(site, FirstReports)
-    site.die()
-    (tmp_path / "go").touch()  # the last report and the end come while there is no supervisor
     site.begin()
-    assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
-    happened = until(site, AllRanksEnded)
-    assert happened[-1] == AllRanksEnded(0)
-    assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
-    assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
+    site.prepare({**os.environ, "MASTER_ADDR": "127.0.0.1"})
+    assert gone(int(pid))
+    site.start(f"echo $TOOLKIT_STATE_MEMORY > {note}")
+    assert site.next() == AllRanksEnded(0)  # nothing is heard of the first attempt
+    assert note.read_text() == f"{memory}\n"  # the state of its ranks is where it was
+    assert site.agent == agent
     site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(tmp_path: Path) -> None:
+def test_an_agent_that_does_not_return_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_launcher, "RETURN_WITHIN_S", 0.1)
     site, note = Site(tmp_path), tmp_path / "pid"
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)
+    os.kill(site.agent, signal.SIGSTOP)
     site.die()
     site.begin()
-    assert site.launcher.take_over(2, site.allocation, ["sh"], os.environ, site.events) is None
-    await_true(lambda: gone(int(note.read_text())))
-    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-    site.launcher.prepare(site.allocation.hosts, ["sh"], environ, site.events)
-    site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
-    site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
+    site.prepare({**os.environ, "MASTER_ADDR": "127.0.0.1"})
+    site.start("true")
     assert site.next() == AllRanksEnded(0)
+    assert gone(int(note.read_text()))
     site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_ranks_end_when_no_supervisor_takes_over(
+def test_an_agent_ends_when_no_other_supervisor_comes(
     tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hasty = "import sys; from toolkit.nodes.agent import node; node.TAKE_OVER_S = 0.5; node.main(sys.argv[1:])"
+    hasty = "import sys; from toolkit.nodes.agent import node; node.NEXT_WITHIN_S = 0.5; node.main(sys.argv[1:])"
     usual = agent_starters._command
     command = [sys.executable, "-P", "-c", hasty]
     monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])

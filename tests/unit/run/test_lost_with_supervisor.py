@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -34,20 +31,12 @@ ATTEMPT = 3
 class Node:
     """Plays the agent of one node. Its ranks end with exit code 0 as soon as they start."""
 
-    def __init__(
-        self, at: Endpoint, host: str, left: int | None = None, *, start: int = 0, store_lives: bool = True
-    ) -> None:
-        """Connect to the supervisor.
-
-        ``left`` is the number of ranks that run since the last supervisor; None: the agent is new.
-        """
-        self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
+    def __init__(self, at: Endpoint, host: str, *, start: int = 0, again: bool = False) -> None:
+        """Connect to the supervisor. ``again``: one that was killed had started the agent."""
+        self._link = AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
-        # The first node has the store as well.
-        lives = bool(left) or (left is not None and host == "node1" and store_lives)
-        here = {"attempt": ATTEMPT if lives else None, "ranks": left or 0, "lives": lives}
-        self.say(**{"is": "here"}, host=host, start=start, again=left is not None, relay=None, **here)
+        self.say(**{"is": "here"}, host=host, start=start, again=again, relay=None)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def say(self, **message: object) -> None:
@@ -70,9 +59,6 @@ class Node:
                 pass
 
     def _obey(self, order: Message) -> None:
-        if order["do"] == "signal" and self._left:
-            rank = int(self._host == "node2")
-            self._end(ATTEMPT, rank, -order["number"])
         for process in order.get("processes", ()):
             rank, attempt = process["rank"], order["attempt"]
             if rank is None:
@@ -118,7 +104,7 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     when: str,
 ) -> None:
     """They die before, while or after the other agents connect to the next supervisor."""
-    monkeypatch.setattr(agent_launcher, "COME_BACK_S", 0.2)
+    monkeypatch.setattr(agent_launcher, "RETURN_WITHIN_S", 0.2)
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: {*hosts} & {*dead})
     leave(run, nodes=used)
     config = JobConfig()
@@ -127,26 +113,27 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
     agents = Agents(run, ALLOCATION, Starter(dead), endpoint)
     launcher = AgentLauncher(run, ALLOCATION, agents)
-    take_over = launcher.take_over
+    open_links, prepare = launcher.open, launcher.prepare
+    came: list[Node] = []
 
-    def taken_over(*arguments: Any) -> Any:
-        ranks = {host: int(host in used) for host in ALLOCATION.hosts}
-        came = [Node(endpoint, host, ranks[host]) for host in dead if when != "before"]
+    def opened(*arguments: Any) -> None:
+        endpoint.secret_file.touch()  # the last supervisor has written it
+        open_links(*arguments)
+        came.extend(Node(endpoint, host, again=True) for host in dead if when != "before")
         if when == "meanwhile":
             for node in came:
                 node.die()
         for host in {*ALLOCATION.hosts} - {*dead}:
-            Node(endpoint, host, ranks[host])
-        result = take_over(*arguments)
+            Node(endpoint, host, again=True)
+
+    def prepared(*arguments: Any) -> None:
+        prepare(*arguments)
         if when == "after":
             for node in came:
                 node.die()
-        if not {*dead} & {*used}:
-            assert result is not None
-            result[0].kill(signal.SIGTERM)  # nothing else ends these ranks
-        return result
 
-    monkeypatch.setattr(launcher, "take_over", taken_over)
+    monkeypatch.setattr(launcher, "open", opened)
+    monkeypatch.setattr(launcher, "prepare", prepared)
     code = Supervisor(run, config, ALLOCATION, launcher, slurm, agents).run("killed")
     endpoint.listening.close()
     has_enough = fewer or len(dead) == 1
@@ -158,23 +145,3 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     if has_enough:
         assert run.attempts()[-1].cause == "completed"
         assert not {*run.attempts()[-1].nodes} & {*dead}
-
-
-@pytest.mark.parametrize("store_lives", [True, False])
-def test_ranks_are_taken_over_only_together_with_their_store(
-    run: RunDir,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    store_lives: bool,
-) -> None:
-    """The batch host may have the store and no rank. Before, it was taken for a spare, whose processes are ended."""
-    monkeypatch.setattr(agent_launcher, "COME_BACK_S", 10.0)
-    endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
-    agents = Agents(run, ALLOCATION, Starter([]), endpoint)
-    launcher = AgentLauncher(run, ALLOCATION, agents)
-    for host in ALLOCATION.hosts:
-        Node(endpoint, host, int(host != "node1"), store_lives=store_lives)
-    plan = replace(ALLOCATION, hosts=("node3", "node2"), tasks=(1, 1))
-    events: SimpleQueue[Any] = SimpleQueue()
-    assert (launcher.take_over(ATTEMPT, plan, ["toolkit"], os.environ, events) is not None) == store_lives
-    agents.close()
-    endpoint.listening.close()

@@ -129,7 +129,7 @@ def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
     assert "is not known" in caplog.text
 
 
-def test_after_a_take_over_the_nodes_in_use_stay_though_no_slow_one_is_known(tmp_path: Path) -> None:
+def test_under_the_next_supervisor_the_nodes_in_use_stay_though_no_slow_one_is_known(tmp_path: Path) -> None:
     nodes = Nodes(run_in(tmp_path), JOB, spare=1, allow_fewer=False)
     nodes.note_used(JOB.on(["n2", "n3", "n4"]))  # the supervisor before this one had found n1 slow
     plan = nodes.plan()

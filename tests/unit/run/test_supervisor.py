@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,10 @@ class Ranks:
         self.answers_kill = True
         self.abandoned = False
 
-    def prepare(self, *args: Any) -> None:
-        self.events = args[-1]
+    def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
+        self.events = events
 
-    def take_over(self, *args: Any) -> Any:
-        """Find no rank that an earlier supervisor left."""
+    def prepare(self, hosts: Collection[str]) -> None: ...
 
     def start_store(self, *args: Any) -> Store:
         return Store()

@@ -33,7 +33,9 @@ from toolkit.run.attempt.facts import Verdict
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job import nodes, slurm_job
 from toolkit.run.job.nodes import Nodes
+from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
+from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
 from toolkit.run.supervise import attempt_loop, conclusion, entry, left_over, node_checks
 from toolkit.run.supervise.conclusion import judge_attempt
@@ -514,16 +516,6 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     assert second.cause == "completed"
 
 
-class LeftRanks(Ranks):
-    """Ranks that a killed supervisor has left behind."""
-
-    def take_over(self, attempt: int, plan: Allocation, command: Any, environ: Any, events: Any) -> Any:
-        self.attempt, self.events, self.hosts = attempt, events, plan.hosts
-        store = Store()
-        self._acts.pop(0)(self)
-        return self, store
-
-
 ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
 
 
@@ -541,60 +533,39 @@ def leave(run: RunDir, **more: Any) -> int:
     return claim.number
 
 
-def test_a_supervisor_that_was_killed_costs_nothing_where_its_ranks_are_there(run: RunDir, slurm: FakeSlurm) -> None:
-    number = leave(run)
-    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(completes), slurm).run("killed") == 0
-    (line,) = run.attempts()
-    assert (line.attempt, line.cause, line.world_size) == (3, "completed", 2)
-    assert line.goodput["queue"] == pytest.approx(2.0, abs=0.1)
-    assert run.owner_number() == number
-
-
-def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, slurm: FakeSlurm) -> None:
-    number = leave(run)
-
-    def crashes(ranks: Ranks) -> None:
-        ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
-        ranks.events.put(AllRanksEnded(1))
-
-    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
-    assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
-    assert run.owner_number() == number + 1
-
-
-def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir, slurm: FakeSlurm) -> None:
-    def stops(ranks: Ranks) -> None:
-        def stopped() -> None:
-            ranks.events.put(RanksExited((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
-            ranks.events.put(AllRanksEnded(EXIT_STOPPED))
-
-        Store.on_propose = stopped
-
-    leave(run, state="stopping", stop="user")
-    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(stops), slurm).run("killed") == EXIT_STOPPED
-    assert Store.proposed == ["stop"]
-    assert run.result().state == "stopped"
-
-
 @pytest.mark.parametrize(
     "status",
     [
+        pytest.param({}, id="while ranks train"),
         pytest.param({"state": "restarting"}, id="between two attempts"),
-        pytest.param({"restart_count": 1}, id="of another start of the job"),
-        pytest.param({"job_id": "2"}, id="of another job"),
-        pytest.param({"nodes": ["node1", "elsewhere"]}, id="on a node that is not ours"),
+        pytest.param({"state": "stopping", "stop": "move"}, id="leaving nodes that nobody knows"),
+        pytest.param({"stop": "odd"}, id="stopping for a reason that nobody knows"),
         pytest.param({"tasks": [1]}, id="on nodes whose ranks are not all known"),
         pytest.param({"nodes": [], "tasks": []}, id="on nodes that are not known"),
-        pytest.param({"stop": "move"}, id="leaving nodes that nobody knows"),
-        pytest.param({"stop": "odd"}, id="stopping for a reason that nobody knows"),
     ],
 )
-def test_ranks_that_may_not_be_ours_are_not_taken_over(run: RunDir, slurm: FakeSlurm, status: dict[str, Any]) -> None:
+def test_after_a_killed_supervisor_comes_the_next_attempt(
+    run: RunDir, slurm: FakeSlurm, status: dict[str, Any]
+) -> None:
     number = leave(run, **status)
-    ranks = LeftRanks(completes)
-    assert Supervisor(run, JobConfig(), ALLOCATION, ranks, slurm).run("killed") == 0
-    assert [line.attempt for line in run.attempts()] == [3, 4]
-    assert (run.owner_number() or 0) > number + 1
+    assert Supervisor(run, JobConfig(), ALLOCATION, Ranks(completes), slurm).run("killed") == 0
+    assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
+    assert (run.owner_number() or 0) > number
+
+
+def test_after_a_killed_supervisor_ranks_stay_on_the_nodes_that_hold_their_state(run: RunDir, slurm: FakeSlurm) -> None:
+    leave(run, nodes=["node3", "node2"])
+    config = JobConfig()
+    config.cluster.spare_nodes = 1
+    assert Supervisor(run, config, ALLOCATION, Ranks(completes), slurm).run("killed") == 0
+    assert run.attempts()[-1].nodes == ("node3", "node2")
+
+
+def test_a_run_that_was_stopped_before_its_supervisor_was_killed_has_ended(run: RunDir, slurm: FakeSlurm) -> None:
+    leave(run, state="stopping", stop="user")
+    stop_request.ask(run, Intent.STOP)
+    assert Supervisor(run, JobConfig(), ALLOCATION, Ranks(), slurm).run("killed") == EXIT_STOPPED
+    assert run.result().state == "stopped"
 
 
 def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir, slurm: FakeSlurm) -> None:

@@ -5,8 +5,8 @@ forks of a zygote or as fresh programs. It sends them signals, and reports at on
 node report to it, also those that srun has started; see :mod:`toolkit.nodes.agent.progress`. It has one thread and
 needs no torch.
 
-When the supervisor has died, the agent connects to the one that is started in its place, and repeats what it has
-reported of the attempt: the ranks go on. It ends them where no supervisor comes. When the agent dies they die with it.
+When the supervisor has died, the agent ends the ranks, and then connects to the one that is started in its place. It
+keeps the zygote and the memory in which ranks have left their state. When the agent dies the ranks die with it.
 
 The messages that it receives (``do``) and sends (``is``):
 
@@ -62,8 +62,10 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
 #: A supervisor that has not confirmed sent data for this long is gone; a network may be away for half a minute.
 GONE_S = 120
-#: A supervisor that is started in the place of a dead one sends something within this time.
-TAKE_OVER_S = 10.0
+#: Within this time of a supervisor's death its ranks have ended, and the next one has sent something.
+NEXT_WITHIN_S = 20.0
+#: Messages about the node, and not about an attempt: the next supervisor gets them, too.
+ABOUT_THE_NODE = ("imported", "sick")
 #: An agent of this job that the supervisor has given up needs a moment to notice it; then it is killed.
 INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
@@ -92,7 +94,7 @@ class CopyMaker(Protocol):
 
 
 class Agent:
-    """Serves one supervisor, and each that takes over from it."""
+    """Serves one supervisor, and each that comes after it."""
 
     def __init__(
         self, connect: Callable[[], socket.socket], secret: bytes, who: Message, inbox: Inbox, imports: Path | None
@@ -102,9 +104,9 @@ class Agent:
         ``who``: its host, and the number of the start by which it came, which the supervisor may have given up.
         """
         self._connect, self._secret, self._who = connect, secret, who
-        self._kept: list[Message] = []  #: messages about the last attempt, and about the node
-        self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
-        self._give_up_at = math.inf  #: the time by which the supervisor must send something
+        self._connection: socket.socket | None = None  #: None while the ranks of a dead supervisor end
+        self._kept: list[Message] = []  #: those ``ABOUT_THE_NODE``
+        self._give_up_at = math.inf  #: the time by which the next supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
         self._ignored = logs.SparseWarnings(log)
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
@@ -113,8 +115,8 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor = NodeMonitor(self._helpers, self._send_and_keep)
-        self._processes = Processes(self._selector, self._send_and_keep, imports)
+        self._monitor = NodeMonitor(self._helpers, self._send)
+        self._processes = Processes(self._selector, self._send, imports)
         maker = registry.find("hooks", "node_copies")
         self._copies: CopyMaker | None = maker and maker(self._helpers, self._processes, self._send, secret)
 
@@ -138,8 +140,11 @@ class Agent:
                 for key, _ in self._selector.select(HEARTBEAT_S):
                     key.data()
                 self._reap()
+                # No rank of a dead supervisor is left: the next one may start others.
+                if self._connection is None and not self._is_alone and not self._processes.live:
+                    self._return()
                 now = time.monotonic()
-                # The supervisor that was to take over has sent nothing.
+                # The next supervisor has sent nothing.
                 if now >= self._give_up_at:
                     self._be_alone()
                 self._watch_the_batch_host()
@@ -155,30 +160,27 @@ class Agent:
 
     def _open_connection(self, *, again: bool) -> None:
         """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
-        self._connection, self._link = self._connect(), AuthenticatedLink(self._secret, "agent")
-        self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
-        self._connection.sendall(self._link.greeting)
-        here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
-        relay = self._copies and self._copies.listen(self._connection.getsockname()[0])
-        self._send({"is": "here", **self._who, "again": again, "relay": relay, **here})
-        for message in [*self._kept, *self._main_reports.values()]:
-            self._send(message)
+        connection, self._link = self._connect(), AuthenticatedLink(self._secret, "agent")
+        self._connection = connection
+        self._selector.register(connection, selectors.EVENT_READ, self._receive)
+        connection.sendall(self._link.greeting)
+        relay = self._copies and self._copies.listen(connection.getsockname()[0])
+        connection.sendall(self._link.send({"is": "here", **self._who, "again": again, "relay": relay}))
+        for message in self._kept:
+            connection.sendall(self._link.send(message))
 
     def _send(self, message: Message) -> None:
-        if not self._is_alone:
+        if message["is"] in ABOUT_THE_NODE:
+            self._kept.append(message)
+        if self._connection is not None:
             try:
                 self._connection.sendall(self._link.send(message))
             except OSError:
                 self._lose_supervisor()
 
-    def _send_and_keep(self, message: Message) -> None:
-        """Send ``message``, and send it again to a supervisor that takes over."""
-        attempt = message.get("attempt")  # those of earlier attempts are of no more use
-        self._kept = [kept for kept in self._kept if attempt is None or kept.get("attempt", attempt) >= attempt]
-        self._kept.append(message)
-        self._send(message)
-
     def _receive(self) -> None:
+        if self._connection is None:
+            return  # it was lost after the selector had looked
         try:
             data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
             orders, answer = self._link.receive(data)
@@ -233,31 +235,38 @@ class Agent:
     # ----------------------------------------------------------------------------------------------- the supervisor
 
     def _lose_supervisor(self) -> None:
-        """Connect again. Where the guard is gone, too, the port is closed and no supervisor will come."""
-        if self._is_alone:
+        """End the ranks: the next supervisor starts others, and no two attempts may run at once."""
+        if self._connection is None:
             return
-        self._selector.unregister(self._connection)
-        self._connection.close()
-        if not self._link.is_genuine:  # it was the one that was to take over
+        self._close_connection()
+        if not self._link.is_genuine:  # it was the next one
             self._be_alone()
             return
-        log.warning("the supervisor is gone: looking for another one")
+        log.warning("the supervisor is gone: ending the ranks, and looking for another one")
+        self._processes.end_attempt()
+        self._heard = time.monotonic()
+        self._give_up_at = self._heard + NEXT_WITHIN_S
+
+    def _return(self) -> None:
+        """Connect again. Where the guard is gone, too, the port is closed and no supervisor will come."""
         try:
             self._open_connection(again=True)
-            self._heard = time.monotonic()
-            self._give_up_at = self._heard + TAKE_OVER_S
         except OSError as error:
             log.warning("there is none: %s", error)
             self._be_alone()
+
+    def _close_connection(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
 
     def _be_alone(self) -> None:
         """End the ranks. The agent ends, too, unless it has an order to watch the batch host."""
         if not self._is_alone:
             log.warning("no supervisor is left: ending the ranks")
             self._is_alone, self._give_up_at = True, math.inf
-            if self._connection.fileno() >= 0:
-                self._selector.unregister(self._connection)
-                self._connection.close()
+            self._close_connection()
             self._processes.end_all()
             self._selector.unregister(self._inbox)
             self._inbox.close()  # ranks that srun has started end by themselves
@@ -305,15 +314,11 @@ class Agent:
             # A rank's first report is told at once, not with the next digest.
             if self._progress.hear(report):
                 first.setdefault(report.attempt, []).append(report.rank)
-            # Rank 0's reports are passed on whole, and the last of each kind kept for a supervisor that takes over.
+            # Rank 0's reports are passed on whole.
             if report.rank == 0:
-                message: Message = {"is": "report", "text": text.decode()}
-                self._main_reports |= {
-                    kind: message for kind in ("fields", "result") if getattr(report, kind) is not None
-                }
-                self._send(message)
+                self._send({"is": "report", "text": text.decode()})
         for attempt, ranks in first.items():
-            self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
+            self._send({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

@@ -95,8 +95,6 @@ class Processes:
         self.copies = NodeCopies()
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
-        self.attempt: int | None = None  #: the last one that started something here
-        self.ranks = 0  #: the number of its ranks that were to start here
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
 
     def take_gpus(self, text: bytes) -> None:
@@ -198,9 +196,6 @@ class Processes:
 
     def _start(self, order: Message) -> None:
         ranks = sum(process["rank"] is not None for process in order["processes"])
-        if order["attempt"] != self.attempt:
-            self.attempt, self.ranks = order["attempt"], 0
-        self.ranks += ranks
         # The agent holds the memory files of the ranks' state, so that they outlive the ranks.
         memory = self._memory.hold(ranks) if ranks else ""
         if ranks:
@@ -300,10 +295,15 @@ class Processes:
             if child.attempt == attempt and child.rank is not None:
                 _signal_session(pid, number)
 
-    def end_all(self) -> None:
-        """Kill all processes, and the zygote."""
+    def end_attempt(self) -> None:
+        """Kill all processes, and start none that waits. The zygote and the ranks' memory files stay."""
+        self._waiting.clear()
         for pid in self._children:
             _signal_session(pid, signal.SIGKILL)
+
+    def end_all(self) -> None:
+        """Kill all processes, and the zygote."""
+        self.end_attempt()
         if self._zygote is not None:
             self._zygote.end()
 

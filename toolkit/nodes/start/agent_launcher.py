@@ -17,7 +17,7 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import foreign
 from toolkit.nodes.start.agent_ranks import AgentRanks, AgentStore
-from toolkit.nodes.start.agents import Agents, AgentUser, Awaited
+from toolkit.nodes.start.agents import Agents, AgentUser
 from toolkit.nodes.start.launcher import Events, RunningRanks, Store
 from toolkit.nodes.start.rank_places import places_by_host, srun_environment, srun_rank_environment
 from toolkit.slurm.commands import Settings
@@ -27,8 +27,8 @@ from toolkit.slurm.placement import rank_environment
 
 #: The command that starts a module of the toolkit.
 MODULE = (sys.executable, "-P", "-m")
-#: The agents of a supervisor that has died connect to the next one within this time.
-COME_BACK_S = 5.0
+#: The agents of a supervisor that has died return within this time: first their ranks must end, which may hold GPUs.
+RETURN_WITHIN_S = 15.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.nodes.start.foreign"
 #: Each node passes a package on to this many others.
@@ -90,50 +90,24 @@ class AgentLauncher(AgentUser):
         self._ranks: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
-        self._is_warm: bool | None = None  #: None until agents can connect
+        self._is_warm = False  #: whether agents keep a zygote ready, which has imported torch
+        self._return_by = 0.0
         self._orders_to_copy: list[CopyOrder] = []  #: also for agents that connect later
         self._has_to_copy_first = False
         self.copying: CopyingListener | None = None
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
-    def prepare(
-        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> None:
-        self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
-        if self._is_warm is None:
-            self._open(command, environ, events)
-            self._agents.links.start()
-        self._agents.links.call(lambda: self._agents.ensure({self._allocation.hosts[0], *hosts}))
-
-    def _open(
-        self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
-    ) -> None:
-        # Agents of ranks that are forked keep a zygote ready, which has imported torch.
+    def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         self._is_warm = self._is_forked(command)
-        self._agents.open(environ, events, self, awaited)
+        self._return_by = time.monotonic() + RETURN_WITHIN_S
+        self._agents.open(environ, events, self, again=True)
 
-    def take_over(
-        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> tuple[RunningRanks, Store] | None:
-        # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
-        ranks_of = dict.fromkeys(self._allocation.hosts, 0) | dict(zip(allocation.hosts, allocation.tasks, strict=True))
-        awaited = Awaited(attempt, ranks_of, store_host=self._allocation.hosts[0])
-        self._open(command, environ, events, awaited)
-        links = self._agents.links
-        store = AgentStore(attempt, self._allocation.hosts[0], events, links)
-        ranks = AgentRanks(attempt, allocation, events, links)
-        self._ranks, self._store = ranks, store
-        links.start()
-        if awaited.wait(COME_BACK_S):
-            # All ranks are there and go on. Start agents where one is missing.
-            links.call(lambda: self._agents.ensure(allocation.hosts))
-            return ranks, store
-        # Some ranks are missing: end the others, too.
-        log.warning("not all ranks of attempt %d are there: starting anew", attempt)
-        self._ranks = self._store = None
-        self._agents.dismiss_all()
-        return None
+    def prepare(self, hosts: Collection[str]) -> None:
+        self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
+        hosts = {self._allocation.hosts[0], *hosts}
+        self._agents.wait_for_returning(hosts, self._return_by)
+        self._agents.links.call(lambda: self._agents.ensure(hosts))
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

@@ -98,14 +98,6 @@ class AgentLinks:
         if host in self._peers:
             self._drop(self._peers[host], why)
 
-    def dismiss(self) -> None:
-        """Tell all agents to leave, and ignore all further messages of theirs."""
-        for peer in self._peers.values():
-            self._say_leave(peer)
-            peer.host = None
-            self._strangers.add(peer.connection)
-        self._peers.clear()
-
     def hear_all(self) -> None:
         """Count the time of silence of all agents from now on."""
         for peer in self._peers.values():

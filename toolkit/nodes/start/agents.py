@@ -47,7 +47,7 @@ class Endpoint:
     """Where the agents connect, and the secret that they prove.
 
     The guard holds it as well. So no other process gets the port after a supervisor has died, and the agents find the
-    next supervisor.
+    next supervisor. They still hold the memory in which the ranks have left their state.
     """
 
     listening: socket.socket
@@ -106,45 +106,6 @@ class AgentUser:
         """Note that no agent could be started on ``host``."""
 
 
-class Awaited:
-    """The ranks of a dead supervisor's attempt, until the agents that started them have connected."""
-
-    def __init__(self, attempt: int, ranks: Mapping[str, int], store_host: str) -> None:
-        """Take the number of ``ranks`` by host. A spare has 0, and its agent connects as well.
-
-        ``store_host`` runs the attempt's store, and perhaps no rank.
-        """
-        self._ranks, self._attempt, self._store_host = ranks, attempt, store_host
-        self._missing = {*ranks}
-        self._has_come = threading.Event()
-        self._fits = True
-
-    def take(self, host: str, message: Message) -> bool:
-        """Take what the agent of ``host`` reports of itself. Return False where that is not what was awaited."""
-        ranks = self._ranks[host]
-        if host not in self._missing:
-            return False
-        # A spare must have no living processes, every other node all its ranks of this attempt, or its store.
-        if self._is_needed(host):
-            is_alive = ranks > 0 or bool(message["lives"])
-            fits = is_alive and message["attempt"] == self._attempt and message["ranks"] == ranks
-            self._fits = self._fits and fits
-        else:
-            fits = not message["lives"]
-        self._missing.discard(host)
-        if not self._fits or not self._missing:
-            self._has_come.set()
-        return fits
-
-    def wait(self, wait_s: float) -> bool:
-        """Return whether all ranks are there, as soon as that is known."""
-        self._has_come.wait(wait_s)
-        return self._fits and not any(map(self._is_needed, self._missing))
-
-    def _is_needed(self, host: str) -> bool:
-        return host == self._store_host or self._ranks[host] > 0
-
-
 class Agents:
     """One agent on each node of the job.
 
@@ -165,10 +126,12 @@ class Agents:
     ) -> None:
         self._run, self._allocation, self._starter = run, allocation, starter
         self._endpoint, self._watch_command = endpoint, watch_command
-        self._awaited: Awaited | None = None
+        self._returning = set[str]()  #: hosts whose agents a dead supervisor may have started; this one has not
+        self._returned: SimpleQueue[str] = SimpleQueue()
         self._links: AgentLinks | None = None
         self._requests = AgentRequests(lambda host, order: self.links.send(host, order))
-        self._numbers = itertools.count()
+        # Of requests. An answer to one of a dead supervisor's is none to this one's.
+        self._numbers = itertools.count(time.time_ns())
         self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
         self._next_heartbeat = 0.0
@@ -185,20 +148,30 @@ class Agents:
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
-    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
+    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, *, again: bool = False) -> None:
         """Listen for agents. Those that are started get ``environ``, and ``user`` says which are to be started.
 
-        The ranks' reports and the errors of the links' thread go into ``events``. ``awaited``: the ranks that already
-        run.
+        The ranks' reports and the errors of the links' thread go into ``events``. With ``again`` agents may return that
+        a supervisor before this one has started.
         """
         hosts = self._allocation.hosts
         at = self._endpoint or Endpoint.open(self._run, hosts, environ)
+        if again and at.secret_file.exists():  # written by a supervisor that was killed
+            self._returning |= {*hosts}
         outages.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
-        self._at, self._awaited = at, awaited
+        self._at = at
         self._events, self._user = events, user
         self.environ = dict(environ)
         self.reports_token = reports.token_of(at.secret)
         self._links = AgentLinks(at.listening.dup(), at.secret, self, len(hosts))
+        self._links.start()
+
+    def wait_for_returning(self, hosts: Collection[str], deadline: float) -> None:
+        """Wait for the agents of ``hosts`` that may return, until ``deadline`` by time.monotonic()."""
+        missing = self._returning & {*hosts}
+        with contextlib.suppress(Empty):
+            while missing:
+                missing.discard(self._returned.get(timeout=max(0.0, deadline - time.monotonic())))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
         """Send each host its order as soon as its agent is there.
@@ -263,15 +236,6 @@ class Agents:
         if self._endpoint is None:
             self._at.listening.close()
 
-    def dismiss_all(self) -> None:
-        """Have all connected agents leave, with what they have started. Others can be started at once."""
-
-        def dismiss() -> None:
-            self._awaited = None
-            self.links.dismiss()
-
-        self.links.call(dismiss)
-
     def dismiss(self, host: str) -> None:
         """Have the agent of ``host`` leave. Its ranks have ended, and the node is no longer to be used."""
         if self._links is not None:
@@ -299,6 +263,7 @@ class Agents:
             # The number tells this start from earlier ones, also of a supervisor that has died.
             at = replace(self._at, start=time.time_ns())
             self._start_of |= dict.fromkeys(missing, at.start)
+            self._returning -= {*missing}
             try:
                 self._starter.start(missing, at, self.environ, partial(self._note_failure, at.start))
             except OSError as error:
@@ -324,9 +289,11 @@ class Agents:
     # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
-        """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends its ranks."""
+        """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends."""
         if message["again"]:
-            is_wanted = self._awaited is not None and self._awaited.take(host, message)
+            is_wanted = host in self._returning
+            self._returning.discard(host)
+            self._returned.put(host)
         else:  # one that was given up as late would take the place of the agent that was started instead
             is_wanted = message["start"] == self._start_of.get(host)
         if is_wanted:

@@ -127,21 +127,14 @@ class Store(Protocol):
 class Launcher(Protocol):
     """Starts the store and the ranks of an attempt."""
 
-    def prepare(
-        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> None:
-        """Start the agents of all nodes, those of ``hosts`` first.
+    def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
+        """Let agents connect, which are prepared for ranks that run ``command``. Called once, before all else.
 
-        Prepare them for ranks that run ``command``. Called once, before all other methods. Returns at once.
+        Those that a killed supervisor has left return now, if they can start ranks.
         """
 
-    def take_over(
-        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> tuple[RunningRanks, Store] | None:
-        """Go on with the ranks of an attempt whose supervisor has died. Return None where not all of them are there.
-
-        Called before all other methods. ``prepare`` is then called only if the result was None.
-        """
+    def prepare(self, hosts: Collection[str]) -> None:
+        """Start the agents of all nodes, those of ``hosts`` first. Waits only for those that may return."""
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

@@ -64,16 +64,13 @@ class SrunLauncher(AgentUser):
         self._container, self._mpi = container, mpi
         self._step: _SrunRanks | None = None
 
-    def prepare(
-        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
-    ) -> None:
-        """Start the agents. They start no ranks."""
+    def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
+        """Let new agents connect. Those of a dead supervisor must leave: their ranks notice it, and end."""
         self._agents.open(environ, events, self)
-        self._agents.links.start()
-        self._agents.links.call(lambda: self._agents.ensure(hosts))
 
-    def take_over(self, *attempt: object) -> None:
-        """Return None: the ranks' srun has died with the supervisor."""
+    def prepare(self, hosts: Collection[str]) -> None:
+        """Start the agents. They start no ranks."""
+        self._agents.links.call(lambda: self._agents.ensure(hosts))
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

@@ -73,8 +73,8 @@ class UsageRecorder:
         """Put ``usage`` in the place of what was written of this job before."""
         try:
             known = self._run.usage()
-            # A supervisor that takes over has the same agents, but may not have heard of the earliest of them yet. The
-            # agents of a job that was requeued begin after the last sample of its earlier start.
+            # The supervisor after a killed one has the same agents, but may not have heard of the earliest of them yet.
+            # The agents of a job that was requeued begin after the last sample of its earlier start.
             others = [
                 job for job in known.jobs if job.job_id != usage.job_id or max(job.since, job.until) < usage.since
             ]

@@ -193,10 +193,6 @@ class Journal:
             more["efficiency"] = used
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
 
-    def take_over(self, attempt: Attempt) -> None:
-        """Go on writing about an attempt that another supervisor of this job has begun."""
-        self._number, self._is_first = attempt.number, False
-
     def announce(self) -> None:
         """Note in the status that this supervisor has the run now.
 

@@ -92,8 +92,7 @@ class Nodes:
 
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
-        # Suspicious ones come last, but are better than none. Of the others, those that are in use stay: after a
-        # take-over, what the checks had found slow is forgotten.
+        # Suspicious ones come last, but are better than none. Of the others, those that are in use stay.
         usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in self._placed))
         if not self._is_enough(len(usable)):
             return None

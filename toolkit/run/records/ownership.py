@@ -237,18 +237,6 @@ class Claim:
                 continue
             return claim
 
-    @staticmethod
-    def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
-        """Take the place of a dead supervisor of this job, whose ranks go on. Return None where that is not allowed."""
-        owner = read(run)
-        if owner is None or owner.number != run.last_number():
-            return None
-        if owner.job_id != allocation.job_id or not _is_of_cluster(owner, allocation):
-            return None
-        claim = Claim(run, owner.replace(**_this_process(run)))
-        claim._write(claim._owner)
-        return claim
-
     @property
     def number(self) -> int:
         """Return the number of the present attempt. Its ranks check with it whether they still may write."""

@@ -40,7 +40,7 @@ def open_endpoint(run: RunDir) -> Endpoint | None:
     try:
         return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
     except (OSError, ToolkitError) as error:
-        log.warning("a supervisor that is killed would lose its ranks: %s", error)
+        log.warning("a supervisor that is killed would lose what is in the nodes' memory: %s", error)
         return None
 
 

@@ -2,7 +2,7 @@
 
 Slurm takes the job as over when the process that it started ends, even if others still run. So that process only waits.
 A supervisor that gets SIGKILL (by the kernel for lack of memory, by someone's mistake) is replaced within the
-allocation. The next one takes the running ranks over, or starts an attempt from the last checkpoint.
+allocation. The agents end the ranks; the next supervisor starts others, from the state in memory or on disk.
 """
 
 from __future__ import annotations

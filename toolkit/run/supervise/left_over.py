@@ -6,32 +6,12 @@ import time
 
 from toolkit.base import logs, outages
 from toolkit.base.errors import ToolkitError
-from toolkit.files.rundir import RunDir
-from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.budgets import requeues_in_vain
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
 from toolkit.run.supervise.context import Context
 
 log = logs.get(__name__)
-
-
-def find_running(run: RunDir, job: Allocation) -> Attempt | None:
-    """Return the attempt whose ranks may still run. A supervisor of this start of the job has died."""
-    status = run.left_over()
-    if status is None or status.state is None or not status.state.has_ranks:
-        return None
-    attempt = Attempt.of_status(status, job)
-    is_of_this_start = (status.job_id, status.restart_count) == (job.job_id, job.restart_count)
-    is_of_this_start &= status.cluster in ("", job.cluster)
-    can_go_on = status.stop in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
-    hosts, tasks = attempt.plan.hosts, attempt.plan.tasks
-    is_on_ours = {*hosts} <= {*job.hosts} and len(hosts) == len(tasks) > 0  # a damaged status may lack some
-    if not is_of_this_start or not can_go_on or not is_on_ours:
-        return None
-    attempt.start = status.start
-    attempt.stop = None if status.stop is None else Stop(status.stop)
-    return attempt
 
 
 def close(context: Context, earlier_death: str | None) -> None:
@@ -52,6 +32,7 @@ def close(context: Context, earlier_death: str | None) -> None:
     # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
     if earlier_death is not None:
         cause, why, decision = Cause.CRASHED, earlier_death, Decision.RESTART
+        nodes.note_used(left.plan)  # the state of its ranks is in these nodes' memory
     elif lost:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
     elif status.stop not in (None, Stop.MOVE) or (is_here and job.was_preempted(status.job_id)):

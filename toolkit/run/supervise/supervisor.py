@@ -27,14 +27,14 @@ from toolkit.run.attempt.facts import Cause, Decision, Verdict
 from toolkit.run.attempt.notify import notify
 from toolkit.run.records.ownership import Claim
 from toolkit.run.supervise import left_over
-from toolkit.run.supervise.attempt_loop import AttemptLoop, run_attempt
+from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.beginning import has_ended, take_run
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.node_checks import mark_bad_nodes
 from toolkit.run.supervise.other_runs import wait_for_other_runs
-from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause, why_stop
+from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 
@@ -89,18 +89,13 @@ class Supervisor:
         belongs to another job.
         """
         _install_handlers(self._events)
-        # Look for ranks of a dead supervisor first: they may still train, and can be taken over.
-        left = None if earlier_death is None else left_over.find_running(self._run, self._allocation)
-        claim = None if left is None else Claim.of_dead(self._run, self._allocation)
-        self._context.claim = claim or Claim.of_job(self._run, self._allocation, self._token)
+        self._context.claim = Claim.of_job(self._run, self._allocation, self._token)
         self._journal.read()
         if has_ended(self._context, earlier_death):
             return EXIT_DONE
         take_run(self._context)
-        # Go on with the ranks that still run, else start anew.
         try:
-            verdict = None if left is None or claim is None else self._take_over(left)
-            verdict = verdict or self._start(earlier_death)
+            verdict = self._start(earlier_death)
         finally:
             if self._agents is not None:
                 self._agents.close()
@@ -116,7 +111,11 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------- the beginning
 
     def _start(self, earlier_death: str | None) -> Verdict | None:
-        """Start anew; return None for a run that a user has ended."""
+        """Make attempts; return None for a run that a user has ended."""
+        # First, since agents of a killed supervisor wait for this one; they would not wait for a slow controller. Each
+        # attempt's order has its own number.
+        command, environ = self._context.rank_command(), self._context.rank_environ(attempt=0)
+        self._launcher.open(command, environ, self._events)
         self._look()
         if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
             self._events.put(Signalled(signal.SIGTERM))
@@ -125,14 +124,14 @@ class Supervisor:
         ended = wait_for_other_runs(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
-        # The agents import torch while this process does the rest. Each attempt's order has its own number.
-        plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
+        # The agents import torch while this process does the rest.
+        plan = self._nodes.plan()
         make = registry.find("hooks", "prepare_nodes")
         parts = (self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
         preparations: list[NodePreparation] = [make(*parts)] if make else []
         for preparation in preparations:
             preparation.decide()
-        self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
+        self._launcher.prepare(() if plan is None else plan.hosts)
         for preparation in preparations:
             preparation.begin()
         self._context.prepare_requeue()
@@ -147,39 +146,6 @@ class Supervisor:
         self._context.job.look()
         row = self._context.job.row
         self._context.claim.note_command(None if row is None else row.command)
-
-    def _take_over(self, attempt: Attempt) -> Verdict | None:
-        """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
-        context = self._context
-        command, environ = context.rank_command(), context.rank_environ(attempt=0)
-        ranks = self._launcher.take_over(attempt.number, attempt.plan, command, environ, self._events)
-        if ranks is None:
-            context.claim.renew()  # ranks that are left must not write any more
-            self._forget_events()
-            return None
-        self._look()  # only now: agents do not wait for a slow controller
-        log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
-        self._journal.take_over(attempt)
-        self._nodes.note_used(attempt.plan)
-        self._context.prepare_requeue()
-        loop = AttemptLoop(context, attempt, *ranks, self._care)
-        # The dead supervisor may have begun a stop, and a user may have asked for one since.
-        stop, attempt.stop = attempt.stop, None
-        if context.asked():
-            stop = why_stop(context, signal.SIGTERM)
-        if stop is not None:  # the ranks may not have been told
-            loop.stops.ask(stop)
-        loop.run()
-        # From here on like any other attempt.
-        verdict = self._conclude(attempt)
-        return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
-
-    def _forget_events(self) -> None:
-        """Forget what agents have told of an attempt that is over. Signals and threads' errors are for what follows."""
-        events = [self._events.get() for _ in range(self._events.qsize())]
-        for event in events:
-            if isinstance(event, (Signalled, Exception)):
-                self._events.put(event)
 
     # -------------------------------------------------------------------------------------------------- the attempts
 
