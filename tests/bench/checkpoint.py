@@ -98,7 +98,7 @@ def lightning(weights: Weights, folder: Path) -> Save:
 
 def ours(weights: Weights, folder: Path, *, background: bool) -> Save:
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
-    session: Any = SimpleNamespace(**place, run_dir=folder, activity=Activity(), lost=set(), owns_run=lambda: True)
+    session: Any = SimpleNamespace(**place, run_dir=folder, activity=Activity(), owns_run=lambda: True)
     strategy: Any = SimpleNamespace(state=lambda: {name: Replicated(value) for name, value in weights.items()})
     checkpoints = Checkpoints(CheckpointConfig(background=background), session, strategy, {})
 

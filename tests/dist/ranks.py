@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -53,16 +53,14 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     limit_s: float = LIMIT_S,
-    mortal: Collection[int] = (),
     job: DistConfig | None = None,
 ) -> list[Any]:
     """Return the results of ``function(session, *args)`` on every rank of a fresh process group.
 
     The results are in the order of the ranks. ``function`` must be importable by name, arguments and results must
     survive ``pickle``. Raises AssertionError with the traceback of the first rank that fails, and when a rank is not
-    done after ``limit_s``. Ranks that are ``mortal`` may die: their result is None. Then nothing here waits for all, so
-    ``function`` must not return before the others are done. With ``job`` the session is the one that this section of a
-    config gives a job's rank, on its GPU if there is one.
+    done after ``limit_s``. With ``job`` the session is the one that this section of a config gives a job's rank, on its
+    GPU if there is one.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
     context = multiprocessing.get_context("forkserver")
@@ -70,7 +68,7 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        call = pickle.dumps((function, args, limit_s, not mortal, job, device()))
+        call = pickle.dumps((function, args, limit_s, job, device()))
         ranks = [
             context.Process(
                 target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
@@ -81,7 +79,7 @@ def run_ranks(
             rank.start()
             sending.close()
         try:
-            return _results([receiving for receiving, _ in pipes], limit_s, mortal)
+            return _results([receiving for receiving, _ in pipes], limit_s)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -97,7 +95,7 @@ def stop_all(gate: Gate) -> None:
     wait_for(lambda: gate.pending == STOP, 60, "the stop to be heard of")
 
 
-def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -> list[Any]:
+def _results(pipes: list[Connection], limit_s: float) -> list[Any]:
     """Wait for all results. The first failure ends the wait, since other ranks may hang in a collective then."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
@@ -107,16 +105,16 @@ def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -
         assert ready, f"ranks {missing} were not done after {limit_s:.0f} s"
         for pipe in cast(list[Connection], ready):
             rank = pipes.index(pipe)
-            done, results[rank] = _received(pipe, rank in mortal)
+            done, results[rank] = _received(pipe)
             assert done, f"rank {rank}:\n{results[rank]}"
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _received(pipe: Connection, may_die: bool) -> tuple[bool, Any]:
+def _received(pipe: Connection) -> tuple[bool, Any]:
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return may_die, None if may_die else "the process ended without an answer"
+        return False, "the process ended without an answer"
 
 
 def in_run(session: Session, run_dir: Path, attempt: int | None = None) -> Session:
@@ -130,15 +128,14 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    function, args, limit_s, leave_together, job, os.environ[DEVICE_VARIABLE] = pickle.loads(call)
+    function, args, limit_s, job, os.environ[DEVICE_VARIABLE] = pickle.loads(call)
     faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
     place = (rank, world_size, port, folder)
     opened = _on_gloo(*place) if job is None else _as_in_a_job(*place, job)
     with opened as session:
         try:
             answer = pickle.dumps((True, function(session, *args)))
-            if leave_together:
-                dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
+            dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         session.gate.close()

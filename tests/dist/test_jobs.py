@@ -192,6 +192,7 @@ CASES = {
     "ddp": [(kind, 1) for kind in KINDS] + [("weighed", 2)],
     "fsdp": [(kind, 1) for kind in KINDS] + [("several", 2)],
     "zero": [("several", 1)],
+    "parameter_server": [("one", 1)],
     "local_sgd": [("one", 1)],
 }
 
@@ -261,7 +262,6 @@ def refusals(session: Session, run_dir: Path) -> list[str]:
         (Wrong, config_of("ddp")),
         (Mixed, config_of("ddp", accumulate=2)),
         (Translate, replace(config_of("ddp"), strategy=StrategyConfig("pipeline"))),
-        (Translate, replace(config_of("ddp"), strategy=StrategyConfig("parameter_server"))),
         (Uncut, config_of("ddp", accumulate=2)),
         (Uncut, config_of("ddp")),
     ]
@@ -279,12 +279,11 @@ def refusals(session: Session, run_dir: Path) -> list[str]:
 
 
 def test_what_a_job_does_that_would_train_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
-    wrong, mixed, pipeline, server, uncut, packed = run_ranks(2, refusals, tmp_path)[0]
+    wrong, mixed, pipeline, uncut, packed = run_ranks(2, refusals, tmp_path)[0]
     assert f"{__file__}:" in wrong
     assert "it is no sum over samples" in wrong
     assert mixed.startswith("train.accumulate: 2: the job's losses are divided by different weights: words (samples)")
     assert "hands one tensor from layer to layer, and the job calls the model with (Tensor, numbers=...)" in pipeline
-    assert "gathers no rows (toolkit.Rows)" in server
     assert "batch['packed'] has the shape (20,), and the batch has 4 samples" in uncut
     assert packed == ""
 

@@ -1,12 +1,9 @@
-"""Risks of a parameter server: cut weights, tickets out of order, workers dead anywhere."""
+"""Risks of a parameter server: cut weights, tickets out of order."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -18,21 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import in_run, run_ranks, stop_all
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
-from toolkit.base.errors import ConfigError, StoppedError
-from toolkit.checkpoint.exchange import Exchange
-from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.plugins.parameter_server.mail import Kind, Mail
-from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
-from toolkit.strategies.objective import Measure, Sums
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
@@ -158,182 +150,6 @@ def logged(run_dir: Path, tag: str) -> dict[int, Any]:
     return {line["step"]: line[tag] for line in lines if tag in line}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, dict[str, Tensor]]:
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    return run_dir, *run_ranks(4, train, run_dir, config())[0]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_before_a_step(at: int) -> None:
-    plain_at = Loader.at
-    Loader.at = lambda self, step: die() if step == at else plain_at(self, step)
-
-
-def die_in_the_middle_of_a_push(number: int) -> None:
-    """The header has gone out, the gradient has not."""
-    plain_send, pushes = Mail.send, iter(range(1000))
-
-    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
-        if kind is Kind.PUSH and next(pushes) == number:
-            import torch.distributed as dist
-
-            header = [float(kind), float(payload.numel()), *map(float, numbers)]
-            dist.send(torch.tensor(header, dtype=torch.float64), peer, group=self.group)
-            die()
-        plain_send(self, peer, kind, numbers, payload)
-
-    Mail.send = send
-
-
-def die_after_a_push(number: int) -> None:
-    """What it has sent still counts: nobody else may compute it, too."""
-    plain_send, pushes = Mail.send, iter(range(1000))
-
-    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
-        plain_send(self, peer, kind, numbers, payload)
-        if kind is Kind.PUSH and next(pushes) == number:
-            die()
-
-    Mail.send = send
-
-
-def die_in_an_evaluation(number: int) -> None:
-    from toolkit.plugins.parameter_server.worker import Worker
-
-    plain_evaluate, calls = Worker.evaluate, iter(range(1000))
-
-    def evaluate(self: Worker, batch: Batch, measure: Measure) -> Sums:
-        if next(calls) == number:
-            die()
-        return plain_evaluate(self, batch, measure)
-
-    Worker.evaluate = evaluate
-
-
-def die_in_a_save(number: int) -> None:
-    """After it has written its part and before it says so."""
-    plain_report, calls = Exchange.report, iter(range(1000))
-
-    def report(self: Exchange, message: Mapping[str, Any]) -> None:
-        if next(calls) == number:
-            die()
-        plain_report(self, message)
-
-    Exchange.report = report
-
-
-Deaths = dict[int, tuple[Callable[[int], None], int]]
-
-
-def train_and_die(
-    session: Session,
-    run_dir: Path,
-    section: StrategyConfig,
-    deaths: Deaths,
-    model: Any = noisy_model,
-    config: TrainConfig = CONFIG,
-) -> Any:
-    if session.rank in deaths:
-        how, when = deaths[session.rank]
-        how(when)
-    return train(session, run_dir, section, model, config)
-
-
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        {3: (die_before_a_step, 5)},
-        {2: (die_in_the_middle_of_a_push, 6), 3: (die_before_a_step, 1)},
-        {3: (die_after_a_push, 4)},
-        {3: (die_in_an_evaluation, 3)},
-        {2: (die_in_a_save, 1)},
-    ],
-    ids=["before a step", "two of three, one while it sends", "after a push", "in an evaluation", "in a save"],
-)
-def test_a_run_without_its_dead_workers_has_the_bits_of_the_run_with_all(
-    undisturbed: Any, tmp_path: Path, deaths: Deaths
-) -> None:
-    ranks = run_ranks(4, train_and_die, tmp_path, config(), deaths, mortal=deaths)
-    assert {rank for rank, found in enumerate(ranks) if found is None} == set(deaths)
-    result, state = ranks[0]
-    assert (result.step, result.samples) == (10, 200)
-    assert [name for name, value in undisturbed[2].items() if not torch.equal(state[name], value)] == []
-    assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
-    assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
-    assert [checkpoints.verify(path).step for path in checkpoints.list()] == [10, 8]
-
-
-def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_path: Path) -> None:
-    """A step has two pushes. At the seventh header the worker dies over server 0, at the eighth over server 1."""
-    from tests.dist.test_trainer import plain_model as plain
-
-    whole, section = tmp_path / "whole", config(servers=2)
-    state = run_ranks(4, train, whole, section, plain)[0][1]
-    for number in (6, 7):
-        folder = tmp_path / f"dies over push {number}"
-        deaths: Deaths = {2: (die_in_the_middle_of_a_push, number)}
-        again = run_ranks(4, train_and_die, folder, section, deaths, plain, mortal=deaths)[0][1]
-        assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
-        assert logged(folder, "train/loss") == logged(whole, "train/loss")
-
-
-def be_slow(_: int) -> None:
-    """Be a server with a pause between gradients and weights. Others make a step meanwhile."""
-    plain_send = Mail.send
-
-    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
-        if kind is Kind.WEIGHTS:
-            time.sleep(0.1)
-        plain_send(self, peer, kind, numbers, payload)
-
-    Mail.send = send
-
-
-def test_a_dead_workers_share_is_computed_with_the_weights_of_both_servers(tmp_path: Path) -> None:
-    """The other server is a step ahead. It asks for a share of it while the slow one's weights are missing."""
-    from tests.dist.test_trainer import plain_model as plain
-
-    section, deaths = config(servers=2), {0: (be_slow, 0), 3: (die_before_a_step, 4)}
-    seldom = replace(CONFIG, log_every=100)  # where the ranks log, they wait for each other
-    state = run_ranks(4, train, tmp_path / "whole", section, plain, seldom)[0][1]
-    again = run_ranks(4, train_and_die, tmp_path / "again", section, deaths, plain, seldom, mortal=[3])[0][1]
-    assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
-
-
-def stop_after_a_death(session: Session, run_dir: Path) -> int:
-    """Rank 2 dies, then rank 1 asks all to stop. The agreement has to do without rank 2."""
-    if session.rank == 2:
-        die_before_a_step(3)
-    plain_at = Loader.at
-
-    def at(self: Loader, step: int) -> Any:
-        if session.rank == 1 and step == 6:
-            stop_all(session.gate)
-        return plain_at(self, step)
-
-    if session.rank != 2:
-        Loader.at = at
-    with pytest.raises(StoppedError) as stopped:
-        train(session, run_dir, config())
-    return int(str(stopped.value).split()[3])
-
-
-def test_a_stop_without_a_dead_worker_resumes_with_all_and_ends_with_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    whole = tmp_path / "whole"
-    state = run_ranks(3, train, whole, config())[0][1]
-    stops = run_ranks(3, stop_after_a_death, tmp_path / "stopped", mortal=[2])
-    assert stops[0] == stops[1] == 7
-    _, again = run_ranks(3, train, tmp_path / "stopped", config())[0]
-    assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
-
-
 @pytest.mark.parametrize("turn", [("ddp", "parameter_server"), ("parameter_server", "ddp")])
 def test_ddp_and_a_parameter_server_go_on_from_each_others_checkpoints(tmp_path: Path, turn: tuple[str, str]) -> None:
     from tests.dist.test_trainer import plain_model as plain
@@ -394,21 +210,19 @@ def test_an_asynchronous_run_of_one_worker_takes_the_steps_of_one_process(optimi
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-def test_asynchronous_training_learns_and_loses_no_ticket_to_a_death_or_a_resume(tmp_path: Path, mode: str) -> None:
+def test_asynchronous_training_learns_and_loses_no_ticket_to_a_resume(tmp_path: Path, mode: str) -> None:
     """Digits are classified as well as with ddp. Each ticket of each step is applied once, by any worker."""
     section = config(mode=mode, staleness=3)
-    first = run_ranks(4, learn, tmp_path, section, 60, {}, limit_s=120)
+    first = run_ranks(4, learn, tmp_path, section, 60, limit_s=120)
     assert first[0].metrics["eval/accuracy"] > 0.85
-    deaths: Deaths = {3: (die_before_a_step, 80)}
-    result, *others = run_ranks(4, learn, tmp_path, section, 150, deaths, mortal=deaths, limit_s=120)
-    assert others[-1] is None
+    result = run_ranks(4, learn, tmp_path, section, 150, limit_s=120)[0]
     assert result.metrics["eval/accuracy"] > 0.93
     counts = logged(tmp_path, "staleness/tickets")
     assert sum(sum(each.values()) for each in counts.values()) == 150 * 3
     assert max(int(number) for each in counts.values() for number in each) > 0
 
 
-def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, deaths: Deaths) -> Result:
+def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int) -> Result:
     from jobs.models import build_model
     from toolkit.config import DataConfig
     from toolkit.data.datasets import build_datasets
@@ -417,9 +231,6 @@ def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, 
     from toolkit.train.evaluate import evaluate
     from toolkit.train.objectives import classification
 
-    if session.rank in deaths:
-        how, when = deaths[session.rank]
-        how(when)
     session = in_run(session, run_dir)
     prepare(0)
     data = build_datasets(DataConfig())

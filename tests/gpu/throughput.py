@@ -259,9 +259,8 @@ def ours(work: Work, session: Session) -> Round:
     trainer = trainer_of(work, session, LOG_EVERY)
 
     def train(steps: int) -> None:
-        share = trainer._strategy.share.index
         for _ in range(steps):
-            trainer._train_step(share)
+            trainer._train_step()
             if trainer._life.step % LOG_EVERY == 0:
                 trainer._log()
             trainer._life.boundary()

@@ -150,11 +150,11 @@ def steps_without_sync(session: Session, train: TrainConfig) -> int:
     sizes = throughput.GptSizes(layers=2, heads=2, width=64, vocabulary=256, length=32)
     work = throughput.gpt(sizes, 4, train.precision, compile=False)
     trainer = throughput.trainer_of(replace(work, train=train), session, log_every=100)
-    share, is_on_gpu = trainer._strategy.share.index, session.device.type == "cuda"
+    is_on_gpu = session.device.type == "cuda"
     for step in range(20):
         if is_on_gpu and step == 5:  # the first steps page-lock memory
             torch.cuda.set_sync_debug_mode("error")
-        trainer._train_step(share)
+        trainer._train_step()
         trainer._life.boundary()
     if is_on_gpu:
         torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,6 @@ ToolkitError
 │   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those present can be read
 ├── TrackerError            a tracker (mlflow, wandb, ...) is away, or refused what was sent
-├── RankLostError           joint work of the ranks is incomplete because one has died; it is to be done again
 ├── JobFailedError          the job ran and failed (exit code 1)
 │   └── JobCodeError        the job's own code gave what cannot be used
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
@@ -115,10 +114,6 @@ class UnsavableStateError(CheckpointError):
 
 class TrackerError(ToolkitError):
     """A tracker of experiments did not answer, or refused what was sent. The next sync sends what is missing."""
-
-
-class RankLostError(ToolkitError):
-    """A rank died that the run can do without. What all were doing is incomplete, and can be done again at once."""
 
 
 class JobFailedError(ToolkitError):

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from toolkit.base.errors import CheckpointError, UnsavableStateError
@@ -56,7 +56,6 @@ class Exchange:
         topic: str,
         number: int,
         timeout_s: float,
-        lost: Collection[int] = (),
     ) -> None:
         assert kv is not None or world_size == 1
         self._kv = kv
@@ -65,7 +64,6 @@ class Exchange:
         self._topic = topic
         self._number = number
         self._timeout_s = timeout_s
-        self._lost = lost  #: ranks that have died; it may grow
         #: The others wait for rank 0 all at once; rank 0 waits for one after the other.
         waiting = 1 if rank == 0 else world_size
         longest_s = min(_LONGEST_OF_ALL_S, max(_LONGEST_PAUSE_S, waiting / _LOOKS_A_SECOND))
@@ -107,13 +105,13 @@ class Exchange:
     def gather(self) -> dict[int, dict[str, Any]]:
         """Return what every other rank reported. Only rank 0 calls this.
 
-        Raises CheckpointError that names the ranks that failed or did not answer. A rank in ``lost`` has no report.
+        Raises CheckpointError that names the ranks that failed or did not answer.
         """
         number, deadline = next(self._round), time.monotonic() + self._timeout_s
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
         reports: dict[int, dict[str, Any]] = {}
         for rank, key in keys.items():
-            message = self._await(key, deadline, rank)
+            message = self._await(key, deadline)
             if message is not None:
                 reports[rank] = message
         # The reports are read, and all ranks are in this conversation: delete the older keys where the store can. Other
@@ -127,23 +125,22 @@ class Exchange:
                 while self._kv.delete_key(next(told)):
                     pass
         troubles = [str(message["error"]) for message in reports.values() if "error" in message]
-        silent = [str(rank) for rank in self._others if rank not in reports and rank not in self._lost]
+        silent = [str(rank) for rank in self._others if rank not in reports]
         if silent:
             troubles.append(f"no word within {self._timeout_s:g} s from rank {', '.join(silent)}: see their logs")
         if troubles:
             raise _kind(reports.values())("; ".join(troubles))
         return reports
 
-    def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
+    def _await(self, key: str, deadline: float) -> dict[str, Any] | None:
         """Return the message under `key`; None if it is not there by `deadline`.
 
-        It is None, too, if `sender` has died. The store is asked at least once. Raises CheckpointError for a value that
-        is not a message.
+        The store is asked at least once. Raises CheckpointError for a value that is not a message.
         """
         assert self._kv
         pause_s = self._first_pause_s
         while not self._kv.check([key]):
-            if time.monotonic() > deadline or sender in self._lost:
+            if time.monotonic() > deadline:
                 return None
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, self._longest_pause_s)

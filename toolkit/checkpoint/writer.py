@@ -10,7 +10,7 @@ import dataclasses
 import platform
 import socket
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ def save(
     attempt: int = 1,
     timeout_s: float = 600.0,
     replicas: ReplicaSums | None = None,
-    lost: Collection[int] = (),
     write_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Save `state` and rank 0's `meta` as the checkpoint of `step`. All ranks call it; all return or all raise.
@@ -65,14 +64,11 @@ def save(
     copies of a shard are not, or a tensor is not dense. If `state` is a copy that has only what this rank writes,
     `replicas` are the values of that time; copies of shards are not compared then.
 
-    ``lost``: ranks that have died; it may grow during the save. Their parts are not waited for. What they alone had is
-    missing then, and if a whole tensor needs it nothing is committed.
-
     `write_files` is called on every rank with the new folder, and writes a library's own checkpoint into folders in it.
     """
     number = checkpoints.next_conversation()
     topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
-    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
+    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
     if rank:
         return _follow(checkpoints, step, state, talk, rank, replicas, write_files)
     return _lead(checkpoints, step, state, meta, talk, world_size, write_files)

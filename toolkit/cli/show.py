@@ -291,7 +291,7 @@ def _damages(rows: list[dict[str, Any]]) -> Iterator[Note]:
 
 def _remarks(rows: list[dict[str, Any]]) -> list[Note]:
     # Collected by kind, so that equal remarks about several runs stand together.
-    why, losses, changed, bad, ailing, dead, points = (list[Note]() for _ in range(7))
+    why, losses, changed, bad, ailing, points = (list[Note]() for _ in range(6))
     for row in rows:
         run = row["run"]
         if row["why"] and row["state"] != RunState.COMPLETED:
@@ -302,13 +302,10 @@ def _remarks(rows: list[dict[str, Any]]) -> list[Note]:
         bad += [(run, f"{host} is not used: {reason}") for host, reason in row["bad_nodes"].items()]
         ailing += [(run, f"node {host}: {what}") for host, what in row["ailing_nodes"].items()]
         ailing += [(run, row["save_error"])] if row["save_error"] else []
-        dead += [
-            (run, f"rank {rank} died ({how}); the run went on without it") for rank, how in row["lost_ranks"].items()
-        ]
         if row["points"]:
             counts = ", ".join(f"{count} {state}" for state, count in row["points"].items())
             points.append((run, f"{counts}; `toolkit sweep status {run}` lists them"))
-    return [*why, *losses, *changed, *bad, *ailing, *dead, *points]
+    return [*why, *losses, *changed, *bad, *ailing, *points]
 
 
 def loss_remark(metrics: Any) -> str:

@@ -82,9 +82,6 @@ class Batches(Protocol):
         after the next step to be asked for: workers may hold earlier ones already.
         """
 
-    def part(self, step: int, share: Share) -> Batch:
-        """Return ``at(step)`` of the rank that holds ``share``. A rank that does a dead rank's work calls it."""
-
     def fingerprint(self) -> str | None:
         """Return a text that identifies the data set, equal for equal data sets. None: it is not known."""
 
@@ -163,23 +160,25 @@ class Loader:
         self._share = share
         self._device = torch.device(device)
         self._clock = clock
-        # Kept as factories: :meth:`part` builds the sampler and source of another rank's share when one has died.
-        self._samplers = partial(
-            TrainSampler,
+        self._sampler = TrainSampler(
             len(dataset),
             global_batch_size=global_batch_size,
             seed=seed,
+            share=share,
             split=split,
             order=run_order,
             repeats=repeats,
         )
-        self._sampler = self._samplers(share=share)
-        skips = max_bad_samples is not None
-        self._sources = partial(
-            _source, dataset, seed=seed, device=self._device, skips=skips, collate=collate, order=self._given
+        self._source: Source = _source(
+            dataset,
+            self._sampler,
+            seed=seed,
+            device=self._device,
+            workers=workers,
+            skips=max_bad_samples is not None,
+            collate=collate,
+            order=self._given,
         )
-        self._source: Source = self._sources(self._sampler, workers=workers)
-        self._others: dict[Share, Source] = {}
 
     def at(self, step: int) -> Batch | None:
         """See :class:`Batches`. The batch is empty, of the right shape, with more shares than samples."""
@@ -187,12 +186,6 @@ class Loader:
         batch = self._source.fetch(step) if self._share.count else None
         self.data_wait_s = self._clock() - started
         return batch
-
-    def part(self, step: int, share: Share) -> Batch:
-        """See :class:`Batches`. The batch is loaded in this process, whatever the number of workers."""
-        if share not in self._others:
-            self._others[share] = self._sources(self._samplers(share=share), workers=0)
-        return self._others[share].fetch(step)
 
     def samples(self, step: int) -> list[int]:
         """Return the samples that ``at(step)`` gives, as indices of the data set."""

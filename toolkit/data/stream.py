@@ -159,13 +159,6 @@ class StreamLoader:
         self._state = None if batch is None else batch.stream_state
         return batch
 
-    def part(self, step: int, share: Share) -> Batch:
-        """Raise JobFailedError: only the rank that has a stream knows its position."""
-        raise JobFailedError(
-            f"the rank with share {share.index} of {share.count} has died, and nobody else knows where its stream "
-            "stands: the run can only go on from its last checkpoint, on as many ranks"
-        )
-
     def samples(self, step: int) -> list[int]:
         """Return the positions of the samples that ``at(step)`` gives; they have no index."""
         start, stop = self._sampler.bounds_of(step)

@@ -135,7 +135,6 @@ class RunProgress(JsonRecord):
     save_error: str | None = None  #: of the saves since the last good one
     eta_s: float | None = None
     phase: str | None = None  #: :data:`STOPPED_PHASE` only when a stop is committed
-    expendable: tuple[int, ...] = ()
     spent: Seconds = field(default_factory=dict)
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.start_up`
     stragglers: tuple[Straggler, ...] = ()
@@ -232,7 +231,6 @@ class AttemptStatus(FileRecord):
     nodes: tuple[Word, ...] = ()
     tasks: tuple[int, ...] = ()
     world_size: int | None = None
-    lost_ranks: Mapping[str, str] = field(default_factory=dict)
     bad_nodes: Mapping[str, str] = field(default_factory=dict)
     ailing_nodes: Mapping[str, str] = field(default_factory=dict)
     started: Moment | None = None
@@ -295,7 +293,6 @@ class AttemptRecord(FileRecord):
     gained_s: float = 0.0
     lost_nodes: tuple[str, ...] = ()
     suspect: str | None = field(default=None, metadata=NULL)
-    lost_ranks: Mapping[str, str] = field(default_factory=dict)
     vacated_nodes: tuple[str, ...] = ()
     first_failure: FirstFailure | None = field(default=None, metadata=NULL)
     line: str | None = field(default=None, metadata=NULL)

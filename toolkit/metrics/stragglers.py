@@ -125,8 +125,8 @@ class Stragglers:
 def usual_of(own_s: Sequence[float]) -> float:
     """Return the median of all but the slowest rank. With two ranks that is the faster one.
 
-    With many ranks it is about the median of all. A rank of 0 seconds is left out: it does no steps of its own (a
-    parameter server), or has died.
+    With many ranks it is about the median of all. A rank of 0 seconds is left out: it does no steps of its own, such
+    as a parameter server.
     """
     working = sorted(seconds for seconds in own_s if seconds)
     return median(working[:-1]) if len(working) > 1 else 0.0

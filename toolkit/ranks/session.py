@@ -60,8 +60,6 @@ class Session:
     activity: Activity = field(default_factory=Activity)
     #: How long each part of the rank's start takes.
     start_up: StartUp = field(default_factory=StartUp)
-    #: Ranks that have died and that the attempt goes on without; only some strategies can do that.
-    lost: set[int] = field(default_factory=set)
     #: The numbers of the blocks of :meth:`main_first`.
     blocks: Iterator[int] = field(default_factory=count)
 
@@ -80,16 +78,6 @@ class Session:
     def progress(self, **fields: Any) -> None:
         """Report where this rank is (phase, step, loss, ...). Cheap, and never blocks on I/O."""
         self.reporter.progress(**fields)
-
-    def lose(self, rank: int) -> None:
-        """Note that ``rank`` has died and is not waited for any more. Any thread may call it.
-
-        Call it on rank 0: there a save and the gate look up which ranks have died.
-        """
-        if rank not in self.lost:
-            self.lost.add(rank)
-            log.warning("rank %d has died", rank)
-            self.gate.mark_dead(rank)
 
     def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
         """Return on every rank what ``say()`` returns on rank 0, in JSON.

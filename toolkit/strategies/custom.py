@@ -34,13 +34,13 @@ from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.objective import Measure, Sums, measured
 from toolkit.strategies.priming import unused_message
-from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
+from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update.apply import Update
 
 T = TypeVar("T")
 
 
-class Custom(AllNeeded):
+class Custom(CollectiveDefaults):
     """A :class:`~.protocol.Strategy` whose step is a job's ``train_step(step, batch)``; ``step`` is this object::
 
     >>> class Autoencoder(toolkit.Job):

@@ -24,8 +24,6 @@ from toolkit.strategies.objective import Measure, Objective, Sums
 ModelFactory: TypeAlias = Callable[[], nn.Module]
 OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
 
-#: ``again(step, share)`` makes any share of any step's global batch and seeds the random generators as for that share.
-Again: TypeAlias = Callable[[int, Share], Batch]
 #: Prefix of the names of a rank's own weights in a checkpoint that was made inside a round; see InRounds.
 REPLICA = "replica/"
 
@@ -66,17 +64,6 @@ class Strategy(Protocol):
         """Return the part of each global batch that this rank is given."""
 
     @property
-    def expendable(self) -> frozenset[int]:
-        """Return the ranks whose death does not end the attempt."""
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Return the ranks that have died, as all agreed at the last :meth:`sum` or :meth:`settle`.
-
-        With them ``share`` changes: it is then another part of the same whole, for evaluations.
-        """
-
-    @property
     def evaluates_together(self) -> bool:
         """True if :meth:`evaluate` waits for other ranks. An evaluation then ends early on all of them or on none."""
 
@@ -102,8 +89,8 @@ class Strategy(Protocol):
         run is saved, evaluated or stopped.
         """
 
-    def begin(self, step: int, again: Again) -> None:
-        """Start or continue the training at ``step``. ``again`` recomputes the part of another, dead rank."""
+    def begin(self, step: int) -> None:
+        """Start or continue the training at ``step``."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Make one whole optimizer step on this rank's part of a global batch. No host sync.
@@ -120,21 +107,17 @@ class Strategy(Protocol):
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return the sum of each value over the ranks, by name, equal on every rank.
 
-        All ranks call it; a host sync. Every rank with samples gives the same names. Ranks that have died add nothing.
+        All ranks call it; a host sync. Every rank with samples gives the same names.
         """
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
         """Return each value of every rank, by name: float64 (ranks,) on the host.
 
-        It is equal on every rank. All ranks call it; a host sync. Every rank with samples gives the same names. The
-        values of ranks that have died are 0.
+        It is equal on every rank. All ranks call it; a host sync. Every rank with samples gives the same names.
         """
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each rank gave, in rank order, on every rank.
-
-        All call it. Raises ConfigError where ranks may die.
-        """
+        """Return what each rank gave, in rank order, on every rank. All call it."""
 
     def settle(self) -> None:
         """Wait until the steps made so far have taken effect on all ranks. All ranks call it.
@@ -173,21 +156,19 @@ class Strategy(Protocol):
         """Release the model and the optimizer."""
 
 
-class AllNeeded:
-    """The parts of the protocol that are alike in strategies that need every rank.
+class CollectiveDefaults:
+    """The parts of the protocol that are alike in strategies whose ranks make every step together.
 
     A class that inherits it has a ``_device``.
     """
 
-    expendable: frozenset[int] = frozenset()
-    lost: frozenset[int] = frozenset()
     _device: torch.device
 
     def split_data(self) -> None:
         """Do nothing: nothing depends on it."""
 
-    def begin(self, step: int, again: Again) -> None:
-        """Do nothing: nothing depends on either argument."""
+    def begin(self, step: int) -> None:
+        """Do nothing: nothing depends on it."""
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sum with one all-reduce."""

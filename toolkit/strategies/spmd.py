@@ -43,11 +43,11 @@ from toolkit.strategies.objective import (
     weights_of,
 )
 from toolkit.strategies.priming import priming, refuse_together, shareable, without_gradient
-from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
+from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update.apply import Update
 
 
-class Spmd(AllNeeded):
+class Spmd(CollectiveDefaults):
     """The training of one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
 
     _model: nn.Module

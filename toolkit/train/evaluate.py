@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from toolkit.base.errors import JobCodeError, RankLostError, ToolkitError, listing
+from toolkit.base.errors import JobCodeError, ToolkitError, listing
 from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
@@ -34,19 +34,16 @@ def evaluate(
 
     ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
     None where its part has ended. Sums and counts are added in float64, in which counts are exact up to 2**53. Raises
-    ToolkitError when the ranks together did not see exactly ``size`` samples, JobCodeError when not every batch has
-    the same figures, and RankLostError on every rank when a rank has died during it: the others take over its part in
-    the next evaluation.
+    ToolkitError when the ranks together did not see exactly ``size`` samples, and JobCodeError when not every batch
+    has the same figures.
     """
-    # A rank that dies from here on changes ``strategy.lost``, and makes this evaluation worthless.
-    lost = strategy.lost
     strategy.settle()
     sums: dict[str, Tensor] = {}
     count = 0
     rows: list[Sums] = []
     names: _Names | None = None
-    cut = strategy.lost != lost  # a rank has died, and all know it before the first batch: none need be looked at
-    for batch in () if cut else batches:
+    cut = False
+    for batch in batches:
         part = strategy.evaluate(batch, measure)
         if part.count or part.values:  # else this rank's part of the set has ended
             here = sorted(part.values), sorted(part.rows)
@@ -72,8 +69,6 @@ def evaluate(
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
     ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
     totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
-    if strategy.lost != lost:
-        raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
     counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
     if was_cut:
         return None

@@ -1,4 +1,4 @@
-"""The evaluations of a training, on all ranks. They are repeated if a rank dies, and remembered over a resume."""
+"""The evaluations of a training, on all ranks. They are remembered over a resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from toolkit.base import logs
-from toolkit.base.errors import RankLostError
 from toolkit.hang import activity
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
@@ -45,20 +44,13 @@ class Evaluations:
         self._keeps_figures = type(hooks).is_done is not Hooks.is_done
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Return the figures after ``step`` steps as ``eval/<name>``. None: a stop has cut it short.
-
-        When a rank dies during it, all ranks notice that at the same point and evaluate again.
-        """
+        """Return the figures after ``step`` steps as ``eval/<name>``. None: a stop has cut it short."""
         assert self._evaluate is not None
         self._session.activity.phase = activity.EVALUATING
-        while True:
-            # One that is made again, or made up for after a resume, draws the same.
-            reseed(self._seed, -1 - step, self._strategy.share.index)
-            try:
-                means = self._evaluate(self._strategy, self._is_cut)
-                break
-            except RankLostError as error:
-                log.warning("step %d: evaluating again: %s", step, error)
+        reseed(
+            self._seed, -1 - step, self._strategy.share.index
+        )  # one that is made up for after a resume draws the same
+        means = self._evaluate(self._strategy, self._is_cut)
         # The stop follows at the next boundary, and the resumed run evaluates this step.
         if means is None:
             log.info("step %d: evaluation cut short to stop", step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
@@ -79,12 +79,9 @@ class Lifecycle:
         return loaded
 
     @contextmanager
-    def open(self, expendable: Collection[int] = ()) -> Iterator[None]:
-        """Open the metrics' files after :meth:`resume`; close them and the checkpoints at the end.
-
-        The run goes on without the ``expendable`` ranks if they die.
-        """
-        self._session.progress(step_start=self.step, expendable=sorted(expendable))
+    def open(self) -> Iterator[None]:
+        """Open the metrics' files after :meth:`resume`; close them and the checkpoints at the end."""
+        self._session.progress(step_start=self.step)
         self._on_request.resume(self.step)
         sinks = build_sinks(self._session.run_dir, self._session.is_main, self._resumed)
         with closing(self._checkpoints), closing(sinks) as self.sink, closing(self._on_request):

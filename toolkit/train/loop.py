@@ -21,7 +21,6 @@ from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
-from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy
@@ -121,8 +120,8 @@ class Trainer:
         if loaded is not None:
             self._restore(loaded.meta)
         log.info("training from step %d to %d", self._step, self._total)
-        self._strategy.begin(self._step, partial(_batch_again, self._loader, self._config.seed, self._bad_samples))
-        with self._life.open(self._strategy.expendable):
+        self._strategy.begin(self._step)
+        with self._life.open():
             if loaded is None:
                 describe(self._life.sink)
             # From here on the time counts; what was before is start-up.
@@ -155,7 +154,6 @@ class Trainer:
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _train(self, resumed: Mapping[str, Any] | None = None) -> None:
-        share = self._strategy.share.index  # read once: after a rank's death the strategy has another for evaluations
         self._life.throughput.reset()
         self._life.boundary()
         # Only now: what a user has set at the checkpoint's step is set again in the boundary.
@@ -166,7 +164,7 @@ class Trainer:
             if begun != (epoch := self._epochs(self._step)):
                 self._hooks.on_epoch_start(epoch)
                 begun = epoch
-            self._train_step(share)
+            self._train_step()
             # Log before evaluating and saving: a rollback happens here, and a loss that is not finite is found.
             if self._due(self._config.log_every):
                 self._log()
@@ -183,11 +181,11 @@ class Trainer:
         if epoch > self._epochs(self._step - 1) and not self._evaluation_owed():
             self._hooks.on_epoch_end(epoch - 1, self._life.metrics)
 
-    def _train_step(self, share: int) -> None:
+    def _train_step(self) -> None:
         n = self._step
         # The own time includes the fetch of the batch, so that a slow loader shows.
         self._strategy.own_time.start()
-        reseed(self._config.seed, n, share)
+        reseed(self._config.seed, n, self._strategy.share.index)
         self._activity.phase = activity.WAITING_FOR_DATA
         batch = self._loader.at(n)
         self._bad_samples.note(batch)
@@ -320,11 +318,3 @@ class Trainer:
             "epochs": self._config.epochs,
             "stragglers": self._pace.stragglers,
         }
-
-
-def _batch_again(loader: Batches, seed: int, bad_samples: BadSamples, step: int, share: Share) -> Batch:
-    """Return the batch of ``step`` for the rank that holds ``share``. Seed the generators as that rank does."""
-    reseed(seed, step, share.index)
-    batch = loader.part(step, share)
-    bad_samples.note(batch)
-    return batch

@@ -115,10 +115,8 @@ class OnRequest:
             if request.wish is Wish.PROFILE:
                 if step < self._profiled_until:
                     raise RequestError(f"a profile is being made up to step {self._profiled_until}: ask again after it")
-                if request.rank in self._session.lost or request.rank >= self._session.world_size:
-                    raise RequestError(
-                        f"there is no rank {request.rank}, or it has died and the run goes on without it"
-                    )
+                if request.rank >= self._session.world_size:
+                    raise RequestError(f"there is no rank {request.rank}")
                 return {"profile": request.to_json()}
             return self._record(request_id, request.values, step)
         except (OSError, RequestError) as error:

@@ -247,7 +247,6 @@ class Saver:
             kv=kv,
             attempt=session.attempt,
             replicas=replicas,
-            lost=session.lost,
             write_files=self._write_files,
         )
         self.save_s = time.monotonic() - started

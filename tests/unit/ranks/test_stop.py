@@ -172,35 +172,6 @@ def test_different_kinds_at_once_come_one_after_the_other(gates: Callable[..., l
     assert gate.boundary(1) == STOP
 
 
-def test_a_dead_rank_is_not_waited_for_in_any_round_once_it_is_buried(gates: Callable[..., list[Watched]]) -> None:
-    first, second, _dead = gates(3)
-    for gate in (first, second, _dead):
-        gate.boundary(5)
-    _dead._acknowledge = lambda *_: None  # says nothing more
-    second.request("save")
-    acknowledged([first, second])
-    first.mark_dead(2)  # while they wait for it
-    decided([first, second])
-    assert [gate.boundary(6) for gate in (first, second)] == ["save"] * 2
-    first.request(STOP)  # and in the next round
-    agreed([first, second])
-    assert [gate.boundary(6) for gate in (first, second)] == [STOP] * 2
-
-
-def test_a_rank_that_dies_after_its_acknowledgement_is_missed_in_the_next_round(
-    gates: Callable[..., list[Watched]],
-) -> None:
-    first, second, dead = gates(3)
-    first.request("save")
-    agreed([first, second, dead])
-    dead._acknowledge = lambda *_: None
-    first.mark_dead(2)  # of the round that it has acknowledged and not come to
-    assert [gate.boundary(0) for gate in (first, second)] == ["save"] * 2
-    second.request(STOP)
-    agreed([first, second])
-    assert [gate.boundary(0) for gate in (first, second)] == [STOP] * 2
-
-
 def test_asking_twice_before_it_is_handed_out_is_asking_once(
     gates: Callable[..., list[Watched]], store: MemoryStore
 ) -> None:

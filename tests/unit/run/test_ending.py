@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toolkit.files.run_files import FirstFailure, RunProgress
 from toolkit.metrics import goodput
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
-from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
+from toolkit.run.attempt.verdict import judge, unfit_nodes
 from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.slurm.jobs import JobRow
 
@@ -323,12 +323,6 @@ def test_the_first_failure_of_a_hang_is_the_rank_that_the_others_waited_for() ->
     what = "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce"
     assert ending.line == f"{what}; restart after failure 1 of 4"
     assert judge(Facts(137, (KILLED,), hang=behind, history=[crashed(None)] * 4)).cause is Cause.HANG
-
-
-def test_ranks_that_were_not_needed_may_have_died_once_there_is_a_result() -> None:
-    assert has_completed(replace(DONE, exit_code=137, has_lost_ranks=True))
-    assert not has_completed(replace(DONE, exit_code=137))
-    assert not has_completed(Facts(137, has_lost_ranks=True))
 
 
 # ------------------------------------------------------------------------- failures count by the time that they cost

@@ -257,52 +257,6 @@ def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunD
     assert "slow_nodes" not in second.to_json()
 
 
-def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunDir) -> None:
-    """srun ends with the dead rank's exit code. That rank's error file is no failure of the run."""
-    said = {"rank": 3, "host": "node2", "time": 1.0, "type": "OSError", "message": "no disk", "traceback": "T"}
-
-    def loses_two(ranks: Ranks) -> None:
-        ranks.report(step=5, step_start=0, expendable=[1, 2, 3])
-        path = run.error_file(1, 3)
-        fsio.make_dir(path.parent)
-        fsio.write_json(path, {**said, "exit_code": 1})
-        ranks.events.put(ended(2))
-        ranks.events.put(RanksFinished((1,)))
-        ranks.events.put(ended(3, code=1))
-        ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
-        ranks.tell_result(10)
-        ranks.events.put(AllRanksEnded(137))
-
-    ranks = Ranks(loses_two)
-    assert supervise(run, ranks) == 0
-    assert ranks.signals == []
-    (line,) = run.attempts()
-    assert (line.cause, line.first_failure) == ("completed", None)
-    assert line.lost_ranks == {"2": "killed by SIGKILL", "3": "exit code 1"}
-    assert run.status().lost_ranks == line.lost_ranks
-
-
-def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
-    def loses_all(ranks: Ranks) -> None:
-        ranks.report(step=5, step_start=0, expendable=[2, 3])
-        ranks.events.put(ended(2))
-        ranks.events.put(ended(3))
-
-    def refuses(ranks: Ranks) -> None:
-        ranks.report(step=5, step_start=0, expendable=[2, 3])
-        ranks.events.put(ended(2, code=2))  # the exit code of a wrong request
-
-    ranks = Ranks(loses_all, refuses, completes)
-    assert supervise(run, ranks, no_progress_attempts=9) == 0
-    first, second, _ = run.attempts()
-    assert (first.decision, first.first_failure.rank, first.lost_ranks) == (
-        "restart",
-        3,
-        {"2": ended(2).how},
-    )
-    assert (second.first_failure.rank, "lost_ranks" in second.to_json()) == (2, False)
-
-
 def test_two_ranks_named_in_the_first_line_end_the_attempt_too(run: RunDir) -> None:
     ranks = Ranks(lambda r: r.events.put(ended(2, 3)), completes)
     assert supervise(run, ranks) == 0

@@ -86,7 +86,7 @@ def activity() -> Activity:
 def checkpoints(tmp_path: Path, activity: Activity, votes: Votes) -> Checkpoints:
     """Return the checkpoints of a run with one rank, whose weights are all 7."""
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
-    alone = {"owns_run": lambda: True, "lost": set(), "from_main": lambda key, make: make()}
+    alone = {"owns_run": lambda: True, "from_main": lambda key, make: make()}
     session: Any = SimpleNamespace(**place, **alone, run_dir=tmp_path, activity=activity)
     strategy: Any = SimpleNamespace(state=lambda: weights(7.0), sum=votes)
     config = CheckpointConfig(every_steps=10, background=False)

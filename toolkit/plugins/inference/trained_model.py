@@ -30,7 +30,7 @@ from toolkit.run.rank.user_job import job_class, load, params_of
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.objective import Measure, Sums, given_to_model, measured
-from toolkit.strategies.protocol import AllNeeded, Strategy
+from toolkit.strategies.protocol import CollectiveDefaults, Strategy
 from toolkit.train.initial import fill
 from toolkit.train.job import Job
 from toolkit.train.run_job import evaluation
@@ -138,7 +138,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     return manifest, chosen
 
 
-class OneProcess(AllNeeded):
+class OneProcess(CollectiveDefaults):
     """One process with the whole model: the part of a strategy that an evaluation uses."""
 
     share = Share(0, 1)

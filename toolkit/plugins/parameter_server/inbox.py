@@ -1,9 +1,9 @@
-"""The messages that a rank has received, and which ranks are dead according to them."""
+"""The messages that a rank has received. A peer that dies ends the attempt."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from toolkit.base.errors import ToolkitError
@@ -15,36 +15,21 @@ Handler: TypeAlias = Callable[[PeerMessage], None]
 class PeerInbox:
     """Hands messages to the ``handlers`` of their kinds as they come. Other kinds are kept until they are awaited.
 
-    ``dead`` follows the order of the messages: what a dead worker had sent before still counts. Other ranks may know of
-    more deaths at this moment, or of fewer. Every method may raise ToolkitError for a death without which the training
-    cannot go on.
+    Every method raises ToolkitError when a peer has died, after all that it had sent.
     """
 
-    def __init__(
-        self, mail: Mail, servers: Sequence[int], workers: Sequence[int], handlers: Mapping[Kind, Handler]
-    ) -> None:
-        self._mail, self._servers, self._workers, self._handlers = mail, servers, workers, handlers
+    def __init__(self, mail: Mail, handlers: Mapping[Kind, Handler]) -> None:
+        self._mail, self._handlers = mail, handlers
         self._waiting: defaultdict[Kind, deque[PeerMessage]] = defaultdict(deque)
-        self.dead: set[int] = set()
-
-    @property
-    def living(self) -> list[int]:
-        """Return the living workers."""
-        return [rank for rank in self._workers if rank not in self.dead]
 
     def handle_next(self) -> None:
         """Wait for the next message, and handle or keep it."""
         message = self._mail.receive()
         if message.kind is Kind.LOST:
-            self.dead.add(message.sender)
-            if message.sender in self._servers:
-                raise ToolkitError(f"rank {message.sender}, a parameter server, is gone; see its log")
-            if not self.living:
-                first, count = self._workers[0], len(self._workers)
-                raise ToolkitError(f"all {count} workers have died; see the logs of ranks {first} and up")
+            raise ToolkitError(f"rank {message.sender} is gone; see its log")
         if message.kind in self._handlers:
             self._handlers[message.kind](message)
-        elif message.kind is not Kind.LOST:
+        else:
             self._waiting[message.kind].append(message)
 
     def wait_for(self, kind: Kind) -> PeerMessage:
@@ -53,21 +38,10 @@ class PeerInbox:
             self.handle_next()
         return self._waiting[kind].popleft()
 
-    def answer(self, peer: int, kind: Kind) -> PeerMessage | None:
-        """Return the next message of ``kind``, which ``peer`` was asked for. None if it dies before it answers."""
-        while peer not in self.dead and not self._waiting[kind]:
-            self.handle_next()
-        return self._waiting[kind].popleft() if self._waiting[kind] else None
-
-    def gather(self, kind: Kind) -> list[PeerMessage]:
-        """Return a message of ``kind`` from every other living rank, in rank order. Rank 0 calls it."""
+    def gather(self, kind: Kind, senders: Collection[int]) -> list[PeerMessage]:
+        """Return a message of ``kind`` from each of ``senders``, in rank order."""
         received: dict[int, PeerMessage] = {}
-        others = [*self._servers, *self._workers][1:]
-        while True:
-            while self._waiting[kind]:
-                message = self._waiting[kind].popleft()
-                received[message.sender] = message
-            # A rank that dies meanwhile is not waited for.
-            if all(rank in received or rank in self.dead for rank in others):
-                return [received[rank] for rank in sorted(received)]
-            self.handle_next()
+        while len(received) < len(senders):
+            message = self.wait_for(kind)
+            received[message.sender] = message
+        return [received[rank] for rank in sorted(received)]

@@ -1,16 +1,15 @@
 """Messages between pairs of ranks: the base of the parameter server.
 
-A collective needs every rank, while a dead rank does not disturb these messages. Each pair of ranks has a connection of
-its own (gloo's, in a process group made for it). One thread for each peer reads from it, and all messages go into one
-queue. So no rank waits for a certain peer, and a peer's death is one more message. A send never blocks for long, since
-the other end always reads.
+Each pair of ranks has a connection of its own (gloo's, in a process group made for it). One thread for each peer reads
+from it, and all messages go into one queue. So no rank waits for a certain peer, and a peer's death is one more
+message. A send never blocks for long, since the other end always reads.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
@@ -32,16 +31,13 @@ class Kind(IntEnum):
 
     PUSH = 0  #: worker to server: gradients
     WEIGHTS = 1  #: server to worker
-    REISSUE = 2  #: server to worker: compute the share of a dead one
-    SUM = 3  #: to rank 0, which answers SUMMED
-    SUMMED = 4
-    SETTLE = 5  #: to rank 0, which answers SETTLED: all steps up to here are done
-    SETTLED = 6
-    ASK = 7  #: rank 0 to a worker, which answers BUFFERS
-    BUFFERS = 8
-    TELL = 9  #: rank 0 to all: values that are equal on all ranks
-    BYE = 10  #: the sender's last message
-    LOST = 11  #: never sent: the sender is dead
+    SUM = 2  #: to rank 0, which answers SUMMED
+    SUMMED = 3
+    SETTLE = 4  #: to rank 0, which answers SETTLED with the buffers: all steps up to here are done
+    SETTLED = 5
+    TELL = 6  #: rank 0 to all: values that are equal on all ranks
+    BYE = 7  #: the sender's last message
+    LOST = 8  #: never sent: the sender is dead
 
 
 class PeerMessage(NamedTuple):
@@ -60,12 +56,10 @@ _NUMBERS = 7
 class Mail:
     """One rank's connections to ``peers``. Every rank of the default group makes one: making it is a collective.
 
-    ``on_lost`` is called with the rank of a peer that has died, at once, by a thread. LOST is received after all that
-    the dead peer had sent. Only one thread may send and receive.
+    LOST is received after all that a dead peer had sent. Only one thread may send and receive.
     """
 
-    def __init__(self, peers: Iterable[int], on_lost: Callable[[int], None]) -> None:
-        self._on_lost = on_lost
+    def __init__(self, peers: Iterable[int]) -> None:
         self._unreachable: set[int] = set()
         group = dist.new_group(backend="gloo", timeout=FOREVER)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in it, as all are
@@ -120,7 +114,6 @@ class Mail:
                 self._queue.put(message)
         except RuntimeError:
             # gloo raises when the connection breaks: the peer has died.
-            self._on_lost(peer)
             self._queue.put(PeerMessage(Kind.LOST, peer))
 
     def _next(self, peer: int) -> PeerMessage:

@@ -14,10 +14,7 @@ Length of the steps. In ``async`` and ``bounded`` the gradient of a ticket is th
 applied with the learning rate times its share of the global batch. So a pass over the data moves the weights as far as
 in ``sync``, also with optimizers such as Adam that make every gradient equally long.
 
-Deaths. Only pairs of ranks communicate while training (see mail.py), so a worker's death does not affect the others.
-The samples of a ticket follow from the step and the share, so any other worker can compute it, and does. In ``sync``
-the result has the same bits as without the death. Rank 0, a server, writes the checkpoints. A server's death ends the
-attempt.
+Rank 0, a server, writes the checkpoints. A rank's death ends the attempt, as with any strategy.
 """
 
 from __future__ import annotations

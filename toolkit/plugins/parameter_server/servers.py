@@ -16,7 +16,7 @@ from toolkit.plugins.parameter_server.ticket import Push
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Measure, Objective, Sums
-from toolkit.strategies.protocol import Again, StepOutput
+from toolkit.strategies.protocol import StepOutput
 
 
 class Server(Side):
@@ -26,8 +26,6 @@ class Server(Side):
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         super().__init__(session, config, train)
-        self._serving = False  #: in a step; a death between two is handled in the next one
-        self._asked: dict[int, int] = {}  #: the worker that computes a share for a dead one
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         assert self._server is not None
@@ -40,44 +38,20 @@ class Server(Side):
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Serve one step: return when a ticket of each share has come for it. Rank 0's loss is that of all."""
-        self._settled, self._serving = False, True
-        self._asked.clear()
-        # Workers that died since the last step owe tickets of this one.
-        self._reissue()
+        self._settled = False
         loss = self._serve(lr)
-        self._serving = False
         self._n += 1
         return StepOutput(torch.tensor(loss if self._rank == 0 else 0.0, dtype=torch.float64, device=self._device))
 
     def _serve(self, lr: float) -> float:
         raise AssertionError("each mode does it in its own way")
 
-    def _is_missing(self, share: int) -> bool:
-        """True if the ticket of ``share`` in this step has not come."""
-        raise AssertionError("each mode knows in its own way")
-
     def _handlers(self) -> dict[Kind, Handler]:
-        return {Kind.PUSH: self._push, Kind.LOST: self._after_death}
+        return {Kind.PUSH: self._push}
 
     def _push(self, message: PeerMessage) -> None:
         """Take a ticket."""
         raise AssertionError("each mode does it in its own way")
-
-    def _after_death(self, message: PeerMessage) -> None:
-        if self._serving:
-            self._reissue()
-
-    def _reissue(self) -> None:
-        """Ask living workers for the tickets of this step that dead workers owe, in turn.
-
-        All servers ask the same worker, unless they know of different deaths, so that a ticket is computed once.
-        """
-        living = self._inbox.living
-        for share in range(self._count):
-            holder = self._asked.get(share, self._workers[share])
-            if holder in self._inbox.dead and self._is_missing(share):
-                self._asked[share] = living[(self._n + share) % len(living)]
-                self._mail.send(self._asked[share], Kind.REISSUE, (self._n, share))
 
     def _apply(self, gradients: Sequence[Tensor], lr: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -97,7 +71,7 @@ class Server(Side):
 
     def _refresh(self) -> None:
         self._is_packed = False  # a checkpoint may have been read into the weights
-        for worker in self._inbox.living:
+        for worker in self._workers:
             self._send_weights(worker)
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -117,16 +91,12 @@ class SyncServer(Server):
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         super().__init__(session, config, train)
         self._arrived: dict[int, PeerMessage] = {}
-        self._folded = 0  #: the number of this step's shares that are in the sum
 
     def _push(self, message: PeerMessage) -> None:
         pushed = Push.of(message)
         assert pushed.step == self._n, "a ticket comes in its step"
-        assert self._is_missing(pushed.share), "and once"
+        assert pushed.share not in self._arrived, "and once"
         self._arrived[pushed.share] = message
-
-    def _is_missing(self, share: int) -> bool:
-        return share >= self._folded and share not in self._arrived
 
     def _serve(self, lr: float) -> float:
         """Add the tickets up in the order of the shares, and make one update.
@@ -140,7 +110,6 @@ class SyncServer(Server):
             while share not in self._arrived:
                 self._inbox.handle_next()
             message = self._arrived.pop(share)
-            self._folded = share + 1
             pushed, part = Push.of(message), self._place.views(message.payload)
             if gradients:
                 torch._foreach_add_(gradients, part)
@@ -149,7 +118,6 @@ class SyncServer(Server):
         # The workers divided by the number of samples; the loss may weigh them otherwise.
         factor = _scale(gradients, pushed.assumed / max(weight, 1e-30))
         self._apply(gradients, lr)
-        self._folded = 0
         self._refresh()
         return loss * factor
 
@@ -175,12 +143,9 @@ class AsyncServer(Server):
         self._loss = 0.0
         self._stale: list[int] = []
 
-    def begin(self, step: int, again: Again) -> None:
-        super().begin(step, again)
+    def begin(self, step: int) -> None:
+        super().begin(step)
         self._done = [step] * self._count
-
-    def _is_missing(self, share: int) -> bool:
-        return self._done[share] <= self._n
 
     def _serve(self, lr: float) -> float:
         """Apply tickets until each share has one for this step.
@@ -202,9 +167,7 @@ class AsyncServer(Server):
         self._loss += pushed.loss * factor * pushed.part
         assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"
         self._done[pushed.share] += 1
-        # A ticket that was computed in a dead worker's place makes no worker wait for weights.
-        if message.sender == self._workers[pushed.share]:
-            self._held.add(pushed.share)
+        self._held.add(pushed.share)
         self._release()
 
     def _release(self) -> None:

@@ -17,7 +17,7 @@ from toolkit.plugins.parameter_server.cuts import Cut, Flat
 from toolkit.plugins.parameter_server.inbox import Handler, PeerInbox
 from toolkit.plugins.parameter_server.mail import Kind, Mail, decode, encode
 from toolkit.ranks.batch import Batch
-from toolkit.ranks.collectives import broadcast_tensors
+from toolkit.ranks.collectives import broadcast_tensors, gather_objects
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.extra_state import refuse_extra_state
@@ -25,7 +25,7 @@ from toolkit.strategies.learnt_criterion import refuse_learnt
 from toolkit.strategies.modes import in_training
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.priming import refuse_together
-from toolkit.strategies.protocol import Again, ModelFactory, OptimizerFactory
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
 from toolkit.strategies.update.apply import Update
 
 
@@ -48,20 +48,14 @@ class Side:
         self._rank = session.rank
         self._servers = range(config.servers)
         self._workers = range(config.servers, session.world_size)
-        self._count = len(self._workers)  #: of shares; all are computed, even after deaths
+        self._others = range(1, session.world_size)  #: those that answer to rank 0
+        self._count = len(self._workers)  #: of shares
         self._keeps_own = config.mode == "sync"  #: whether a worker's weights are the newest after each step
         self._device = session.device
         self._server = self._rank if self._rank in self._servers else None
-        self._again: Again | None = None
         self._n = 0
         self._settled = True
-        self.lost: frozenset[int] = frozenset()
         self.own_time = stopwatch(session.device)
-
-    @property
-    def expendable(self) -> frozenset[int]:
-        """Return the workers."""
-        return frozenset(self._workers)
 
     # ------------------------------------------------------------------------------------------------------ building
 
@@ -77,8 +71,8 @@ class Side:
         # Connections first, since making them is a collective. Messages are read only once all ranks agree.
         # Servers have one to every rank, workers to the servers.
         peers = {*self._servers} if self._server is None else {*self._servers, *self._workers}
-        self._mail = Mail(sorted(peers - {self._rank}), self._noticed)
-        self._inbox = PeerInbox(self._mail, self._servers, self._workers, self._handlers())
+        self._mail = Mail(sorted(peers - {self._rank}))
+        self._inbox = PeerInbox(self._mail, self._handlers())
         whole = in_training(model().to(self._device))
         refuse_extra_state(whole, "a parameter server")
         with torch.no_grad():
@@ -133,39 +127,29 @@ class Side:
         return placed
 
     def split_data(self) -> None:
-        """Do nothing: statistics stay those of the first living worker, since workers do not communicate."""
+        """Do nothing: statistics stay those of the first worker, since workers do not communicate."""
 
-    def begin(self, step: int, again: Again) -> None:
-        """Keep the step. It is a ticket's number: with it and ``again`` any worker gets the ticket's samples."""
-        self._n, self._again = step, again
+    def begin(self, step: int) -> None:
+        """Keep the step, which is a ticket's number."""
+        self._n = step
 
     # ------------------------------------------------------------------------------------------------------ messages
 
-    def _noticed(self, rank: int) -> None:
-        """End a save's wait for a dead worker. Called at once, in any thread."""
-        if self._rank == 0 and rank in self._workers:
-            self._session.lose(rank)
-
     def gather(self, value: Any) -> list[Any]:
-        raise ConfigError(
-            "strategy.name: under parameter_server an evaluation gathers no rows (toolkit.Rows), for workers may die; "
-            "use ddp or fsdp, or figures that are averaged"
-        )
+        """Gather with one collective. Its callers have summed before, so no rank keeps the others waiting."""
+        return gather_objects(value)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Sum on rank 0, in rank order. Rank 0 tells all ranks the sums, and which ranks have died."""
+        """Sum on rank 0, in rank order. Rank 0 tells all ranks the sums."""
         own = {name: float(value) for name, value in values.items()}
         if self._rank == 0:
-            every = [own, *map(decode, self._inbox.gather(Kind.SUM))]
+            every = [own, *map(decode, self._inbox.gather(Kind.SUM, self._others))]
             names = dict.fromkeys(name for of_rank in every for name in of_rank)
             own = {name: sum(of_rank.get(name, 0.0) for of_rank in every) for name in names}
-            self.lost = frozenset(self._inbox.dead)
-            self._mail.send_all(Kind.SUMMED, encode([own, sorted(self.lost)]))
+            self._mail.send_all(Kind.SUMMED, encode(own))
             return own
         self._mail.send(0, Kind.SUM, payload=encode(own))
-        total, lost = decode(self._inbox.wait_for(Kind.SUMMED))
-        self.lost = frozenset(lost)
-        return dict(total)
+        return dict(decode(self._inbox.wait_for(Kind.SUMMED)))
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
         """Gather by a sum in which each rank's values have names of their own."""
@@ -177,7 +161,7 @@ class Side:
         }
 
     def settle(self) -> None:
-        """Give all ranks the newest weights, and the buffers of the first living worker.
+        """Give all ranks the newest weights, and the buffers of the first worker.
 
         When all ranks have come to here, every ticket is applied. In ``sync`` mode workers have the newest weights
         already.
@@ -186,31 +170,17 @@ class Side:
             return
         buffers = [*self._part.buffers()]  # the same tensors as the whole model's
         place = Flat(buffers)
-        # Rank 0 waits for all ranks, asks a worker for its buffers and sends them to all.
         if self._rank == 0:
-            self._inbox.gather(Kind.SETTLE)
-            place.unpack(self._first_buffers() if buffers else None, buffers)
-            self.lost = frozenset(self._inbox.dead)
-            self._mail.send_all(Kind.SETTLED, encode(sorted(self.lost)))
-            self._mail.send_all(Kind.TELL, place.pack(buffers))
+            arrived = self._inbox.gather(Kind.SETTLE, self._others)
+            first = next(message for message in arrived if message.sender == self._workers[0])
+            place.unpack(first.payload, buffers)
+            self._mail.send_all(Kind.SETTLED, place.pack(buffers))
         else:
-            self._mail.send(0, Kind.SETTLE)
-            self.lost = frozenset(decode(self._inbox.wait_for(Kind.SETTLED)))
-            place.unpack(self._inbox.wait_for(Kind.TELL).payload, buffers)
+            self._mail.send(0, Kind.SETTLE, payload=place.pack(buffers) if self._rank == self._workers[0] else None)
+            place.unpack(self._inbox.wait_for(Kind.SETTLED).payload, buffers)
         if not self._keeps_own:
             self._refresh()
         self._settled = True
-
-    def _first_buffers(self) -> Tensor | None:
-        """Return the buffers of the first living worker.
-
-        Rank 0 asks one worker after the other, should one die over it.
-        """
-        while True:
-            worker = self._inbox.living[0]
-            self._mail.send(worker, Kind.ASK)
-            if (answer := self._inbox.answer(worker, Kind.BUFFERS)) is not None:
-                return answer.payload
 
     def _refresh(self) -> None:
         """Send the newest weights to all workers."""
@@ -263,5 +233,5 @@ class Side:
         if mail is not None:
             # Peers are told of an orderly end and of a stop only; they take this rank for dead after any other error.
             mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))
-        for name in ("_inbox", "_model", "_part", "_update", "_by_parameter", "_again"):
+        for name in ("_inbox", "_model", "_part", "_update", "_by_parameter"):
             self.__dict__.pop(name, None)

@@ -1,4 +1,4 @@
-"""Workers: compute the tickets, also those of dead workers."""
+"""Workers: compute the tickets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.plugins.parameter_server.cuts import Flat
 from toolkit.plugins.parameter_server.inbox import Handler
-from toolkit.plugins.parameter_server.mail import Kind, PeerMessage
+from toolkit.plugins.parameter_server.mail import Kind
 from toolkit.plugins.parameter_server.side import Side
 from toolkit.plugins.parameter_server.ticket import PassFigures, Push
 from toolkit.ranks.batch import Batch, Share
@@ -29,7 +29,7 @@ from toolkit.strategies.objective import (
     refuse_other_weights,
     weights_of,
 )
-from toolkit.strategies.priming import priming, shareable, undone, unused_message, without_gradient
+from toolkit.strategies.priming import priming, shareable, unused_message, without_gradient
 from toolkit.strategies.protocol import StepOutput
 from toolkit.strategies.update.apply import weights_and_buffers
 
@@ -41,17 +41,9 @@ class Worker(Side):
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: int) -> None:
         super().__init__(session, config, train)
-        self._mine = self._rank - config.servers  #: its share in training
+        self.share = Share(self._rank - config.servers, self._count)
         self._recompute = recompute
         self._versions = dict.fromkeys(self._servers, 0)
-        self._later: list[PeerMessage] = []  #: requests for shares of a step whose weights have not all come
-        self._again_done: dict[int, tuple[int, dict[int, Tensor], PassFigures]] = {}  #: by share
-
-    @property
-    def share(self) -> Share:
-        """Return its share among living workers. The training's loader keeps the share that it was made with."""
-        living = [rank for rank in self._workers if rank not in self.lost]
-        return Share(living.index(self._rank), len(living))
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         sample = shareable(sample, self._count, "workers")
@@ -85,13 +77,11 @@ class Worker(Side):
         figures = self._pass(batch)
         self.own_time.stop()
         for server in self._servers:
-            self._push(server, self._mine, self._n, figures, self._packed(server))
+            pushed = Push(self._n, self.share.index, self._versions[server], *figures)
+            self._mail.send(server, Kind.PUSH, pushed.numbers(), self._packed(server))
         self._model.zero_grad()
         self._refresh()
         self._n += 1
-        later, self._later = self._later, []
-        for message in later:
-            self._stand_in(message)
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _pass(self, batch: Batch) -> PassFigures:
@@ -121,50 +111,17 @@ class Worker(Side):
         packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
         return packed
 
-    def _push(self, server: int, share: int, step: int, figures: PassFigures, payload: Tensor) -> None:
-        pushed = Push(step, share, self._versions[server], *figures)
-        self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
-
     def _refresh(self) -> None:
-        """Take new weights from every server, only when all have come.
-
-        Until then a server may ask for a share of the same step, which needs the old ones.
-        """
-        messages = [self._inbox.wait_for(Kind.WEIGHTS) for _ in self._servers]
+        """Take new weights from every server."""
         with torch.no_grad():
-            for message in messages:
+            for _ in self._servers:
+                message = self._inbox.wait_for(Kind.WEIGHTS)
                 placed = self._placed[message.sender]
                 self._places[message.sender].unpack(message.payload, [rows_of(p, rows) for p, rows in placed])
                 self._versions[message.sender] = int(message.numbers[0])
 
-    # ------------------------------------------------------------------------------------------- for others and for all
-
     def _handlers(self) -> dict[Kind, Handler]:
-        return {Kind.REISSUE: self._stand_in, Kind.ASK: self._send_buffers}
-
-    def _send_buffers(self, message: PeerMessage) -> None:
-        buffers = [*self._part.buffers()]
-        self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
-
-    def _stand_in(self, message: PeerMessage) -> None:
-        """Compute a dead worker's ticket for the server that asks. It is computed only once, for all servers."""
-        step, share = int(message.numbers[0]), int(message.numbers[1])
-        assert self._again is not None, "begin() comes before the first step"
-        # One server may be a step ahead of another. In `sync` the weights of that step come from both.
-        if self._keeps_own and step > self._n:
-            self._later.append(message)
-            return
-        if self._again_done.get(share, (-1,))[0] != step:
-            # This also seeds the random generators: the pass draws what the dead worker would have drawn.
-            batch = self._again(step, Share(share, self._count))
-            with undone(self._model):
-                figures = self._pass(batch)
-            # Copies: the next step overwrites the packed gradients, and other servers may ask later.
-            payloads = {server: self._packed(server).clone() for server in self._servers}
-            self._again_done[share] = step, payloads, figures
-            self._model.zero_grad()
-        _, payloads, figures = self._again_done[share]
-        self._push(message.sender, share, step, figures, payloads[message.sender])
+        return {}
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:

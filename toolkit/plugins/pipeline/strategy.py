@@ -69,13 +69,13 @@ from toolkit.strategies.priming import (
     same_randomness,
     without_gradient,
 )
-from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
+from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update.apply import Update
 
 log = logs.get(__name__)
 
 
-class Pipeline(AllNeeded):
+class Pipeline(CollectiveDefaults):
     """See :class:`~toolkit.strategies.protocol.Strategy`."""
 
     evaluates_together = True

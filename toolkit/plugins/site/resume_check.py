@@ -58,17 +58,12 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
     steps = len(read(undisturbed).steps)
     log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, steps, ranks)
-    strike = _strike(plan, _needed(loaded, ranks), steps)
+    strike = _strike(plan, ranks, steps)
     plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     common.append(f"name={loaded.name}-disturbed")
     disturbed = _disturb(config, common, plan, {"strikes": {"1": strike}}, executor)
     struck = f"rank {strike['rank']}, {plan.how}, in step {strike['step']}"
     return compare(undisturbed, disturbed, plan, struck)
-
-
-def _needed(config: configs.JobConfig, ranks: int) -> int:
-    """Return the number of first ranks whose death ends the attempt. A parameter server's workers are none."""
-    return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
 
 
 def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:

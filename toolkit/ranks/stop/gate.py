@@ -60,12 +60,6 @@ class _Asked(NamedTuple):
     propose: bool
 
 
-class _Dead(NamedTuple):
-    """A rank that will acknowledge nothing more."""
-
-    rank: int
-
-
 class Gate:
     """One rank's side of the agreement. The main thread calls ``boundary`` and ``close``; any thread ``request``."""
 
@@ -101,7 +95,7 @@ class Gate:
         self._failure: Exception | None = None
         self._stopped = self._leaving = False
         self._decided, self._handed_out = threading.Event(), threading.Event()
-        self._asked: queue.SimpleQueue[_Asked | _Dead | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, args=(client,), name=f"toolkit-gate-{name}", daemon=True)
             for name, run, client in (
@@ -131,13 +125,6 @@ class Gate:
         Nothing is promised after ``close()``.
         """
         self._asked.put(_Asked(kind, time.monotonic(), self._round, True))
-
-    def mark_dead(self, rank: int) -> None:
-        """Take a dead rank out of all agreements: the run goes on without ``rank``.
-
-        One of the living ranks calls this, once, from any thread.
-        """
-        self._asked.put(_Dead(rank))
 
     def close(self) -> None:
         """Leave. This rank starts no further step, and no agreement of the others waits for it.
@@ -269,28 +256,11 @@ class Gate:
                 asked = self._asked.get(timeout=_patience_s(waiting, self._force_after_s))
                 if asked is None:
                     break
-                if isinstance(asked, _Dead):
-                    self._acknowledge_for(store, asked.rank)
-                    continue
                 waiting.append(self._proposed(store, asked) if asked.propose else asked)
             waiting = self._report_hangs(store, waiting)
         with contextlib.suppress(Exception):  # without a store the watcher has ended
             # A claim, not a write: a proposal that the watcher is about to read must stay.
             store.claim(Round(self._prefix, self._round).call(self._rank), "leave")
-
-    def _acknowledge_for(self, store: Transport, dead: int) -> None:
-        """Mark a dead rank as left, in the first round that it has not acknowledged.
-
-        That round cannot be decided before. (A rank that dies within the millisecond between its acknowledgement and
-        its being counted blocks the round.)
-        """
-        try:
-            keys = Round(self._prefix, self._round)
-            while store.exists(keys.decision) or store.exists(keys.ack(dead)):
-                keys = keys.next()
-            acknowledge(store, keys, self._world_size, dead, Ack(-1, True))
-        except Exception as error:
-            self._fail(error)
 
     def _proposed(self, store: Transport, asked: _Asked) -> _Asked:
         """Propose the kind. Return ``asked`` with the number of the round that serves it."""

@@ -30,7 +30,6 @@ class Attempt:
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)  #: those of them that ended with exit code 0
-    lost_ranks: dict[int, str] = field(default_factory=dict)  #: dead ranks that were not needed, and how they died
     lost_nodes: set[str] = field(default_factory=set)
     cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
     silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
@@ -115,15 +114,6 @@ class Attempt:
     def save_s(self) -> float:
         """Return the seconds that a save takes, as far as rank 0 has reported."""
         return self.progress.save_s or 0.0
-
-    def can_do_without(self, ranks: Collection[int]) -> bool:
-        """True if the strategy continues without ``ranks``.
-
-        All of them must be expendable, and not all expendable ranks may have died. Rank 0 has reported which ranks are
-        expendable.
-        """
-        expendable = set(self.progress.expendable)
-        return set(ranks) <= expendable and not expendable <= self.gone - self.finished
 
     def nodes_at_fault(self, suspect: str | None) -> dict[str, str]:
         """Return the nodes that have ended this attempt, with the reason. A drained node does not count."""

@@ -123,7 +123,6 @@ class Facts:
     gained_s: float = 0.0
     lost_s: float = 0.0
     has_result: bool = False  #: rank 0 has delivered the run's result
-    has_lost_ranks: bool = False  #: ranks that the strategy can do without have died
     is_foreign: bool = False  #: a script without the toolkit: no result, and no steps to measure progress by
     history: Sequence[Past] = ()
     budgets: Budgets = Budgets()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -137,8 +136,6 @@ class Journal:
         first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how, first.where)
         # Keys that few attempts have are left out of the others' lines.
         more = self._account(attempt, attempt.ended)
-        if attempt.lost_ranks:
-            more["lost_ranks"] = _by_text(attempt.lost_ranks)
         if attempt.vacated_nodes:
             more["vacated_nodes"] = tuple(sorted(attempt.vacated_nodes))
         if attempt.progress.stragglers:
@@ -218,7 +215,6 @@ class Journal:
             nodes=attempt.plan.hosts,
             tasks=attempt.plan.tasks,
             world_size=attempt.plan.world_size,
-            lost_ranks=_by_text(attempt.lost_ranks),
             bad_nodes={host: bad.why for host, bad in self._nodes.bad.items()},
             ailing_nodes={host: ailing.why for host, ailing in self._nodes.ailing.items()},
             started=attempt.started,
@@ -247,7 +243,3 @@ def write_ended(run: RunDir, state: RunState, why: str) -> None:
     """Write result and status of a run that ends while it has no attempt."""
     run.write_result(RunResult(state, len(run.attempts()), metrics={}, why=why))
     run.write_status(run.status().replace(state=state, why=why, ended=time.time()))
-
-
-def _by_text(ranks: Mapping[int, str]) -> dict[str, str]:
-    return {str(rank): how for rank, how in ranks.items()}

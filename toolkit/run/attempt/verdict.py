@@ -43,7 +43,7 @@ def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
 
 
 def has_completed(facts: Facts) -> bool:
-    """True if rank 0 has delivered the result and every needed rank ended with 0.
+    """True if rank 0 has delivered the result and every rank ended with 0.
 
     Exit codes alone say little: srun ends with 0 after ``task 0 launch failed``. A foreign script delivers no result.
     It has completed if all its ranks ended with 0 and nothing had told it to end: a script that saves and exits with 0
@@ -53,7 +53,7 @@ def has_completed(facts: Facts) -> bool:
         return False
     if facts.is_foreign:
         return facts.exit_code == 0 and _is_left_alone(facts)
-    return facts.has_result and (facts.exit_code == 0 or facts.has_lost_ranks)
+    return facts.has_result and facts.exit_code == 0
 
 
 def judge(facts: Facts) -> Verdict:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from toolkit import registry
 from toolkit.base import logs
-from toolkit.base.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit.base.errors import EXIT_STOPPED
 from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.nodes.agent.progress import RankReport
@@ -250,12 +250,6 @@ class AttemptLoop:
         # A rank that stopped as agreed is no failure.
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
-            return
-        # A strategy may do without some of its ranks, but not if a wrong request ended them.
-        is_dispensable = not attempt.killed and not ended.with_agent and attempt.can_do_without(ended.ranks)
-        if ended.exit_code != EXIT_REQUEST and is_dispensable:
-            log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
-            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
             return
         if not attempt.killed:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)

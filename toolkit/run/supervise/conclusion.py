@@ -91,7 +91,7 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
     for failure in read_error_files(context.run.attempt_logs(attempt.number)):
         rank = failure.rank
         assert rank is not None
-        if rank in attempt.lost_ranks or rank >= len(hosts):
+        if rank >= len(hosts):
             continue
         # torch's format has no host
         reported[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
@@ -148,7 +148,6 @@ def _facts(context: Context, attempt: Attempt) -> Facts:
         lost_nodes=tuple(sorted(attempt.lost_nodes)),
         can_go_on=context.nodes.plan() is not None,
         has_result=attempt.result is not None,
-        has_lost_ranks=bool(attempt.lost_ranks),
         hang=attempt.hang,
         cut_links=tuple(sorted(attempt.cut_links)),
         hosts=attempt.plan.hosts,
