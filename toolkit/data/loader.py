@@ -160,15 +160,16 @@ class Loader:
         self._share = share
         self._device = torch.device(device)
         self._clock = clock
-        self._sampler = TrainSampler(
+        self._samplers = partial(
+            TrainSampler,
             len(dataset),
             global_batch_size=global_batch_size,
             seed=seed,
-            share=share,
             split=split,
             order=run_order,
             repeats=repeats,
         )
+        self._sampler = self._samplers(share=share)
         self._source: Source = _source(
             dataset,
             self._sampler,
