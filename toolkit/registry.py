@@ -93,12 +93,13 @@ class Plugin:
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
-    * ``hooks``: what the core calls where it is there. ``diagnose``: what ended a run, see `toolkit.cli.run_facts`.
-      ``complete``: the words that a shell may complete, see `toolkit.cli.main`. ``sweep_rows``: the rows of sweeps in
-      a listing, ``may_start_again``: whether a run that has ended may come back, ``compare_runs``: ends runs that are
-      worse than others (`toolkit.run.supervise.attempt_loop`). ``prepare_nodes``: what is done on the nodes before the
-      first attempt, see `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it,
-      see `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
+    * ``hooks``: what the core calls where it is there. ``cause_of_end``: what ended a run, see
+      `toolkit.cli.run_facts`. ``shell_completion``: the words that a shell may complete, see `toolkit.cli.main`.
+      ``sweep_rows``: the rows of sweeps in a listing, ``may_start_again``: whether a run that has ended may come back,
+      ``watch_attempt``: ends runs that are worse than others (`toolkit.run.supervise.attempt_loop`).
+      ``prepare_nodes``: what is done on the nodes before the first attempt, see
+      `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it, see
+      `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
       ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
       that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
       record steps of a rank.
@@ -185,6 +186,16 @@ def find(kind: Kind, name: str) -> Any:
     """Return the module or the attribute; None if no plugin brings it. Raises what its import raises."""
     path = where(kind, name)
     return None if path is None else load(path)
+
+
+def call(hook: str, *arguments: Any) -> Any:
+    """Return what the hook returns; None without one. An exception of it is logged in one line, and counts as None."""
+    try:
+        found = find("hooks", hook)
+        return None if found is None else found(*arguments)
+    except Exception as error:  # it may be other people's code
+        log.error("the hook %s has failed: %r", hook, error)
+        return None
 
 
 def needed(hook: str, what: str) -> Any:

@@ -198,7 +198,7 @@ def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("without_plugins")
 def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
     assert registry.names("commands") == registry.CORE.commands
-    assert registry.find("hooks", "diagnose") is None
+    assert registry.find("hooks", "cause_of_end") is None
     assert registry.where("commands", "why") is None
 
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        complete = registry.find("hooks", "complete")
+        complete = registry.find("hooks", "shell_completion")
         return EXIT_REQUEST if complete is None else complete(words[1:])
     logs.setup_for_command()
     # Of one command only its own module is loaded: all would take longer than most commands.

@@ -20,7 +20,7 @@ from toolkit.run.records import after
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Return everything that is known. What ended the run is known where a plugin has the hook ``diagnose``."""
+    """Return everything that is known. What ended the run is known where a plugin has the hook ``cause_of_end``."""
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage), run.status(damage)
     # A run can be over without a result of its own. Its row says so, for which Slurm was asked.
@@ -35,8 +35,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
-    diagnose, situation = registry.find("hooks", "diagnose"), advice.situation_of(run, state)
-    found = None if diagnose is None else diagnose(run)
+    found, situation = registry.call("cause_of_end", run), advice.situation_of(run, state)
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,

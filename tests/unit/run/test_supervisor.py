@@ -15,6 +15,7 @@ import pytest
 
 from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio, open_files, outages
 from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
 from toolkit.cli import run_facts
@@ -834,3 +835,22 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
     ranks = Ranks(completes)
     supervise(run, ranks)
     assert ownership.TOKEN_VARIABLE not in ranks.environ
+
+
+@pytest.mark.parametrize("fails_at", ["its making", "a look"])
+def test_a_plugins_watcher_that_fails_does_not_end_the_attempt(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: str
+) -> None:
+    class Watcher:
+        def __init__(self, context: Any) -> None:
+            if fails_at == "its making":
+                raise ValueError("no number")
+
+        def look(self, attempt: Any, stops: Any) -> None:
+            raise ValueError("no number")
+
+    monkeypatch.setattr(registry, "find", lambda kind, name: Watcher if name == "watch_attempt" else None)
+    assert supervise(run, Ranks(completes)) == 0
+    assert run.attempts()[0].cause == "completed"
+    (line,) = [record.message for record in caplog.records if "watch_attempt" in record.message]
+    assert "no number" in line

@@ -5,5 +5,5 @@ from toolkit.registry import Plugin
 PLUGIN = Plugin(
     "completion",
     commands={"completion": "toolkit.plugins.completion.command"},
-    hooks={"complete": "toolkit.plugins.completion.offers:main"},
+    hooks={"shell_completion": "toolkit.plugins.completion.offers:main"},
 )

@@ -8,6 +8,6 @@ PLUGIN = Plugin(
     hooks={
         "sweep_rows": "toolkit.plugins.sweep.rows",
         "may_start_again": "toolkit.plugins.sweep.states:may_start_again",
-        "compare_runs": "toolkit.plugins.sweep.halving:Halving",
+        "watch_attempt": "toolkit.plugins.sweep.halving:Halving",
     },
 )

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Empty
@@ -78,17 +78,12 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
     AttemptLoop(context, attempt, running, store, care).run()
 
 
-class Comparison(Protocol):
-    """Compares a run with others while it trains: the hook ``compare_runs`` (see `toolkit.registry`) makes one."""
+class AttemptWatcher(Protocol):
+    """Watches an attempt of a plugin's concern: the hook ``watch_attempt`` (see `toolkit.registry`) makes one."""
 
     def look(self, attempt: Attempt, stops: StopPath) -> None:
         """Ask the ranks to stop where the run is not to go on. Called twice a second."""
         ...
-
-
-def comparison_of(context: Context) -> Comparison | None:
-    compare: Callable[[Context], Comparison] | None = registry.find("hooks", "compare_runs")
-    return None if compare is None else compare(context)
 
 
 class AttemptLoop:
@@ -97,7 +92,7 @@ class AttemptLoop:
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
-        self._comparison = comparison_of(context)
+        self._watcher: AttemptWatcher | None = registry.call("watch_attempt", context)
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -161,6 +156,15 @@ class AttemptLoop:
         if 2 * len(stuck) <= len(self._attempt.plan.hosts):
             self._attempt.lost_nodes |= stuck
 
+    def _have_watched(self) -> None:
+        """Have a plugin look at the attempt. One that fails is asked no more, and the ranks go on."""
+        try:
+            if self._watcher is not None:
+                self._watcher.look(self._attempt, self.stops)
+        except Exception as error:  # it may be other people's code
+            log.error("the hook watch_attempt has failed, and is not asked any more: %r", error)
+            self._watcher = None
+
     def _do_periodic_work(self) -> None:
         """Do the periodic work that no event triggers."""
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
@@ -180,8 +184,7 @@ class AttemptLoop:
             self._attempt.has_begun = self._context.run.rank_log(self._attempt.number, 0).exists()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
-        if self._comparison is not None:
-            self._comparison.look(self._attempt, self.stops)
+        self._have_watched()
         self._hangs.look()
         self._requests.look()
         self._care.look_for_dead(self._attempt)
