@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from toolkit.base.staged import staged
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
-    from toolkit.data.mixing import PairMixing
     from toolkit.data.stream import Streams
+    from toolkit.plugins.images.mixing import PairMixing
     from toolkit.plugins.shards.dataset import ShardedData
     from toolkit.plugins.shards.raw_tokens import RawTokens
     from toolkit.plugins.tokens.windows import TokenWindows, load_tokens
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
     from toolkit.train.job import Job
-    from toolkit.train.own_loop import TrainingRun
     from toolkit.train.start import current, start
+    from toolkit.train.user_loop import TrainingRun
 
 _HOMES = {
     "Batch": "toolkit.ranks.batch",
@@ -67,7 +67,7 @@ _HOMES = {
     "Job": "toolkit.train.job",
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
-    "PairMixing": "toolkit.data.mixing",
+    "PairMixing": "toolkit.plugins.images.mixing",
     "RawTokens": "toolkit.plugins.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.run.submission.handle",
@@ -75,7 +75,7 @@ _HOMES = {
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
     "TokenWindows": "toolkit.plugins.tokens.windows",
-    "TrainingRun": "toolkit.train.own_loop",
+    "TrainingRun": "toolkit.train.user_loop",
     "build_datasets": "toolkit.data.datasets",
     "current": "toolkit.train.start",
     "find": "toolkit.run.submission.handle",

@@ -32,6 +32,7 @@ from torch import nn
 
 from tests.bench import record
 from tests.box.namespaces import wait_for
+from tests.dist.objectives import cross_entropy
 from toolkit import registry
 from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
@@ -42,7 +43,6 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.ranks.stop.torch_store import connector
 from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.train.objectives import cross_entropy
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")

@@ -34,24 +34,24 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.bench import record
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
-from toolkit.data.memory import InMemory
 from toolkit.nodes.agent.reports import Inbox, Outbox, addresses
 from toolkit.ranks.report import HEARTBEAT_S, AgentReporter, Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluations import Evaluations
-from toolkit.train.hooks import Hooks
+from toolkit.train.evaluate import Evaluations
+from toolkit.train.job import Hooks
 from toolkit.train.loop import Trainer
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
-from toolkit.train.own_loop import TrainingRun
 from toolkit.train.state import identity
+from toolkit.train.user_loop import TrainingRun
 
 RANKS, BATCH, SHAPE, CLASSES, LOG_EVERY = 2, 64, (1, 28, 28), 10, 50
 #: How often one contender pays for supervision in each step.

@@ -32,9 +32,9 @@ from toolkit.train import feed
 from toolkit.train import loop as training
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loop import Trainer
-from toolkit.train.loss_window import LossWindow
-from toolkit.train.own_loop import TrainingRun
-from toolkit.train.own_steps import OwnSteps
+from toolkit.train.loss_windows import LossWindow
+from toolkit.train.user_loop import TrainingRun
+from toolkit.train.user_steps import UserSteps
 
 #: What is timed, in the order of a step.
 PARTS: dict[str, tuple[Any, str]] = {
@@ -51,8 +51,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "boundary": (Lifecycle, "boundary"),
     "seeds of toolkit.start": (feed, "reseed"),
     "run.log": (TrainingRun, "log"),
-    "between two steps of toolkit.start": (OwnSteps, "_end_step"),
-    "of that metrics written": (OwnSteps, "_write"),
+    "between two steps of toolkit.start": (UserSteps, "_end_step"),
+    "of that metrics written": (UserSteps, "_write"),
 }
 CONTENDERS = {
     "ours": loop.supervised,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.dist import strategy_cases
+from tests.dist.objectives import cross_entropy
 from tests.dist.strategy_cases import CLASSES, rates
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.strategies import Criterion
-from toolkit.train.objectives import cross_entropy
 
 BATCH, PLACES, WIDTH, HEADS, TOKENS, STEPS = 8, 4, 8, 4, 16, 3
 

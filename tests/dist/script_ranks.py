@@ -138,23 +138,23 @@ def _be_a_rank(call: Mapping[str, Any]) -> None:
 
 def _arm(strike: Mapping[str, Any]) -> None:
     """Have this process get the strike's signal at its moment."""
-    from toolkit.train.own_steps import OwnSteps
     from toolkit.train.saver import Saver
+    from toolkit.train.user_steps import UserSteps
 
     def hit() -> None:
         os.kill(os.getpid(), signal.Signals[strike["signal"]])
 
     if strike["at"] == "step":
-        count = OwnSteps._finish_step
+        count = UserSteps._finish_step
 
-        def finish_step(self: OwnSteps) -> None:
+        def finish_step(self: UserSteps) -> None:
             count(self)
             if self.step == strike["step"]:
                 hit()
             elif self.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
                 time.sleep(0.1)
 
-        OwnSteps._finish_step = finish_step
+        UserSteps._finish_step = finish_step
         return
     include = Saver.include_files
 

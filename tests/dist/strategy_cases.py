@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import device
 from toolkit.config import LocalSgdConfig, MeshConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.batch import Batch, Share
@@ -22,7 +23,6 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Sharded
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.custom import Custom
-from toolkit.train.objectives import cross_entropy
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, SUBJECTS, eval_parts, global_batch, part, rates, whole
 from toolkit.config import TrainConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 
 pytestmark = pytest.mark.dist
 

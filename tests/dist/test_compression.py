@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CASES,
@@ -43,7 +44,6 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(12)]
 

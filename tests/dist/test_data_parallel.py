@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, oracle, part, plain_model, rates, snapshot
 from toolkit.base.errors import ConfigError
@@ -15,7 +16,6 @@ from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
-from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 

@@ -35,6 +35,7 @@ from tests.dist.foreign_models import (
     on_one_process,
     refusal,
 )
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import rates, whole
 from toolkit.base.errors import ConfigError
@@ -45,7 +46,6 @@ from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 

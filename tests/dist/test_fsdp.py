@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.dist import test_trainer as trainer
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CLASSES,
@@ -40,7 +41,6 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.layouts import local
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.dist.script_ranks import PRELOAD, ROOT, ScriptServer
 from tests.dist.test_own_scripts import LOOPS
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.train.feed import ForeignFeed, seeder
+from toolkit.train.feed import IterableFeed, seeder
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
@@ -264,7 +264,7 @@ def test_workers_of_accelerates_loaders_may_persist_over_epochs(is_stateful: boo
     loader = DataLoaderShard(
         data, batch_size=2, num_workers=1, persistent_workers=True, use_stateful_dataloader=is_stateful
     )
-    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False)
+    feed = IterableFeed(loader, seeder(3, 0), 1, is_there=False)
     for number in range(3):
         assert torch.equal(torch.cat([*feed.epoch(number, 0, 4 * number)]), data)
 

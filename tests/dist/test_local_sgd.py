@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from jobs.models import build_model
 from tests.dist import test_trainer as trainer
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks, stop_all
 from tests.dist.strategy_cases import (
     BATCH,
@@ -42,7 +43,6 @@ from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare, reseed
 

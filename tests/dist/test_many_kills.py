@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.folder import newest_step
@@ -35,7 +36,6 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity

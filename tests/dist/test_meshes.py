@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from jobs.language_model import next_token
 from jobs.llama import Llama, LlamaSizes
 from tests.dist import test_trainer as trainer
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
 from tests.dist.test_fsdp import even_model as unseeded_even_model
@@ -28,7 +29,6 @@ from toolkit.plugins.auto import strategy as auto
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, build_strategy, of_pairs
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]

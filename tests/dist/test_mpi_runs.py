@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from tests.dist.mpi import ROOT, mpirun
 from tests.waiting import PATIENCE
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.export import export
+from toolkit.checkpoint.whole import export
 from toolkit.files import rundir
 
 pytest.importorskip("mpi4py")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, SUBJECTS, Residual, global_batch, part, rates, snapshot
 from tests.dist.test_trainer import assert_same, die_after, train
@@ -23,7 +24,6 @@ from toolkit.config import OptimConfig, TrainConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 
 pytestmark = pytest.mark.dist

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
 from toolkit.base.errors import ConfigError
@@ -26,7 +27,6 @@ from toolkit.plugins.compression.overlapped import Overlapped, _BucketHook
 from toolkit.plugins.compression.schemes import Blocks
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 STEPS = 3

@@ -39,8 +39,8 @@ from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare, reseed
+from toolkit.train.user_loop import TrainingRun
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 

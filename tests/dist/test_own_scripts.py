@@ -15,7 +15,7 @@ from tests.dist.script_ranks import ScriptServer
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
 LOOPS = ("ddp", "fsdp2", "gan")
-MODULES = ["torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard", "toolkit.train.own_loop"]
+MODULES = ["torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard", "toolkit.train.user_loop"]
 
 pytestmark = pytest.mark.dist
 

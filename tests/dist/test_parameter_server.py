@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
@@ -27,7 +28,6 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
@@ -224,12 +224,12 @@ def test_asynchronous_training_learns_and_loses_no_ticket_to_a_resume(tmp_path: 
 
 def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int) -> Result:
     from jobs.models import build_model
+    from tests.dist.objectives import classification
     from toolkit.config import DataConfig
     from toolkit.data.datasets import build_datasets
     from toolkit.data.loader import build_loader, eval_batches
     from toolkit.strategies import Strategy
     from toolkit.train.evaluate import evaluate
-    from toolkit.train.objectives import classification
 
     session = in_run(session, run_dir)
     prepare(0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist import test_trainer as trainer
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CLASSES,
@@ -35,15 +36,14 @@ from tests.dist.strategy_cases import (
 from tests.dist.test_fsdp import image_model
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]

@@ -22,14 +22,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import PATIENCE
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data import workers
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
-from toolkit.data.memory import InMemory
 from toolkit.files.run_files import AttemptRecord, RunResult
 from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.plugins.site.resume_compare import compare
@@ -42,7 +43,6 @@ from toolkit.train import loop
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer
-from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity

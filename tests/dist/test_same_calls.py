@@ -22,8 +22,8 @@ from toolkit.config import JobConfig
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop.rounds import STOP
 from toolkit.train import same_calls
-from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare
+from toolkit.train.user_loop import TrainingRun
 
 pytestmark = pytest.mark.dist
 

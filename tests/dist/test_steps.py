@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.optim.swa_utils import AveragedModel
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     SUBJECTS,
@@ -35,7 +36,6 @@ from toolkit.strategies.layouts import local
 from toolkit.strategies.update.parts import ShardedParameters
 from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 

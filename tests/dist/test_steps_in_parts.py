@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import eval_parts, fill, global_batch, token_loss
 from tests.dist.test_steps import (
@@ -36,7 +37,6 @@ from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, Pr
 from toolkit.ranks.session import Session
 from toolkit.strategies.update.verdict import MADE
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 

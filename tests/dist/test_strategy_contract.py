@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CASES,
@@ -44,7 +45,6 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import in_run, run_ranks
 from tests.unit.data.streams import YieldedLines
 from toolkit.base.errors import ConfigError
@@ -25,7 +26,6 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity

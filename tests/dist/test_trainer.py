@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
@@ -25,16 +26,15 @@ from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
-from toolkit.data.memory import InMemory
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
-from toolkit.train.hooks import Hooks
+from toolkit.train.job import Hooks
 from toolkit.train.loop import Result, Trainer
-from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import identity

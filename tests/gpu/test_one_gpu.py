@@ -24,9 +24,9 @@ from tests.dist.test_fork import Site
 from tests.gpu import NO_GPU, throughput, training
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.background import Staging
-from toolkit.checkpoint.replicas import ReplicaSums
+from toolkit.checkpoint.exchange import ReplicaSums
+from toolkit.data.batches import _copy_stream
 from toolkit.data.loader import Loader
-from toolkit.data.to_device import _copy_stream
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.plugins.inference.program import write_program
 from toolkit.ranks.batch import Share

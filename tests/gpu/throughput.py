@@ -30,11 +30,11 @@ from toolkit.strategies import Loss, Objective, build_strategy
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.objective import Forward
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluations import Evaluations
-from toolkit.train.gpu_settings import apply_gpu_settings
-from toolkit.train.hooks import Hooks
+from toolkit.train.evaluate import Evaluations
+from toolkit.train.job import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
+from toolkit.train.seeds import apply_gpu_settings
 from toolkit.train.state import identity
 
 #: Different batches in memory, which come again and again.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.dist.objectives import cross_entropy
 from tests.dist.strategy_cases import part, plain_model, rates
 from tests.gpu import throughput
 from tests.waiting import wait_for
@@ -23,7 +24,6 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 
 STEPS, SAMPLES = 6, 16

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+from tests.dist.objectives import cross_entropy
 from toolkit import strategies
 from toolkit.base.errors import ConfigError
 from toolkit.cli.keys import words_by_key
@@ -43,7 +44,6 @@ from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.plan import _torch_style
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
-from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 
 from tests.scale import Curve
 from toolkit.strategies.protocol import StepOutput
-from toolkit.train.loss_window import LossWindow
+from toolkit.train.loss_windows import LossWindow
 
 
 def log(ranks: int) -> Mapping[str, float]:

@@ -18,9 +18,18 @@ import torch
 
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, UnsavableStateError, listing
-from toolkit.checkpoint import header, tensors
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failure, failures_told
+from toolkit.checkpoint import tensors
+from toolkit.checkpoint.exchange import (
+    Exchange,
+    KeyValue,
+    ReplicaSums,
+    answer,
+    describe,
+    failure,
+    failures_told,
+    refuse_unequal,
+)
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import (
     Manifest,
@@ -33,7 +42,6 @@ from toolkit.checkpoint.manifest import (
     parse_tensor,
     parse_value,
 )
-from toolkit.checkpoint.replicas import ReplicaSums, answer, refuse_unequal
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)
@@ -218,7 +226,7 @@ def _head(held: Mapping[str, Entry]) -> bytes:
             label = name if len(pieces) == 1 else f"{name}[{', '.join(spans)}]"
             assert label not in inside, label
             inside[label] = value.dtype, tuple(value.shape)
-    return header.encode(inside)
+    return tensors.encode_header(inside)
 
 
 def _stream(

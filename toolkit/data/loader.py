@@ -13,7 +13,7 @@ import torch
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import choose
-from toolkit.data.batch_reader import BatchReader
+from toolkit.data.batches import BatchReader, to_device
 from toolkit.data.fingerprint import fingerprint, gives_batches
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import (
@@ -25,7 +25,6 @@ from toolkit.data.sampler import (
     eval_calls,
     refuse_other_share,
 )
-from toolkit.data.to_device import to_device
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
@@ -133,10 +132,10 @@ class Loader:
     ) -> None:
         """Set the loader up; no sample is loaded yet.
 
-        ``split`` is global, or one that split.py has. ``repeats`` is how often a global batch has each sample, see
-        :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew. ``collate`` makes
-        a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)`` returns the samples
-        of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
+        ``split`` is global, or one of :func:`~.sampler.samples_of`. ``repeats`` is how often a global batch has each
+        sample, see :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew.
+        ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
+        returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
         # The job's order and that of shards go with neither a split nor repeats.

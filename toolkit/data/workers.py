@@ -25,9 +25,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit.base.errors import JobCodeError, JobFailedError
-from toolkit.data.generators import generators_in, origin_of, seed_generator
 from toolkit.data.permutation import GivenOrder, hash64
-from toolkit.data.randomness import generators_kept, seed_sample
+from toolkit.data.randomness import generators_in, generators_kept, origin_of, seed_generator, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
 from toolkit.hang import stacks
 from toolkit.nodes.agent.die_with_parent import PR_SET_PDEATHSIG

@@ -34,14 +34,14 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
     others = tuple(f"strategy.{name}." for name in registry.names("strategies") if name != config.strategy.name)
     shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
     values = _shown((key, value_of(config, key)) for key in shown if key not in _LEFT_OUT)
-    sink.hparams(own_hparams(config) | values, metrics=("eval/accuracy", "eval/loss"))
+    sink.hparams(config_hparams(config) | values, metrics=("eval/accuracy", "eval/loss"))
     for leaf in () if sample is None else nested.leaves(sample.data):
         if isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in (1, 3):
             sink.images("samples", leaf[:_IMAGES])
             return
 
 
-def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
+def config_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
     """Return the job's own keys, and a script's options, as hyper-parameters."""
     return _shown([*leaves(config.params), *leaves(config.args, "args")])
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 
 from toolkit.base import logs
 from toolkit.base.errors import JobCodeError
-from toolkit.data.generators import RandomGenerator, generators_in, origin_of, seed_generator
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
+from toolkit.data.randomness import RandomGenerator, generators_in, origin_of, seed_generator
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
@@ -44,7 +44,7 @@ class Feed(Protocol):
         """Return the number of samples in a step, over all ranks. 0: it is not known."""
 
 
-class OwnFeed:
+class LoaderFeed:
     """Batches of our loader. An epoch begins with the first batch that begins in it."""
 
     def __init__(self, loader: Loader, seed: Reseed) -> None:
@@ -69,7 +69,7 @@ class OwnFeed:
         return -(-number * self._loader.dataset_size // self._loader.global_batch_size)
 
 
-class ForeignFeed:
+class IterableFeed:
     """Batches of an iterable that is begun again for each epoch, as a DataLoader is."""
 
     def __init__(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, RequestError, listing, nearest
-from toolkit.checkpoint import weights, whole
+from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import committed
-from toolkit.checkpoint.weights import Weights
+from toolkit.checkpoint.whole import Weights
 from toolkit.config import ModelConfig
 from toolkit.files import origin
 from toolkit.files.origin import Origin
@@ -99,7 +99,7 @@ def _read(source: str, which: str | None, session: Session) -> Weights:
     def look() -> dict[str, str]:
         chosen = origin.find(source)
         try:
-            read.append(weights.read(chosen, which))
+            read.append(whole.read_weights(chosen, which))
         except RequestError as error:
             raise ConfigError(f"model.init_weights: {which}: {source}: {error}") from None
         kind = origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind
@@ -110,7 +110,7 @@ def _read(source: str, which: str | None, session: Session) -> Weights:
     # The path comes from the ranks' store: accept only one that the config names.
     if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
         raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
-    return read[0] if session.is_main else weights.read(Origin(choice["kind"], path), which)
+    return read[0] if session.is_main else whole.read_weights(Origin(choice["kind"], path), which)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@
             return toolkit.Loss.mean(cross_entropy(model(batch["image"]), batch["label"]))
 
 Every method but these three has a default. The same class serves the ranks of a training and, afterwards, one process
-that evaluates or exports the trained model.
+that evaluates or exports the trained model. :class:`Hooks` has what a job may do during its training; nothing by
+default.
 """
 
 from __future__ import annotations
@@ -33,14 +34,41 @@ from toolkit.data.stream import Streams
 from toolkit.ranks.batch import Batch
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows
-from toolkit.train.hooks import Hooks
 from toolkit.train.optim import build_optimizer
+
+
+class Hooks:
+    """Methods that the loop calls on every rank, between two steps. Each does the same on all ranks."""
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """Prepare an epoch, counted from 0. Called again where a run resumes within it."""
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Take note of an epoch's end, with the last figure of each metric.
+
+        If that end is evaluated, called after it: where a stop cut the evaluation short, the resumed run calls it.
+        """
+
+    def speed(self, samples_per_s: float) -> Mapping[str, float]:
+        """Return more figures of the speed by tag, such as tokens per second. Called at each logging step.
+
+        ``samples_per_s`` are those of all ranks together.
+        """
+        return {}
+
+    def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
+        """Return True to end the training early. Called after each evaluation.
+
+        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included. So a job need not
+        keep what its decision depends on.
+        """
+        return False
 
 
 class Job(Hooks):
     """The data, the model and the loss of a training. A job's file has one class derived from it.
 
-    :class:`~toolkit.train.hooks.Hooks` has what may be done during the training. Methods are called on every rank, in
+    :class:`~toolkit.train.job.Hooks` has what may be done during the training. Methods are called on every rank, in
     the same order, and must do the same on each::
 
         >>> class Doubling(toolkit.Job):

@@ -1,6 +1,6 @@
 """What every training loop has in common: counting steps, saves, agreed stops, metrics and progress.
 
-The :class:`~toolkit.train.loop.Trainer` uses it, and so do users' own loops (:mod:`toolkit.train.own_loop`). All ranks
+The :class:`~toolkit.train.loop.Trainer` uses it, and so do users' own loops (:mod:`toolkit.train.user_loop`). All ranks
 make the same calls in the same order.
 """
 
@@ -30,7 +30,7 @@ from toolkit.ranks.stop import STOP
 from toolkit.run.records import user_request
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.on_request import OnRequest
-from toolkit.train.save_timer import SAVE
+from toolkit.train.saver import SAVE
 
 
 class Loop(Protocol):

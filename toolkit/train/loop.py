@@ -25,13 +25,12 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluations import Evaluate, Evaluations
-from toolkit.train.hooks import Hooks
+from toolkit.train.evaluate import Evaluate, Evaluations
+from toolkit.train.job import Hooks
 from toolkit.train.lifecycle import Lifecycle
-from toolkit.train.loss_window import LossWindow
-from toolkit.train.not_finite import NotFinite
+from toolkit.train.loss_windows import LossWindow
+from toolkit.train.not_finite import NotFinite, SkippedSteps
 from toolkit.train.seeds import reseed
-from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import trace_if_asked
 
 log = logs.get(__name__)

@@ -21,23 +21,20 @@ from torch.optim.swa_utils import AveragedModel
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
+from toolkit.checkpoint.exchange import ReplicaSums, refuse_differing
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.replicas import ReplicaSums, refuse_differing
 from toolkit.checkpoint.tensors import check_plain, to_bytes
-from toolkit.data import generators
-from toolkit.data.generators import is_generator
+from toolkit.data import randomness
+from toolkit.data.randomness import is_generator
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state
-from toolkit.train.accumulation import Accumulation
-from toolkit.train.frozen import Frozen
-from toolkit.train.log_window import gather_json
-from toolkit.train.optimizer_slots import OptimizerSlots
-from toolkit.train.unsaved import Unsaved
-from toolkit.train.unwrapped import bare, bare_optimizer, is_metric
+from toolkit.train.handed_over import Accumulation, Frozen, Unsaved, bare, bare_optimizer, is_metric
+from toolkit.train.loss_windows import gather_json
+from toolkit.train.plain_state import OptimizerSlots
 
 log = logs.get(__name__)
 
@@ -92,7 +89,7 @@ class Resumables:
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
         self._unsaved = Unsaved(self._modules if rank == 0 else {}, _leaves(others))
         #: What the script gave its generators. A filled one is at the epoch that was saved.
-        self.origins = {each: generators.origin_of(each) for each in others.values() if is_generator(each)}
+        self.origins = {each: randomness.origin_of(each) for each in others.values() if is_generator(each)}
         self._others = {name: _other(name, value) for name, value in others.items()}
         # A moving average is saved as a module; its count of updates is not among the averaged weights.
         for name, module in modules.items():
@@ -423,7 +420,7 @@ def _other(name: str, value: Any) -> Other:
     if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict)
     if is_generator(value):
-        return Other(name, partial(generators.state_of, value), partial(generators.set_state, value))
+        return Other(name, partial(randomness.state_of, value), partial(randomness.set_state, value))
     if isinstance(value, Tensor):
         return Other(name, lambda: value, lambda saved: value.detach().copy_(saved))
     if isinstance(value, dict):

@@ -23,13 +23,11 @@ from toolkit.strategies import Custom, Objective, Strategy, build_strategy
 from toolkit.strategies.objective import Forward
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.describe import describe_run
-from toolkit.train.evaluate import evaluate
-from toolkit.train.evaluations import Evaluate
-from toolkit.train.gpu_settings import apply_gpu_settings
+from toolkit.train.evaluate import Evaluate, evaluate
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
 from toolkit.train.loop import Describe, Result, Show, Trainer
-from toolkit.train.seeds import prepare
+from toolkit.train.seeds import apply_gpu_settings, prepare
 from toolkit.train.state import identity
 
 log = logs.get(__name__)

@@ -14,9 +14,8 @@ from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.config import JobConfig
 from toolkit.ranks.session import Session, open_session
 from toolkit.run.rank import script_end
-from toolkit.train.gpu_settings import apply_gpu_settings
-from toolkit.train.own_loop import TrainingRun, join_once
-from toolkit.train.seeds import prepare
+from toolkit.train.seeds import apply_gpu_settings, prepare
+from toolkit.train.user_loop import TrainingRun, join_once
 
 log = logs.get(__name__)
 

@@ -19,7 +19,7 @@ WORDS = {
     "arguments": ["--epochs", "6", "--lr", "0.5", "--no-dropout"],
     "overrides": ["optim.name=AdamW", "optim.lr=0.01", "epochs=6"],
 }
-MODULES = ["torch._dynamo", "torch.utils.tensorboard", "toolkit.train.own_loop"]
+MODULES = ["torch._dynamo", "torch.utils.tensorboard", "toolkit.train.user_loop"]
 NAMES = sorted(path.stem for path in LOOPS.glob("*.py") if path.stem != "parts")
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(2)]

@@ -26,7 +26,7 @@ from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
 from toolkit.base.trust import TRUST_VARIABLE
-from toolkit.checkpoint import weights as checkpoint_weights
+from toolkit.checkpoint import whole as checkpoint_weights
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
@@ -411,7 +411,7 @@ def test_another_users_config_that_names_a_file_runs_it_only_where_that_is_asked
 def test_another_users_weights_are_read_without_running_their_sources(strange: RunDir, tmp_path: Path) -> None:
     argv = ["checkpoint", "export", str(strange.path), "--to", str(tmp_path / "x.safetensors")]
     assert cli.main(argv) == EXIT_DONE
-    found = checkpoint_weights.read(origin.find(str(strange.path))).tensors
+    found = checkpoint_weights.read_weights(origin.find(str(strange.path))).tensors
     assert found.keys() == weights(30).keys()
     assert not (tmp_path / "mark").exists()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from toolkit.base.errors import ConfigError
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
-from toolkit.data.memory import InMemory
 from toolkit.ranks.batch import Share
 
 SIZE, BATCH = 10, 4

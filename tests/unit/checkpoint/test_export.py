@@ -19,10 +19,10 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
 from toolkit.base.errors import CheckpointError, RequestError
-from toolkit.checkpoint import header, whole
-from toolkit.checkpoint.export import export
+from toolkit.checkpoint import tensors, whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError
+from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import Entry, PerRank, Replicated, Sharded, State
 
@@ -151,7 +151,7 @@ def test_safetensors_say_which_step_of_which_run_they_are(tmp_path: Path) -> Non
 
 def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
     state: dict[str, Entry] = {}
-    for dtype in header.TYPES:
+    for dtype in tensors.TYPES:
         name = str(dtype).removeprefix("torch.")
         # random bytes may be NaNs, so the bits are compared below and not the values
         bits = torch.randint(0, 2 if dtype is torch.bool else 256, (3 * dtype.itemsize,), dtype=torch.uint8)

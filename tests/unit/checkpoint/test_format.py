@@ -13,10 +13,10 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks, tensor_of
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded, load
+from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 

@@ -23,8 +23,8 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import alone, on_ranks, tensor_of, weights
 from tests.unit.checkpoint.test_damage import flip
 from tests.unit.checkpoint.test_roundtrip import dense_dtypes, random_bits, same_bits
-from toolkit.checkpoint import header
 from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint import tensors
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart
 from toolkit.checkpoint.reader import load
@@ -107,7 +107,7 @@ def test_types_that_safetensors_lacks_are_stored_as_bytes_and_all_are_aligned(tm
     path = alone(CheckpointFolder(tmp_path), 1, {name: Replicated(value) for name, value in state.items()})
     found = read(path / manifests.file_name(0))
     assert found.keys() == state.keys()
-    foreign = {value.dtype for value in state.values()} - header.TYPES.keys()
+    foreign = {value.dtype for value in state.values()} - tensors.TYPES.keys()
     assert torch.complex128 in foreign
     for name, value in state.items():
         stored = found[name]
@@ -186,8 +186,8 @@ def test_a_file_of_another_program_is_no_part_of_a_checkpoint(tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.bool], ids=str)
 def test_a_header_says_what_the_packages_own_does(dtype: torch.dtype) -> None:
     shape = (3, 2)
-    stored = torch.zeros(*shape, dtype=dtype) if dtype in header.TYPES else torch.zeros(*shape, dtype.itemsize).byte()
-    head = header.encode({"é": (dtype, shape)}, {"run": "this one"})
+    stored = torch.zeros(*shape, dtype=dtype) if dtype in tensors.TYPES else torch.zeros(*shape, dtype.itemsize).byte()
+    head = tensors.encode_header({"é": (dtype, shape)}, {"run": "this one"})
     raw = head + bytes(math.prod(shape) * dtype.itemsize)
     assert len(head) % 8 == 0
     assert same_bits(safetensors.torch.load(raw)["é"], stored)

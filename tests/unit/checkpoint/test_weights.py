@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tests.unit.checkpoint.ranks import alone, blank, weights
 from toolkit.base.errors import CheckpointError, ConfigError
-from toolkit.checkpoint.export import export
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.weights import read
+from toolkit.checkpoint.whole import export, read_weights
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.state import Replicated
@@ -63,7 +62,7 @@ WAYS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 def test_what_others_write_is_read(tmp_path: Path, way: str) -> None:
     name, prefix, write = WAYS[way]
     write(tmp_path / name)
-    path, found, _ = read(origin.find(str(tmp_path / name)))
+    path, found, _ = read_weights(origin.find(str(tmp_path / name)))
     assert path == tmp_path / name
     assert found.keys() == {prefix + name for name in TENSORS}
     for name, value in TENSORS.items():
@@ -76,7 +75,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None
     index = {"weight_map": {"weight": "../w.safetensors"}}
     (tmp_path / "w/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a file of this folder"):
-        read(origin.find(str(tmp_path / "w")))
+        read_weights(origin.find(str(tmp_path / "w")))
 
 
 @pytest.fixture
@@ -98,27 +97,27 @@ def value(found: dict[str, Tensor]) -> float:
 def test_a_run_is_found_by_its_folder_id_prefix_and_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.path.parent)
     for text in (str(run.path), run.id, run.id[:-2], "digits", f"./{run.id}"):
-        path, found, _ = read(origin.find(text))
+        path, found, _ = read_weights(origin.find(text))
         assert (path.name, value(found)) == ("step-00000200", 200.0)
 
 
 def test_of_a_run_the_newest_good_checkpoint_is_read_and_nothing_is_moved(run: RunDir) -> None:
     blank(run.checkpoints / "step-00000200/rank-00000.safetensors")
-    path, found, _ = read(origin.find("digits"))
+    path, found, _ = read_weights(origin.find("digits"))
     assert (path.name, value(found)) == ("step-00000100", 100.0)
     blank(run.checkpoints / "step-00000100/rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="none of 2 checkpoints is good"):
-        read(origin.find("digits"))
+        read_weights(origin.find("digits"))
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000100", "step-00000200"]
 
 
 def test_a_checkpoint_is_read_wherever_its_folder_was_copied_to(run: RunDir, tmp_path: Path) -> None:
     (run.checkpoints / "step-00000100").rename(tmp_path / "best")
-    path, found, _ = read(origin.find(str(tmp_path / "best")))
+    path, found, _ = read_weights(origin.find(str(tmp_path / "best")))
     assert (path, value(found)) == (tmp_path / "best", 100.0)
     blank(tmp_path / "best/rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="is damaged"):
-        read(origin.find(str(tmp_path / "best")))
+        read_weights(origin.find(str(tmp_path / "best")))
 
 
 @pytest.mark.parametrize(("form", "name"), [("safetensors", "w.safetensors"), ("torch", "w.pt"), ("dcp", "w")])
@@ -129,7 +128,7 @@ def test_of_an_export_with_everything_in_it_the_models_weights_are_read(
     path = alone(CheckpointFolder(run.checkpoints), 300, state)
     manifest = CheckpointFolder(run.checkpoints).manifest(path)
     export(path, manifest, tmp_path / name, form, run=run.id, everything=True)
-    assert value(read(origin.find(str(tmp_path / name)))[1]) == 7.0
+    assert value(read_weights(origin.find(str(tmp_path / name)))[1]) == 7.0
 
 
 def test_the_run_that_asks_is_not_its_own_origin(run: RunDir) -> None:
@@ -173,7 +172,7 @@ def test_a_forged_file_of_torch_runs_no_code(tmp_path: Path, zipped: bool) -> No
     forged = {**TENSORS, "extra": Bomb(tmp_path / "ran")}
     torch.save(forged, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match=r"w\.pt cannot be read as torch"):
-        read(origin.find(str(tmp_path / "w.pt")))
+        read_weights(origin.find(str(tmp_path / "w.pt")))
     assert not (tmp_path / "ran").exists()
 
 
@@ -181,13 +180,13 @@ def test_forged_metadata_of_a_dcp_folder_runs_no_code(tmp_path: Path) -> None:
     dcp_save(dict(TENSORS), tmp_path / "w")
     (tmp_path / "w/.metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir has no place in the metadata of tensors"):
-        read(origin.find(str(tmp_path / "w")))
+        read_weights(origin.find(str(tmp_path / "w")))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_forged_value_beside_the_tensors_of_a_dcp_folder_runs_no_code(tmp_path: Path) -> None:
     dcp_save({**TENSORS, "extra": Bomb(tmp_path / "ran")}, tmp_path / "w")
-    assert read(origin.find(str(tmp_path / "w")))[1].keys() == TENSORS.keys()
+    assert read_weights(origin.find(str(tmp_path / "w")))[1].keys() == TENSORS.keys()
     assert not (tmp_path / "ran").exists()
 
 
@@ -196,17 +195,17 @@ def test_a_file_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, name: 
     WAYS["safetensors" if name.endswith("s") else "state dict"][2](tmp_path / name)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=rf"{name} cannot be read as"):
-        read(origin.find(str(tmp_path / name)))
+        read_weights(origin.find(str(tmp_path / name)))
 
 
 def test_a_dcp_folder_without_one_of_its_files_is_an_error_that_names_both(tmp_path: Path) -> None:
     dcp_save(dict(TENSORS), tmp_path / "w")
     next((tmp_path / "w").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"w cannot be read as dcp: .*No such file.*\.distcp"):
-        read(origin.find(str(tmp_path / "w")))
+        read_weights(origin.find(str(tmp_path / "w")))
 
 
 def test_a_file_without_names_is_refused(tmp_path: Path) -> None:
     torch.save([torch.ones(2)], tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="it holds a list; weights are tensors by their names"):
-        read(origin.find(str(tmp_path / "w.pt")))
+        read_weights(origin.find(str(tmp_path / "w.pt")))

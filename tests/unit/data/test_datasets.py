@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional
 
 from toolkit.config import DataConfig
-from toolkit.data.datasets import build_datasets
+from toolkit.data.datasets import RandomShift, build_datasets
 from toolkit.data.loader import BatchedSamples
-from toolkit.data.memory import RandomShift
 
 
 def all_of(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:

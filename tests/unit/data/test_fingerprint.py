@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.data.datasets import Augmented, InMemory
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.loader import Loader
-from toolkit.data.memory import Augmented, InMemory
 from toolkit.ranks.batch import Share
 
 

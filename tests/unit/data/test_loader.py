@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 from tests.unit.data.samples import Damaged, Noisy, Numbers
 from toolkit.base.errors import JobFailedError
 from toolkit.config import DataConfig
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, build_loader, eval_batches
-from toolkit.data.memory import InMemory
 from toolkit.data.permutation import order
 from toolkit.data.sampler import eval_calls
 from toolkit.ranks.batch import Batch, Share

@@ -63,7 +63,7 @@ def test_the_modules_of_python_that_a_job_loads_are_known() -> None:
     program = """
 import sys
 import torch.distributed, torch.utils.data, submitit
-import toolkit.run.supervise.entry, toolkit.nodes.agent.node, toolkit.nodes.agent.zygote, toolkit.train.own_loop
+import toolkit.run.supervise.entry, toolkit.nodes.agent.node, toolkit.nodes.agent.zygote, toolkit.train.user_loop
 print(*{name.partition(".")[0] for name in sys.modules} & sys.stdlib_module_names)
 """
     # Without site: what is loaded before any path of ours counts, or is built in, cannot be hidden.

@@ -18,7 +18,7 @@ from toolkit.strategies.update.apply import Update
 from toolkit.strategies.update.parts import ShardedParameters
 from toolkit.strategies.update.pruning import Pruning, level
 from toolkit.strategies.update.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
-from toolkit.train.loss_window import LossWindow
+from toolkit.train.loss_windows import LossWindow
 
 CPU = torch.device("cpu")
 

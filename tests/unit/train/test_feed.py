@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
-from toolkit.data.memory import InMemory
 from toolkit.ranks.batch import Share
-from toolkit.train.feed import ForeignFeed, OwnFeed, seeder
-from toolkit.train.own_loop import MOST_FEEDS, TrainingRun
-from toolkit.train.own_steps import OwnSteps
+from toolkit.train.feed import IterableFeed, LoaderFeed, seeder
+from toolkit.train.user_loop import MOST_FEEDS, TrainingRun
+from toolkit.train.user_steps import UserSteps
 
 EPOCHS, BATCHES = 3, 4
 
@@ -34,9 +34,9 @@ class Noise(Dataset[torch.Tensor]):
         return torch.rand(3)
 
 
-def feed_of_workers() -> ForeignFeed:
+def feed_of_workers() -> IterableFeed:
     loader = DataLoader(Noise(), 2, num_workers=1, persistent_workers=True)
-    return ForeignFeed(loader, seeder(3, 0), 1, is_there=False)
+    return IterableFeed(loader, seeder(3, 0), 1, is_there=False)
 
 
 def test_workers_that_persist_draw_in_each_epoch_what_new_ones_draw() -> None:
@@ -105,18 +105,18 @@ def test_generators_of_a_sampler_and_a_data_set_are_brought_to_their_place(
 
     global NUMBERS
     NUMBERS = np.random.default_rng(4)
-    whole = ForeignFeed(loader(), seeder(3, 0), 1, is_there=False)
+    whole = IterableFeed(loader(), seeder(3, 0), 1, is_there=False)
     epochs = [torch.stack([*whole.epoch(number, 0, number * BATCHES)]) for number in range(EPOCHS)]
     assert not torch.equal(epochs[0][:, :, 0], epochs[1][:, :, 0])
     NUMBERS = np.random.default_rng(4)
-    resumed = ForeignFeed(loader(), seeder(3, 0), 1, is_there=False)
+    resumed = IterableFeed(loader(), seeder(3, 0), 1, is_there=False)
     last = EPOCHS - 1
     assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
 
 
 def test_a_loader_made_anew_for_each_epoch_keeps_the_origin_of_its_generators() -> None:
     def epoch(own: Own, origins: dict[Any, int], number: int) -> torch.Tensor:
-        feed = ForeignFeed(DataLoader(own, 2), seeder(3, 0), 1, is_there=False, origins=origins)
+        feed = IterableFeed(DataLoader(own, 2), seeder(3, 0), 1, is_there=False, origins=origins)
         return torch.stack([*feed.epoch(number, 0, number * BATCHES)])
 
     kept, origins = Own(lambda: random.Random(5)), dict[Any, int]()
@@ -138,7 +138,7 @@ def test_our_loader_seeds_a_data_sets_own_generator_for_each_sample() -> None:
 
 def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there() -> None:
     data = InMemory(torch.zeros(8, 1, 2, 2), torch.zeros(8, dtype=torch.int64))
-    feed = OwnFeed(Loader(data, global_batch_size=2, seed=3, share=Share(0, 1)), seeder(3, 0))
+    feed = LoaderFeed(Loader(data, global_batch_size=2, seed=3, share=Share(0, 1)), seeder(3, 0))
     drawn = []
     for first in (0, BATCHES):
         torch.manual_seed(first)
@@ -162,6 +162,6 @@ def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
 
 def test_the_speed_is_logged_once_at_a_step_and_never_at_the_resumed_one() -> None:
     steps, life = SimpleNamespace(_figured=4), SimpleNamespace(step=4, figures=lambda: {"train/samples_per_s": 9.0})
-    assert OwnSteps._figures(steps, life) == {}  # type: ignore[arg-type]
+    assert UserSteps._figures(steps, life) == {}  # type: ignore[arg-type]
     life.step = 5
-    assert [OwnSteps._figures(steps, life) for _ in range(2)] == [life.figures(), {}]  # type: ignore[arg-type]
+    assert [UserSteps._figures(steps, life) for _ in range(2)] == [life.figures(), {}]  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 
 from toolkit.cli.keys import words_by_key
 from toolkit.config import TrainConfig
-from toolkit.train.gpu_settings import ALLOCATOR_VARIABLES, apply_gpu_settings
+from toolkit.train.seeds import ALLOCATOR_VARIABLES, apply_gpu_settings
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import total_steps
-from toolkit.train.loss_window import LossWindow
+from toolkit.train.loss_windows import LossWindow
 from toolkit.train.not_finite import NotFinite, bad_weights
 
 

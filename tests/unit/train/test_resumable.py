@@ -19,11 +19,11 @@ from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
 from toolkit.strategies.update.optimizer_state import OptimizerState
-from toolkit.train.feed import ForeignFeed, seeder
-from toolkit.train.log_window import LogWindow
+from toolkit.train.checkpoints import USER_LOOP, log_what_differs
+from toolkit.train.feed import IterableFeed, seeder
+from toolkit.train.handed_over import Unsaved
+from toolkit.train.loss_windows import LogWindow
 from toolkit.train.resumable import Resumables
-from toolkit.train.resume import OWN_LOOP, log_what_differs
-from toolkit.train.unsaved import Unsaved
 
 
 def handed_over(**objects: Any) -> Resumables:
@@ -200,7 +200,7 @@ def test_a_layer_is_frozen_as_at_the_save_unless_the_script_has_changed(
 def test_a_layer_that_ddp_was_made_without_is_refused(
     checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.train.frozen.DistributedDataParallel", nn.DataParallel)  # needs no process group
+    monkeypatch.setattr("toolkit.train.handed_over.DistributedDataParallel", nn.DataParallel)  # needs no process group
     saved_after(checkpoints, first=False, then=True)
     with pytest.raises(ConfigError, match=r"weight, bias are trained since a later step.*wrap it after run\.resumable"):
         loaded_into(checkpoints, nn.DataParallel(nn.Linear(2, 2).requires_grad_(False)))
@@ -266,7 +266,7 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
 
     first, loader, _ = begun()
     seen = []
-    for number, (batch,) in enumerate(ForeignFeed(loader, seeder(3, 0), 1, is_there=False).epoch(0, 0, 0)):
+    for number, (batch,) in enumerate(IterableFeed(loader, seeder(3, 0), 1, is_there=False).epoch(0, 0, 0)):
         seen.append(batch.tolist())
         if number == 3:
             save(checkpoints, 4, first.state(), {}, rank=0, world_size=1, kv=None)
@@ -274,7 +274,7 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
     loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
     assert loaded is not None
     second.loaded(loaded.values)
-    feed = ForeignFeed(loader, seeder(3, 0), 1, is_there=False, origins=second.origins)
+    feed = IterableFeed(loader, seeder(3, 0), 1, is_there=False, origins=second.origins)
     assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]
 
 
@@ -289,7 +289,7 @@ def test_an_older_checkpoint_without_means_clears_those_of_a_damaged_one() -> No
 def test_a_resume_on_other_ranks_claims_the_same_results_of_run_loader_only(caplog: pytest.LogCaptureFixture) -> None:
     for identity, claim in (({}, "may repeat or leave out samples"), ({"global batch size": 8}, "to rounding only")):
         now, saved = (
-            {"identity": {"kind": OWN_LOOP, **identity}, "conditions": {"world size": size}} for size in (2, 3)
+            {"identity": {"kind": USER_LOOP, **identity}, "conditions": {"world size": size}} for size in (2, 3)
         )
         caplog.clear()
         log_what_differs(saved, now)  # type: ignore[arg-type]

@@ -30,11 +30,9 @@ from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Json
 from toolkit.train import saver
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.checkpoints import Checkpoints, refuse_other_identity
 from toolkit.train.lifecycle import Lifecycle
-from toolkit.train.resume import refuse_other_identity
-from toolkit.train.save_timer import SAVE, SaveTimer
-from toolkit.train.saver import PATIENCE_S
+from toolkit.train.saver import PATIENCE_S, SAVE, SaveTimer
 
 
 class Clock:

@@ -52,7 +52,7 @@ MODULES = {
         "torch.utils.tensorboard",
         "toolkit.run.rank.main",
         "toolkit.train.run_job",
-        "toolkit.train.own_loop",
+        "toolkit.train.user_loop",
     ),
     "store": ("toolkit.ranks.store_host",),
 }

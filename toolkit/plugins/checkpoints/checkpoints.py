@@ -165,14 +165,14 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     if form is None:
         raise RequestError(f"--to {to}: no format goes by {suffix}; say which: --as safetensors, torch or dcp")
     target = new_path(f"--to {to}", to)
-    from toolkit.checkpoint import export, whole
+    from toolkit.checkpoint import whole
 
     options: dict[str, Any] = {"run": run.id, "everything": everything, "weights": weights}
     # A damaged checkpoint is skipped for the one before it.
     try:
         path, ((count, chosen), names) = whole.from_newest(
             pick(run, text),
-            lambda path, manifest: (export.export(path, manifest, target, form, **options), [*manifest.tensors]),
+            lambda path, manifest: (whole.export(path, manifest, target, form, **options), [*manifest.tensors]),
         )
     except RequestError as error:
         raise RequestError(f"--weights {weights}: {error}") from None

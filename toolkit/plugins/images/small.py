@@ -11,8 +11,7 @@ from torch import Tensor
 from toolkit.base.errors import DataMissingError
 from toolkit.config import DataConfig
 from toolkit.config.catalog import data_root, sample_shape
-from toolkit.data.datasets import Datasets, in_memory
-from toolkit.data.memory import RandomShift
+from toolkit.data.datasets import Datasets, RandomShift, in_memory
 from toolkit.data.pictures import transforms
 from toolkit.plugins.images.catalog import FILES, fetch_command
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit import __version__
 from toolkit.base import fsio, logs
 from toolkit.base.errors import JobFailedError, RequestError
-from toolkit.checkpoint.export import export as export_weights
+from toolkit.checkpoint.whole import export as export_weights
 from toolkit.data.loader import eval_batches
 from toolkit.plugins.inference.trained_model import Trained
 from toolkit.ranks.batch import Share

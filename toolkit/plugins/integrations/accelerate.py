@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from toolkit.plugins.integrations.library_run import LibraryRun
 from toolkit.ranks.state import Json
-from toolkit.train.accumulation import Accumulation
 from toolkit.train.feed import set_for_now
+from toolkit.train.handed_over import Accumulation
 
 
 class AccelerateRun(LibraryRun):

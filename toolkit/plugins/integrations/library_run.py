@@ -1,6 +1,6 @@
 """One rank of a run whose loop is a library's: what all adapters share.
 
-The steps, agreed stops, commits and reports are those of :class:`~toolkit.train.own_loop.TrainingRun`. Only what is
+The steps, agreed stops, commits and reports are those of :class:`~toolkit.train.user_loop.TrainingRun`. Only what is
 saved is the library's own checkpoint: each rank has the library write it into the folder that becomes the checkpoint.
 Ranks agree over the launch's store. There is no collective of ours between those of the library.
 """
@@ -22,9 +22,9 @@ from toolkit.hang import activity
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.log_window import means_by_tag
-from toolkit.train.own_loop import TrainingRun, join_once
-from toolkit.train.own_state import OwnState
+from toolkit.train.loss_windows import means_by_tag
+from toolkit.train.user_loop import TrainingRun, join_once
+from toolkit.train.user_steps import UserState
 
 log = logs.get(__name__)
 
@@ -53,7 +53,7 @@ class LibraryRun(TrainingRun):
         self._trace = None
         self._values: dict[str, Tensor | float] = {}
         self._is_finished = False
-        self._state = OwnState({}, session, self._window)
+        self._state = UserState({}, session, self._window)
         self._is_checked = True  # the library saves, and there is no collective of ours between its own
         checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
 

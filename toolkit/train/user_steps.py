@@ -1,7 +1,4 @@
-"""The steps of a loop that is not ours.
-
-They are counted, and the run is saved, logged or stopped in between where that is due.
-"""
+"""The steps of a user's loop. They are counted; in between the run is saved, logged or stopped where that is due."""
 
 from __future__ import annotations
 
@@ -14,19 +11,20 @@ import torch
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, live
 from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Json
-from toolkit.train.accumulation import Accumulation
+from toolkit.ranks.state import Entry, Json
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.describe import own_hparams, swept_hparams
+from toolkit.train.describe import config_hparams, swept_hparams
+from toolkit.train.handed_over import Accumulation
 from toolkit.train.lifecycle import Lifecycle
-from toolkit.train.log_window import LogWindow
+from toolkit.train.loss_windows import LogWindow
 from toolkit.train.not_finite import weights_are_finite
-from toolkit.train.own_state import OwnState
+from toolkit.train.resumable import Resumables
 from toolkit.train.same_calls import SameCalls
 from toolkit.train.state import trace_if_asked
 
@@ -35,7 +33,7 @@ log = logs.get(__name__)
 _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
 
 
-class OwnSteps:
+class UserSteps:
     """One rank's steps of a user's own loop, or of a library's. Every rank makes the same calls."""
 
     def __init__(self, config: JobConfig, session: Session) -> None:
@@ -43,7 +41,7 @@ class OwnSteps:
         self._session = session
         self._activity = session.activity
         self._window = LogWindow(session.rank, session.device)
-        self._state: OwnState | None = None
+        self._state: UserState | None = None
         self._life: Lifecycle | None = None
         self._stack = ExitStack()
         self._calls = SameCalls(session, lambda: 2 * self.step + self._in_step)
@@ -85,7 +83,7 @@ class OwnSteps:
             log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
-            if values := own_hparams(self.config) | swept_hparams(self._session.run_dir):
+            if values := config_hparams(self.config) | swept_hparams(self._session.run_dir):
                 self._life.sink.hparams(values)
         self._life.begin()
         return loaded
@@ -232,3 +230,28 @@ class OwnSteps:
                 f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
             )
         return self._life
+
+
+class UserState(Resumables):
+    """The objects that a loop hands over, with the window of its logged means."""
+
+    def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
+        super().__init__(objects, session.rank, session.world_size, session.device)
+        self._window = window
+        self._is_loaded = False
+        self._objects = list(objects.values())
+
+    def has_filled(self, thing: object) -> bool:
+        """True if ``thing`` was handed over and filled from a checkpoint."""
+        return self._is_loaded and any(thing is found for found in self._objects)
+
+    def state(self) -> dict[str, Entry]:
+        return {**super().state(), **self._window.state()}
+
+    def places(self, manifest: Manifest) -> dict[str, Entry]:
+        return {**super().places(manifest), **self._window.places(manifest.meta.get("logged", []))}
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        super().loaded(values)
+        self._window.loaded()
+        self._is_loaded = True

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,14 +36,11 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.run.rank.main import joined
-from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, advice_about, inner_of, seeder
-from toolkit.train.log_window import gather_json, means_by_tag
-from toolkit.train.own_state import OwnState
-from toolkit.train.own_steps import OwnSteps
-from toolkit.train.resume import OWN_LOOP
-from toolkit.train.steps import Steps
-from toolkit.train.unwrapped import is_compiled
+from toolkit.train.checkpoints import USER_LOOP, Checkpoints
+from toolkit.train.feed import Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
+from toolkit.train.handed_over import is_compiled
+from toolkit.train.loss_windows import gather_json, means_by_tag
+from toolkit.train.user_steps import UserState, UserSteps
 
 #: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -72,7 +69,7 @@ _SAME_LENGTH = (
 MOST_FEEDS = 15
 
 
-class TrainingRun(OwnSteps):
+class TrainingRun(UserSteps):
     """One rank's side of a run with the user's own loop. Every rank makes the same calls in the same order::
 
     >>> def prepared(run: toolkit.TrainingRun) -> float:
@@ -85,7 +82,7 @@ class TrainingRun(OwnSteps):
         super().__init__(config, session)
         self._seed = seeder(config.train.seed, session.rank)
         self._loader: Loader | None = None
-        self._feeds: dict[int, ForeignFeed] = {}
+        self._feeds: dict[int, IterableFeed] = {}
         self._has_warned = False  #: of a loader that can be gone through once
 
     # ------------------------------------------------------------------------------------------------------- facts
@@ -171,10 +168,10 @@ class TrainingRun(OwnSteps):
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
-        self._state = OwnState(objects, self._session, self._window)
+        self._state = UserState(objects, self._session, self._window)
         self._accumulation = self._state.accumulation
         # A resume is refused where any of this has changed.
-        identity: dict[str, Json] = {"kind": OWN_LOOP}
+        identity: dict[str, Json] = {"kind": USER_LOOP}
         if self._loader is not None:
             identity["global batch size"] = self._loader.global_batch_size
         checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, identity)
@@ -356,7 +353,7 @@ class TrainingRun(OwnSteps):
 
     def _feed(self, loader: Any) -> Feed:
         if isinstance(loader, Loader):
-            return OwnFeed(loader, self._seed)
+            return LoaderFeed(loader, self._seed)
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
@@ -364,7 +361,7 @@ class TrainingRun(OwnSteps):
             if (advice := advice_about(loader)) and self._session.is_main and not self._has_warned:
                 self._has_warned = True
                 log.warning("run.steps: a resume reads earlier batches again%s", advice)
-            feed = ForeignFeed(
+            feed = IterableFeed(
                 loader, self._seed, self.world_size, is_there=self._is_there(inner_of(loader)), origins=origins
             )
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
@@ -381,3 +378,46 @@ class TrainingRun(OwnSteps):
 
 def _least(*bounds: int | None) -> int | None:
     return min((bound for bound in bounds if bound is not None), default=None)
+
+
+class Steps:
+    """Batches, to be gone through once, one for each step::
+
+    >>> def epoch(run: toolkit.TrainingRun, loader: torch.utils.data.DataLoader) -> None:
+    ...     for number, batch in run.steps(loader).enumerate():  # goes on after a resume within the epoch
+    ...         rate = 0.1 * number / len(loader)
+    """
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int | None], number: Callable[[], int]) -> None:
+        """Take the ``batches``. In a step ``number()`` is its number within what ``length()`` counts."""
+        self._batches, self._length, self._number = batches, length, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches  # no call of ours between the loop and its next batch
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Return the number of batches in the whole epoch, or the ``total``, also after a resume within it.
+
+        Progress bars and metric loggers divide by it. Raises TypeError where the loader has no length.
+        """
+        length = self._length()
+        if length is None:
+            raise TypeError("run.steps: this loader has no len()")
+        return length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield each batch with its number within the epoch, or of the run where ``run.steps`` has a ``total``.
+
+        After a resume the numbers go on, where Python's ``enumerate`` would begin at 0 again.
+        """
+        for batch in self._batches:
+            number = start + self._number()
+            yield number, batch
+            del batch  # else it would stay in memory until the end
+            yield from enumerate(self._batches, number + 1)  # C code: no call of ours in a step
