@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import CONFIG, logged, plain_model, train
-from toolkit.metrics import pace
+from toolkit.metrics import stragglers
 from toolkit.metrics.stragglers import Stragglers
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
@@ -52,7 +52,7 @@ class Noting(NullReporter):
 
 def train_beside_a_slow_rank(session: Session, run_dir: Path) -> Any:
     """The stragglers in this rank's last report; three windows are long enough here."""
-    vars(pace)["Stragglers"] = lambda host_of: Stragglers(host_of, windows=3, span_s=0.0)
+    vars(stragglers)["Stragglers"] = lambda host_of: Stragglers(host_of, windows=3, span_s=0.0)
     os.environ["SLURMD_NODENAME"] = "node7"
     seconds = SLOW_S if session.rank == SLOW else USUAL_S
     reporter = Noting()

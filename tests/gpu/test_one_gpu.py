@@ -27,7 +27,7 @@ from toolkit.checkpoint.background import Staging
 from toolkit.checkpoint.exchange import ReplicaSums
 from toolkit.data.batches import _copy_stream
 from toolkit.data.loader import Loader
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.inference.program import write_program
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Replicated

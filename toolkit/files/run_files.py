@@ -136,7 +136,7 @@ class RunProgress(JsonRecord):
     eta_s: float | None = None
     phase: str | None = None  #: :data:`STOPPED_PHASE` only when a stop is committed
     spent: Seconds = field(default_factory=dict)
-    start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.start_up`
+    start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.session`
     stragglers: tuple[Straggler, ...] = ()
     metrics: Metrics = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from toolkit.nodes.agent.progress import LONGEST_LOOK_S, Digest
 
 STUCK_SHARE = 0.5
 #: Until the first step of an attempt has ended: imports from a cold disk and opening the network take long and show no
-#: progress. A rank that compiles shows it by its use of the CPU, see toolkit.ranks.early_work. Below 1, or torch's own
+#: progress. A rank that compiles shows it by its use of the CPU, see toolkit.ranks.report. Below 1, or torch's own
 #: timeout would come first, and tell less: that a collective timed out, but not on which rank it waited.
 START_SHARE = 0.8
 

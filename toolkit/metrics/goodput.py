@@ -1,19 +1,21 @@
 """Where a run's time went: seconds by name, since its submission, over all attempts.
 
-The supervisor's clock tells when things happened, rank 0's how long each took. The two are never compared, for they may
-differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
+The supervisor's clock tells when things happened, rank 0's how long each took (:class:`Timesheet`). The two are never
+compared, for they may differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from toolkit.base.durations import in_units
 from toolkit.files.run_files import RunProgress, Start
 from toolkit.files.rundir import RunDir
 
-#: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
+#: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.goodput`.
 MEASURED = ("training", "data_wait", "checkpoint", "evaluation")
 #: ``replay`` is the time of steps that an earlier attempt had already made. ``idle`` is the rest: a step that was never
 #: finished, the end of an attempt, time without a process.
@@ -122,3 +124,44 @@ def sentence(ledger: Mapping[str, float] | None) -> str:
     others = ", ".join(f"{share:.0%} {words}" for share, words in rest if share >= 0.005)
     text = f"{ledger.get('training', 0.0) / wall_s:.0%} of {in_units(wall_s)} was training; {others}".replace("%", " %")
     return text.removesuffix("; ")
+
+
+class Timesheet:
+    """Seconds by kind of work: a step, or what comes between two steps.
+
+    Work is counted when it ends, with one reading of the clock. Work that has not ended is not counted, so a step in
+    which the ranks die counts nothing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._mark = clock()
+        #: Never replaced by another dict, because the report thread reads it at any time.
+        self.spent = dict.fromkeys(MEASURED, 0.0)
+
+    def begin(self) -> None:
+        """Start the clock as the first step begins. The time before is start-up."""
+        self._mark = self._clock()
+
+    def step_done(self, data_wait_s: float) -> None:
+        """Count a step that has ended, and that waited ``data_wait_s`` for its data."""
+        # The loop has measured the wait for data itself: what is left is training.
+        now, spent = self._clock(), self.spent
+        spent["training"] += now - self._mark - data_wait_s
+        spent["data_wait"] += data_wait_s
+        self._mark = now
+
+    def add(self, name: str) -> None:
+        """Count the time since the last mark as ``name``."""
+        now = self._clock()
+        self.spent[name] += now - self._mark
+        self._mark = now
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Count the block as ``name``. The time since the last step, such as reading the loss, is still training."""
+        self.add("training")
+        try:
+            yield
+        finally:
+            self.add(name)

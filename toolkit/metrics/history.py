@@ -13,8 +13,7 @@ from toolkit.base import hostlist
 from toolkit.files.run_files import AttemptRecord, RunProgress, Start
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
-from toolkit.metrics.goodput import PARTS
-from toolkit.metrics.timesheet import Timesheet
+from toolkit.metrics.goodput import PARTS, Timesheet
 from toolkit.ranks.session import Session
 
 #: Seconds between two looks at what the job uses: the nodes are not sampled more often.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from toolkit.files.run_files import RunProgress, Start
 
-#: What rank 0 measures before its first step, see `toolkit.ranks.start_up`.
+#: What rank 0 measures before its first step, see `toolkit.ranks.session`.
 IN_RANK = ("program", "group", "data", "resume")
 PARTS = ("submit", "queue", "supervisor", "agents", "checks", "imports", "ranks", *IN_RANK, "first_step")
 WORDS = {

@@ -1,4 +1,7 @@
-"""Reports a rank's progress to its node's agent, or to files in an unsupervised run."""
+"""Reports a rank's progress to its node's agent, or to files in an unsupervised run.
+
+Work before the first step counts as progress: there a rank compiles, or chooses kernels, and reports nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from toolkit.base import logs
+from toolkit.base import logs, proc_stat
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.hang import activity
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
 from toolkit.nodes.agent.reports import AgentGoneError, Outbox
-from toolkit.ranks.early_work import EarlyWork
 
 #: Seconds between two reports of rank 0.
 HEARTBEAT_S = 0.5
@@ -160,3 +164,51 @@ class FileReporter(_Latest):
 
 class NullReporter(Reporter):
     """For the other ranks of an unsupervised run, whose reports have no reader."""
+
+
+#: A rank that waits in gloo uses 0.002 of a core; one that compiles, or whose compilers are programs, most of one.
+WORKING_SHARE = 0.05
+#: The kernel counts in hundredths of a second.
+LOOK_EVERY_S = 2.0
+#: In the other phases a rank waits for something, which may keep a core busy: NCCL does.
+COMPILES_IN = frozenset({activity.SETTING_UP, activity.PRIMING, activity.IN_STEP, activity.OWN_CODE})
+
+
+class EarlyWork:
+    """Moves the count of ``activity`` while the rank and its children use a CPU, until its first step has ended."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        cpu_s: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._activity, self._cpu_s, self._clock = activity, cpu_s or family_cpu_s, clock
+        self._since, self._used_s = clock(), self._cpu_s()
+
+    def look(self) -> None:
+        """Compare the use of the CPU with that of the last look. To be called every second or so; it is cheap."""
+        now = self._clock()
+        if self._activity.step is not None or now - self._since < LOOK_EVERY_S:
+            return
+        used_s = self._cpu_s()
+        is_working = used_s - self._used_s >= WORKING_SHARE * (now - self._since)
+        if is_working and self._activity.phase in COMPILES_IN:
+            self._activity.note_progress()
+        self._since, self._used_s = now, used_s
+
+
+def family_cpu_s(pid: int | None = None) -> float:
+    """Return the time on a CPU of a process, this one by default, of its children and of theirs."""
+    name = str(pid or os.getpid())
+    stat = proc_stat.read(name)
+    if stat is None:
+        return 0.0
+    used_s = stat.family_cpu_s
+    for children in Path(f"/proc/{name}/task").glob("*/children"):
+        try:
+            pids = children.read_text().split()
+        except OSError:  # a thread that has ended
+            continue
+        used_s += sum(family_cpu_s(int(child)) for child in pids)
+    return used_s

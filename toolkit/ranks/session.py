@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from toolkit.base import logs, signals, trust
+from toolkit.base import logs, proc_stat, signals, trust
 from toolkit.base.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import DistConfig
@@ -25,10 +26,9 @@ from toolkit.files import error_file, rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
-from toolkit.ranks import rendezvous, timeouts
+from toolkit.ranks import collectives, rendezvous
 from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
-from toolkit.ranks.start_up import StartUp
 from toolkit.ranks.stop import STOP, Gate, Hang
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
 
@@ -39,6 +39,27 @@ ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
 FORCE_AFTER_S = 120.0
 
 log = logs.get(__name__)
+
+
+class StartUp:
+    """The seconds of each part of a rank's start. A part is counted when it ends, and the next one begins there.
+
+    The first part, ``program``, has ended when this is made: what the rank's process did before its session.
+    """
+
+    def __init__(self) -> None:
+        self._mark = time.monotonic()
+        # How long ago this process was started or forked, to 10 ms; 0 where the kernel does not tell.
+        stat, age_s = proc_stat.read("self"), 0.0
+        if stat is not None:
+            age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s)
+        self.parts = {"program": round(age_s, 3)}
+
+    def end(self, part: str) -> None:
+        """Note that ``part`` has ended."""
+        now = time.monotonic()
+        self.parts = {**self.parts, part: round(now - self._mark, 3)}
+        self._mark = now
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,7 @@ class Session:
 
         From then on no rank has reason to keep others waiting for long.
         """
-        timeouts.tighten(self.timeout)
+        collectives.tighten_limits(self.timeout)
 
     def progress(self, **fields: Any) -> None:
         """Report where this rank is (phase, step, loss, ...). Cheap, and never blocks on I/O."""

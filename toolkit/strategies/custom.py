@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
 from toolkit.ranks.session import Session

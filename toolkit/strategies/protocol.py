@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.metrics.stopwatch import Stopwatch
+from toolkit.metrics.meters import Stopwatch
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import gather_by_name, gather_objects, sum_by_name
 from toolkit.ranks.state import Json, State

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.config import TrainConfig
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.base import logs
 from toolkit.base.errors import JobCodeError, ToolkitError, listing
 from toolkit.hang import activity
-from toolkit.metrics.timesheet import Timesheet
+from toolkit.metrics.goodput import Timesheet
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json

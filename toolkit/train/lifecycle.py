@@ -19,10 +19,10 @@ from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.files.run_files import STOPPED_PHASE
 from toolkit.hang import activity
+from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
-from toolkit.metrics.timesheet import Timesheet
 from toolkit.nodes.agent import preimports
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json

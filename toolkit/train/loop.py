@@ -19,8 +19,8 @@ from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_
 from toolkit.data.bad_samples import BadSamples
 from toolkit.data.loader import Batches
 from toolkit.hang import activity
-from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
+from toolkit.metrics.stragglers import Pace
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy

@@ -13,9 +13,8 @@ import pytest
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.metrics.goodput import MEASURED, PARTS
+from toolkit.metrics.goodput import MEASURED, PARTS, Timesheet
 from toolkit.metrics.history import History
-from toolkit.metrics.timesheet import Timesheet
 
 
 @pytest.fixture

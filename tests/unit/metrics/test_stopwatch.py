@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from toolkit.metrics.stopwatch import KEPT_LAPS, CudaStopwatch, HostStopwatch, stopwatch
+from toolkit.metrics.meters import KEPT_LAPS, CudaStopwatch, HostStopwatch, stopwatch
 
 
 def test_a_lap_is_the_mean_since_it_was_last_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.metrics.timesheet import Timesheet
+from toolkit.metrics.goodput import Timesheet
 
 
 class Clock:

@@ -11,7 +11,7 @@ from toolkit.hang import activity
 from toolkit.hang.activity import Activity
 from toolkit.hang.watchdog import Watchdog
 from toolkit.nodes.agent.progress import NodeProgress, RankReport
-from toolkit.ranks.early_work import EarlyWork, family_cpu_s
+from toolkit.ranks.report import EarlyWork, family_cpu_s
 
 TIMEOUT_S = 600
 

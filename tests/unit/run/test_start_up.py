@@ -95,7 +95,7 @@ def test_nothing_is_told_before_the_first_step() -> None:
 CHILD = """
 import json, time
 time.sleep(0.3)
-from toolkit.ranks.start_up import StartUp
+from toolkit.ranks.session import StartUp
 parts = StartUp()
 time.sleep(0.2)
 parts.end("group")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import StrategyConfig
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.compression.schemes import Piece, Wire, amount_for, build_scheme
 from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.ranks.session import Session

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError, StoppedError, listing
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.parameter_server import cuts
 from toolkit.plugins.parameter_server.cuts import Cut, Flat
 from toolkit.plugins.parameter_server.inbox import Handler, PeerInbox

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, OnePassError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.metrics.stopwatch import stopwatch
+from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.pipeline.checks import check_pipeline, micro_batches
 from toolkit.plugins.pipeline.forward_only import ForwardOnly
 from toolkit.plugins.pipeline.grid import Grid

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toolkit.base import logs
 from toolkit.config import MeshConfig
 from toolkit.ranks.batch import Share
+from toolkit.ranks.collectives import adopt_limits
 from toolkit.ranks.session import Session
-from toolkit.ranks.timeouts import adopt
 
 #: From the outermost to the innermost.
 ORDER = ("replicas", "shards", "tensor")
@@ -41,7 +41,7 @@ def open_mesh(session: Session, sizes: Mapping[str, int]) -> DeviceMesh:
     torch's own limit is 30 minutes, 10 over NCCL, and a hang in a group would last that long.
     """
     mesh = init_device_mesh(session.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    adopt((mesh.get_group(name) for name in sizes), session.timeout)
+    adopt_limits((mesh.get_group(name) for name in sizes), session.timeout)
     return mesh
 
 
