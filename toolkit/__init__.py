@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from toolkit.base.staged import staged
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
-    from toolkit.data.stream import Streams
     from toolkit.plugins.images.mixing import PairMixing
     from toolkit.plugins.shards.dataset import ShardedData
     from toolkit.plugins.shards.raw_tokens import RawTokens
+    from toolkit.plugins.streams.streams import Streams
     from toolkit.plugins.tokens.windows import TokenWindows, load_tokens
     from toolkit.ranks.batch import Batch, Share
     from toolkit.run.submission.handle import Run, find, runs
@@ -73,7 +73,7 @@ _HOMES = {
     "Run": "toolkit.run.submission.handle",
     "ShardedData": "toolkit.plugins.shards.dataset",
     "Share": "toolkit.ranks.batch",
-    "Streams": "toolkit.data.stream",
+    "Streams": "toolkit.plugins.streams.streams",
     "TokenWindows": "toolkit.plugins.tokens.windows",
     "TrainingRun": "toolkit.train.user_loop",
     "build_datasets": "toolkit.data.datasets",

@@ -39,6 +39,7 @@ BUILT_IN = (
     "logs",
     "memory",
     "mpi",
+    "muon",
     "new",
     "parameter_server",
     "profile",
@@ -102,7 +103,7 @@ class Plugin:
       `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
       ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
       that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
-      record steps of a rank.
+      record steps of a rank, ``muon`` makes that optimizer.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """

@@ -60,7 +60,7 @@ class InBlocks(Protocol):
 
 
 class Batches(Protocol):
-    """The interface that the loop needs of a loader: of :class:`Loader` or :class:`~.stream.StreamLoader`."""
+    """The interface that the loop needs of a loader: of :class:`Loader` or a ``StreamLoader``."""
 
     dataset_size: int  #: samples in an epoch
     global_batch_size: int
@@ -103,6 +103,14 @@ class Source(Protocol):
     def fetch(self, step: int) -> Batch: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class MakesLoader(Protocol):
+    """A training set that makes its loader itself, since its samples have no index: a :class:`toolkit.Streams`."""
+
+    def loader_of_share(self, config: DataConfig, share: Share, **given: Any) -> Batches:
+        """Return a share's batches. ``given``: the run's ``seed``, the rank's ``device``, the job's ``collate``."""
 
 
 class Loader:

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from toolkit.config import JobConfig
 from toolkit.config.learning_rate import Schedule, build_schedule
 from toolkit.data.datasets import Dataset
+from toolkit.data.loader import MakesLoader
 from toolkit.data.pictures import Pictures
-from toolkit.data.stream import Streams
 from toolkit.ranks.batch import Batch
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows
@@ -120,7 +120,7 @@ class Job(Hooks):
 
     # ------------------------------------------------------------------------------------------------------ the data
 
-    def train_set(self) -> Dataset | Streams:
+    def train_set(self) -> Dataset | MakesLoader:
         """Return the samples to train on. Anything with ``len()`` and an index will do, such as a torch ``Dataset``.
 
         A sample may be nested: dictionaries, tuples and dataclasses of tensors, arrays, numbers and texts. Return a

@@ -5,11 +5,11 @@ finite is a warning. At the second in a row the attempt fails; the error names t
 layer whose output is not finite with the weights of the last checkpoint. The run is given up, because the same steps
 would follow again from there. Weights that are not finite are not saved: the newest checkpoint stays fit for a resume.
 
-The steps that were left out: read from the device, listed in ``skipped_steps.jsonl``, and counted.
-
-The strategy decides on the device, see ``strategies/update/verdict.py``. The host reads the verdicts where it waits for
-the device anyway: at a logging step and before a save. So a checkpoint never comes after a step that is not listed yet.
-A step that a crash keeps from being listed is left out again by the resumed run.
+With `train.skip_bad_steps` such steps are left out instead: they are read from the device, listed in
+``skipped_steps.jsonl``, and counted (:class:`SkippedSteps`). The strategy decides on the device, see
+``strategies/update/verdict.py``. The host reads the verdicts where it waits for the device anyway: at a logging step
+and before a save. So a checkpoint never comes after a step that is not listed yet. A step that a crash keeps from being
+listed is left out again by the resumed run.
 
 The verdicts are equal on all ranks, and whether to roll back to a checkpoint is decided in logging steps only. So all
 ranks decide alike without communication, and a run that was killed and resumed decides in the same step.

@@ -14,8 +14,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.config import JobConfig, learning_rate, live
 from toolkit.data.datasets import Dataset
-from toolkit.data.loader import build_loader, eval_batches
-from toolkit.data.stream import Streams, build_stream_loader
+from toolkit.data.loader import MakesLoader, build_loader, eval_batches
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -95,8 +94,8 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
 def _loader(job: Job, config: JobConfig, share: Share, session: Session) -> Any:
     given: dict[str, Any] = {"seed": config.train.seed, "device": session.device, "collate": job.collate}
     samples = job.train_set()
-    if isinstance(samples, Streams):
-        return build_stream_loader(samples.make, config.data, share, dataset_size=samples.epoch_size, **given)
+    if isinstance(samples, MakesLoader):
+        return samples.loader_of_share(config.data, share, **given)
     return build_loader(samples, config.data, share, order=job.order, **given)
 
 

@@ -17,7 +17,6 @@ from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
 from toolkit.data.permutation import hash64, mix
 from toolkit.data.sampler import TrainSampler, part_of, samples_of
-from toolkit.data.stream import build_stream_loader
 from toolkit.ranks.batch import Share
 
 SPLITS = ["blocks", "hash"]
@@ -136,9 +135,3 @@ def test_the_parts_are_found_once_for_the_samples_of_many_steps(monkeypatch: pyt
     monkeypatch.setattr("toolkit.data.sampler.samples_of", counted)
     assert [loaders[0].global_samples(step) for step in range(3)] == expected
     assert asked == [Share(0, 2), Share(1, 2)]
-
-
-@pytest.mark.parametrize("more", [{"split": "hash"}, {"share": "auto"}])
-def test_streams_keep_their_shares(more: Any) -> None:
-    with pytest.raises(ConfigError, match="a stream of its own"):
-        build_stream_loader(lambda *_: None, DataConfig(**more), Share(0, 1), dataset_size=9, seed=0)

@@ -86,6 +86,22 @@ class Streams:
     make: MakeStream
     epoch_size: int
 
+    def loader_of_share(self, config: DataConfig, share: Share, **given: Any) -> StreamLoader:
+        """Return the loader for the ``data:`` section; see :class:`StreamLoader`. Raises ConfigError."""
+        # Refuse keys that need a data set with an index, or shares of different sizes.
+        if config.bad_samples != "fail":
+            raise ConfigError(
+                "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let "
+                "the stream leave out what it cannot read, and set it to fail"
+            )
+        if config.share != "even" or config.split != "global" or config.repeats > 1:
+            raise ConfigError(
+                "data.share, data.split, data.repeats: each rank reads a stream of its own, once, and as much of it as "
+                "the others of theirs; leave them at even, global and 1"
+            )
+        sizes: dict[str, Any] = {"dataset_size": self.epoch_size, "global_batch_size": config.global_batch_size}
+        return StreamLoader(self.make, share=share, workers=config.workers, **sizes, **given)
+
 
 class StreamLoader:
     """This rank's part of each global batch, from its own stream. The loop uses it like a ``Loader``.
@@ -194,40 +210,6 @@ class StreamLoader:
         """End the worker, if any."""
         if self._source is not None:
             self._source.close()
-
-
-def build_stream_loader(
-    make: MakeStream,
-    config: DataConfig,
-    share: Share,
-    *,
-    dataset_size: int,
-    seed: int,
-    device: torch.device | str = "cpu",
-    collate: Collate | None = None,
-) -> StreamLoader:
-    """Return the loader of streams for the ``data:`` section; ``seed`` is the run's. Raises ConfigError."""
-    # Refuse keys that need a data set with an index, or shares of different sizes.
-    if config.bad_samples != "fail":
-        raise ConfigError(
-            "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
-            "stream leave out what it cannot read, and set it to fail"
-        )
-    if config.share != "even" or config.split != "global" or config.repeats > 1:
-        raise ConfigError(
-            "data.share, data.split, data.repeats: each rank reads a stream of its own, once, and as much of it as the "
-            "others of theirs; leave them at even, global and 1"
-        )
-    return StreamLoader(
-        make,
-        dataset_size=dataset_size,
-        global_batch_size=config.global_batch_size,
-        seed=seed,
-        share=share,
-        workers=config.workers,
-        device=device,
-        collate=collate,
-    )
 
 
 @dataclass(frozen=True)

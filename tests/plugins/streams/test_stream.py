@@ -5,7 +5,7 @@ import multiprocessing
 import random
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Batches, Loader
 from toolkit.data.randomness import seed_sample
-from toolkit.data.stream import StreamLoader, build_stream_loader
+from toolkit.plugins.streams.streams import StreamLoader, Streams
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
 
@@ -185,11 +185,17 @@ def test_a_rank_that_has_no_share_gets_none_and_saves_that() -> None:
 
 def test_the_config_says_how_streams_are_read() -> None:
     config = DataConfig(global_batch_size=10)
-    built: Batches = build_stream_loader(Lines, config, SHARE, dataset_size=24, seed=3, device="meta")
+    built: Batches = Streams(Lines, 24).loader_of_share(config, SHARE, seed=3, device="meta")
     assert (built.dataset_size, built.global_batch_size, built.max_bad_samples) == (24, 10, None)
     batch = built.at(0)
     assert batch is not None
     assert batch.inputs.device.type == "meta"
     config.bad_samples = "skip"
     with pytest.raises(ConfigError, match=r"data.bad_samples: skip needs a data set with an index"):
-        build_stream_loader(Lines, config, SHARE, dataset_size=24, seed=3)
+        Streams(Lines, 24).loader_of_share(config, SHARE, seed=3)
+
+
+@pytest.mark.parametrize("more", [{"split": "hash"}, {"share": "auto"}])
+def test_streams_keep_their_shares(more: Any) -> None:
+    with pytest.raises(ConfigError, match="a stream of its own"):
+        Streams(lambda *_: cast(Any, None), 9).loader_of_share(DataConfig(**more), Share(0, 1), seed=0)

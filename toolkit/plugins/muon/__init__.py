@@ -1,0 +1,1 @@
+"""`optim.name: muon`: Muon for hidden matrices and AdamW for the rest."""
