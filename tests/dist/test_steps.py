@@ -33,8 +33,7 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.layouts import local
-from toolkit.strategies.update.parts import ShardedParameters
-from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
+from toolkit.strategies.update.gradients import MADE, NOT_FINITE, OVERFLOW, SPIKE, ShardedParameters
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]

@@ -35,7 +35,7 @@ from tests.dist.test_steps import (
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
 from toolkit.ranks.session import Session
-from toolkit.strategies.update.verdict import MADE
+from toolkit.strategies.update.gradients import MADE
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]

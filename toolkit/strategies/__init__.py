@@ -12,12 +12,11 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
 from toolkit.config.words import OneOf
 from toolkit.ranks.session import Session
-from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.alone import LocalReplica, data_parallel
-from toolkit.strategies.layouts.replicas import Replicas
+from toolkit.strategies.layouts.replicas import LocalReplica, Replicas, data_parallel
 from toolkit.strategies.layouts.shards import Shards
+from toolkit.strategies.models import recomputed
 from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, of_pairs
 from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, Strategy
 from toolkit.strategies.spmd import Spmd

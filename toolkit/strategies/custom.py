@@ -30,8 +30,7 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.extra_state import refuse_extra_state
-from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.models import evaluating, in_training, refuse_extra_state
 from toolkit.strategies.objective import Measure, Sums, measured
 from toolkit.strategies.priming import unused_message
 from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput

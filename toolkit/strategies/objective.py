@@ -3,6 +3,8 @@
 A loss's sum over the global batch is divided by the sum of its weights. A job says for each loss whether it is a sum
 or a mean. A strategy adds the sums up over micro-batches and ranks and divides once, so that the length of a step does
 not depend on how a batch is shared.
+
+A criterion may learn (a temperature, weights of several losses): its parameters are trained with the model's.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from toolkit.base.errors import ConfigError, JobCodeError
+from toolkit.base.errors import ConfigError, JobCodeError, listing
 from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import broadcast_tensors
 
 #: A pass through the model, with whatever arguments its ``forward`` takes.
 Forward: TypeAlias = Callable[..., Any]
@@ -306,3 +309,29 @@ class TrialPass:
         if given is None:
             raise ConfigError(f"{self._objective.where}: the loss never calls the model that it is given")
         return model(*given[0], **given[1])
+
+
+def learnt(objective: Objective) -> nn.Module | None:
+    """Return the objective's module if it has parameters that are trained, else None."""
+    module = objective.module
+    return module if module is not None and any(p.requires_grad for p in module.parameters()) else None
+
+
+def placed(objective: Objective, device: torch.device) -> nn.Module | None:
+    """Put what an objective learns on ``device``, with rank 0's first values. Every rank calls it."""
+    module = learnt(objective)
+    if module is not None:
+        module.to(device).train()
+        broadcast_tensors([*module.parameters(), *module.buffers()], source=0)
+    return module
+
+
+def refuse_learnt(objective: Objective, strategy: str) -> None:
+    """Raise ConfigError for an objective that learns, whose parameters ``strategy`` would not train."""
+    module = learnt(objective)
+    if module is not None:
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        raise ConfigError(
+            f"strategy.name: {strategy} trains the model alone, and the criterion has parameters, too "
+            f"({listing(names, 3)}); use ddp, fsdp, zero or tensor, or make them parameters of the model"
+        )

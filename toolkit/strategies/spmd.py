@@ -25,11 +25,8 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json
-from toolkit.strategies.batch_norm import synchronised
-from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import Layout, entry, local
-from toolkit.strategies.learnt_criterion import placed
-from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.models import SUFFIX, ExtraState, evaluating, in_training, synchronised
 from toolkit.strategies.objective import (
     Loss,
     Measure,
@@ -39,6 +36,7 @@ from toolkit.strategies.objective import (
     common_weight,
     means_of,
     measured,
+    placed,
     refuse_other_weights,
     weights_of,
 )

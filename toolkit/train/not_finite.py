@@ -7,7 +7,7 @@ would follow again from there. Weights that are not finite are not saved: the ne
 
 With `train.skip_bad_steps` such steps are left out instead: they are read from the device, listed in
 ``skipped_steps.jsonl``, and counted (:class:`SkippedSteps`). The strategy decides on the device, see
-``strategies/update/verdict.py``. The host reads the verdicts where it waits for the device anyway: at a logging step
+``strategies/update/gradients.py``. The host reads the verdicts where it waits for the device anyway: at a logging step
 and before a save. So a checkpoint never comes after a step that is not listed yet. A step that a crash keeps from being
 listed is left out again by the resumed run.
 
@@ -35,7 +35,7 @@ from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import InRounds, Strategy
-from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
+from toolkit.strategies.update.gradients import MADE, OVERFLOW, WHY
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)

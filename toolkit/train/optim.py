@@ -25,7 +25,7 @@ from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
 from toolkit.config.optim import is_path
 from toolkit.config.words import choose
-from toolkit.strategies.blocks import blocks
+from toolkit.strategies.models import blocks
 
 #: Devices for which torch has fused optimizers.
 _FUSED = ("cpu", "cuda")

@@ -6,7 +6,7 @@ from torch import nn
 
 from jobs.llama import Llama, LlamaSizes
 from toolkit.base.errors import ConfigError
-from toolkit.strategies.blocks import blocks, checkpoint_activations
+from toolkit.strategies.models import blocks, checkpoint_activations
 
 
 def test_the_blocks_of_a_transformer_are_its_layers_whole() -> None:

@@ -15,9 +15,18 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.strategies import StepOutput
 from toolkit.strategies.update.apply import Update
-from toolkit.strategies.update.parts import ShardedParameters
-from toolkit.strategies.update.pruning import Pruning, level
-from toolkit.strategies.update.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
+from toolkit.strategies.update.gradients import (
+    DECAY,
+    MADE,
+    NOT_FINITE,
+    OVERFLOW,
+    SPIKE,
+    WARM_UP,
+    Judge,
+    LossScale,
+    ShardedParameters,
+)
+from toolkit.strategies.update.weights import Pruning, level
 from toolkit.train.loss_windows import LossWindow
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from toolkit.config import ModelConfig
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Replicated
-from toolkit.strategies.modes import in_training
+from toolkit.strategies.models import in_training
 from toolkit.train.initial import fill, freeze, initialised, pair
 
 

@@ -29,9 +29,9 @@ from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_layout
-from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.first_values import without_memory
+from toolkit.strategies.layouts.mesh import without_memory
+from toolkit.strategies.models import blocks
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.priming import same_randomness
 from toolkit.strategies.protocol import ModelFactory, OptimizerFactory

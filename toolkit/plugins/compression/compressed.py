@@ -27,7 +27,7 @@ from toolkit.plugins.compression.schemes import Piece, Wire, amount_for, build_s
 from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank
-from toolkit.strategies.layouts.alone import LocalReplica
+from toolkit.strategies.layouts.replicas import LocalReplica
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 

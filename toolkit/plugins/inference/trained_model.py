@@ -27,8 +27,8 @@ from toolkit.data.pictures import Pictures
 from toolkit.files.rundir import RunDir, refuse_code_of_others
 from toolkit.ranks.batch import Batch, Share
 from toolkit.run.rank.user_job import job_class, load, params_of
-from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
+from toolkit.strategies.models import modules_with_extra_state
 from toolkit.strategies.objective import Measure, Sums, given_to_model, measured
 from toolkit.strategies.protocol import CollectiveDefaults, Strategy
 from toolkit.train.initial import fill

@@ -38,8 +38,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies import build_layout
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.learnt_criterion import refuse_learnt
-from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, total_weight
+from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, refuse_learnt, total_weight
 from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.spmd import Spmd
 

@@ -24,7 +24,7 @@ from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.plugins.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.plugins.parameter_server.worker import Worker
 from toolkit.ranks.session import Session
-from toolkit.strategies.blocks import recomputed
+from toolkit.strategies.models import recomputed
 
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncServer | AsyncServer | Worker:

@@ -20,10 +20,8 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.extra_state import refuse_extra_state
-from toolkit.strategies.learnt_criterion import refuse_learnt
-from toolkit.strategies.modes import in_training
-from toolkit.strategies.objective import Objective
+from toolkit.strategies.models import in_training, refuse_extra_state
+from toolkit.strategies.objective import Objective, refuse_learnt
 from toolkit.strategies.priming import refuse_together
 from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
 from toolkit.strategies.update.apply import Update

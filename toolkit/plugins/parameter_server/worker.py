@@ -16,9 +16,8 @@ from toolkit.plugins.parameter_server.side import Side
 from toolkit.plugins.parameter_server.ticket import PassFigures, Push
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
-from toolkit.strategies.modes import evaluating
+from toolkit.strategies.models import checkpoint_activations, evaluating
 from toolkit.strategies.objective import (
     Loss,
     Measure,

@@ -13,10 +13,8 @@ from toolkit.plugins.pipeline import stages
 from toolkit.plugins.pipeline.grid import Grid
 from toolkit.plugins.pipeline.stages import StagePlan
 from toolkit.ranks.collectives import from_rank
-from toolkit.strategies.blocks import checkpoint_activations
-from toolkit.strategies.extra_state import refuse_extra_state
-from toolkit.strategies.layouts.first_values import make_on_rank_0
-from toolkit.strategies.modes import in_training
+from toolkit.strategies.layouts.mesh import make_on_rank_0
+from toolkit.strategies.models import checkpoint_activations, in_training, refuse_extra_state
 from toolkit.strategies.protocol import ModelFactory
 
 

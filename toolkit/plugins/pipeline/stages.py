@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.base.errors import ConfigError, listing, nearest
-from toolkit.strategies.blocks import blocks
+from toolkit.strategies.models import blocks
 from toolkit.strategies.priming import random_state, undone, unused_message
 
 

@@ -43,11 +43,9 @@ from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_r
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies import refuse_gloo_on_gpus
-from toolkit.strategies.blocks import recomputed
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.mesh import open_mesh
-from toolkit.strategies.learnt_criterion import refuse_learnt
-from toolkit.strategies.modes import evaluating
+from toolkit.strategies.models import evaluating, recomputed
 from toolkit.strategies.objective import (
     Forward,
     Loss,
@@ -57,6 +55,7 @@ from toolkit.strategies.objective import (
     given_to_model,
     means_of,
     measured,
+    refuse_learnt,
     refuse_other_weights,
     total_weight,
     weights_of,

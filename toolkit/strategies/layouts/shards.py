@@ -29,11 +29,10 @@ from toolkit.base.errors import ConfigError, listing
 from toolkit.config import MeshConfig, choose
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
-from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.first_values import hand_out, make_on_rank_0
-from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients
+from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 

@@ -24,11 +24,10 @@ from toolkit.config import MeshConfig
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
-from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast, local
-from toolkit.strategies.layouts.first_values import hand_out, make_on_rank_0
-from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 

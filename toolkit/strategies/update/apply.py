@@ -22,14 +22,11 @@ from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_tensors
 from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.batch_norm import statistics
-from toolkit.strategies.copies import refuse_copies
 from toolkit.strategies.layouts import local
-from toolkit.strategies.update.average import Average
-from toolkit.strategies.update.gradients import Gradients
+from toolkit.strategies.models import refuse_copies, statistics
+from toolkit.strategies.update.gradients import Gradients, Total
 from toolkit.strategies.update.optimizer_state import OptimizerState
-from toolkit.strategies.update.parts import Total
-from toolkit.strategies.update.pruning import Pruning
+from toolkit.strategies.update.weights import Average, Pruning
 
 log = logs.get(__name__)
 

@@ -1,17 +1,142 @@
-"""Measures, judges and clips the gradients of a step before the optimizer gets them."""
+"""Measures, judges and clips the gradients of a step before the optimizer gets them.
+
+A model of which each rank holds parts is summed over so that every element counts once. The device decides which steps
+are skipped, equally on all ranks, and the host waits for nothing. All ranks decide alike without asking each other,
+because they decide by the norm of the whole gradient: a NaN in one rank's loss is a NaN in every rank's gradient once
+it is summed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from toolkit.config import TrainConfig
-from toolkit.ranks.state import Entry
+from toolkit.ranks.collectives import sum_in_order
+from toolkit.ranks.state import Entry, Replicated
 from toolkit.strategies.layouts import local
-from toolkit.strategies.update.parts import ShardedParameters, Total
-from toolkit.strategies.update.verdict import Judge, LossScale
+
+#: Sums a small tensor over the ranks that hold other parts of the model.
+Total: TypeAlias = Callable[[Tensor], Tensor]
+_Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
+
+
+class ShardedParameters:
+    """The parameters of a model, of which this rank may hold parts.
+
+    A DTensor knows over which dimensions of its mesh it is cut. Sums run over those, and not over the others, along
+    which it lies whole on each rank. ``total`` is for what a plain tensor does not know: that other ranks hold other
+    parameters (the stages of a pipeline, the shards of servers). None: they hold the same ones.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], total: Total | None = None) -> None:
+        self._cut = {parameter: _cut_over(parameter) for parameter in parameters}
+        self._kinds = list(dict.fromkeys(self._cut.values()))  # same order on all ranks: each is a collective
+        self._total = total
+
+    def sum(self, values: Mapping[Tensor, Tensor], like: Tensor) -> Tensor:
+        """Return the sum of ``values`` over all parts of all parameters.
+
+        Each value is for this rank's part of a parameter and has the shape of ``like``, which is not changed. Every
+        rank calls it.
+        """
+        whole = torch.zeros_like(like)
+        # One collective for each way of cutting; a rank without such parameters adds zeros.
+        for kind in self._kinds:
+            found = [value for parameter, value in values.items() if self._cut[parameter] == kind]
+            part = torch.stack(found).sum(0) if found else torch.zeros_like(like)
+            for group in kind:
+                part = sum_in_order(part, group)
+            whole += part
+        return whole if self._total is None else self._total(whole)
+
+    def norm(self, gradients: Mapping[Tensor, Tensor], device: torch.device) -> Tensor:
+        """Return the 2-norm of all ranks' ``gradients`` as one vector, float64.
+
+        ``gradients`` are this rank's parts. The norm is that of ``torch.nn.utils.get_total_norm``, but squares are
+        added in double precision, in which they do not overflow.
+        """
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros((), device=device)]
+        squares = torch.stack([*norms]).double().square()
+        if self._kinds in ([], [()]) and self._total is None:  # replicas, the common case
+            return squares.sum().sqrt()
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return self.sum(dict(zip(gradients, squares, strict=False)), zero).sqrt()
+
+
+def _cut_over(parameter: Tensor) -> _Groups:
+    """Return the process groups whose ranks hold different parts of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    cut = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+
+
+MADE, NOT_FINITE, SPIKE, OVERFLOW = 0, 1, 2, 3
+#: Why a step was skipped.
+WHY = {
+    NOT_FINITE: "its gradient is not finite",
+    SPIKE: "its gradient is far larger than those before it (train.spike_factor)",
+    OVERFLOW: "fp16 overflowed, the loss scale is halved",
+}
+#: The factor by which older norms lose weight with each step that is made. Their average looks back about 100 steps.
+DECAY = 0.99
+#: The number of steps made before one can be a spike. The first norms of a training are unlike the later ones.
+WARM_UP = 20
+_ENOUGH = (1 - DECAY ** (WARM_UP - 0.5)) / (1 - DECAY)
+
+
+class Judge:
+    """Decides whether to skip a step. ``factor`` is ``train.spike_factor``; None: skip only what is not finite."""
+
+    def __init__(self, factor: float | None, device: torch.device) -> None:
+        self._factor = factor
+        #: The sum of the norms of the steps made, and of their weights; older steps weigh less.
+        self._norms = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def verdict(self, norm: Tensor) -> Tensor:
+        """Return MADE, NOT_FINITE or SPIKE for a gradient with this ``norm``. It is a uint8 scalar on the device."""
+        why = torch.where(norm.isfinite(), MADE, NOT_FINITE)
+        if self._factor is not None:
+            # A spike: the norm is more than ``factor`` times the mean of the norms so far, total / weight.
+            total, weight = self._norms
+            is_spike = (weight > _ENOUGH) & (norm * weight > self._factor * total)
+            why = torch.where((why == MADE) & is_spike, SPIKE, why)
+            # Only steps that are made enter the mean.
+            grown = self._norms * DECAY + torch.stack([norm, torch.ones_like(norm)])
+            self._norms.copy_(torch.where(why == MADE, grown, self._norms))
+        return why.to(torch.uint8)
+
+    def state(self) -> dict[str, Entry]:
+        return {} if self._factor is None else {"update/norms": Replicated(self._norms)}
+
+
+class LossScale:
+    """fp16's loss scale. It does what torch.amp.GradScaler does, with its kernel and its constants."""
+
+    FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.full((), self.FIRST, device=device)
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def explained(self, why: Tensor) -> Tensor:
+        """Return ``why``, with OVERFLOW for NOT_FINITE while the scale is above 1. It may be the cause then."""
+        return torch.where((why == NOT_FINITE) & (self.value > 1), OVERFLOW, why).to(torch.uint8)
+
+    def update(self, why: Tensor) -> None:
+        """Halve the scale after an overflow, double it after ``INTERVAL`` steps without one. A spike is no overflow."""
+        overflow = ((why == NOT_FINITE) | (why == OVERFLOW)).float()
+        torch._amp_update_scale_(self.value, self._clean_steps, overflow, self.GROWTH, self.BACKOFF, self.INTERVAL)
+
+    def state(self) -> dict[str, Entry]:
+        return {"update/loss_scale": Replicated(self.value), "update/clean_steps": Replicated(self._clean_steps)}
 
 
 class Gradients:
