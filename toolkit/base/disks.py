@@ -1,12 +1,17 @@
-"""File systems: whether all nodes share one, and how much a node's own can take."""
+"""Disks: whether all nodes share one, how much a node's own can take, and where torch keeps there what it compiles.
+
+On NFS ranks of many nodes would rename and delete each other's compiled files, and one dies of "Stale file handle".
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
-from toolkit.base import fsio, node_memory
+from toolkit.base import fsio, node_memory, trust
+from toolkit.base.errors import RequestError
 
 #: Types of file systems that many nodes read from, as /proc/mounts names them.
 SHARED = {
@@ -54,3 +59,40 @@ def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]
     named = [environ.get("SLURM_TMPDIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]
     folders = dict.fromkeys(Path(name) for name in named if name)
     return [folder for folder in folders if folder.is_dir() and not is_shared(folder)]
+
+
+def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that move caches to a folder of this node, one for each user and version of torch.
+
+    Left out are those that the user has set, and those of caches that are on a disk of the node already. The folder
+    outlives the job, so that its next start finds what was compiled.
+    """
+    triton_home = environ.get("TRITON_HOME") or environ.get("HOME") or "~"
+    # Not gettempdir(): it would remember its answer, and a script that sets TMPDIR later would not be heard.
+    scratch = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
+    places = {
+        "TRITON_CACHE_DIR": Path(triton_home).expanduser(),
+        "TORCHINDUCTOR_CACHE_DIR": Path(scratch),
+    }
+    moved = [name for name, place in places.items() if name not in environ and is_shared(place)]
+    folder = _folder(environ) if moved else None
+    if folder is None:
+        return {}
+    return {name: str(folder / name.partition("_")[0].lower()) for name in moved}
+
+
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    """Return a folder on a disk of this node that no one else may write; None where there is none."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    # /tmp comes first: Slurm removes its own folder with the job.
+    for disk in sorted(own_folders(None, environ), key=lambda disk: disk != Path("/tmp")):
+        folder = disk / f"toolkit-caches-{os.getuid()}" / f"torch-{version}"
+        try:
+            trust.refuse_of_others(fsio.make_dir(folder, parents=1), "the folder of compiled kernels")
+        except (OSError, RequestError):
+            continue
+        return folder
+    return None

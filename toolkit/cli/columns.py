@@ -14,6 +14,7 @@ from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import run_rows
 from toolkit.files.run_files import state_word
 from toolkit.run.records import after
+from toolkit.slurm import states
 
 Row = dict[str, Any]
 
@@ -30,12 +31,10 @@ def _job(row: Row) -> str:
 
 
 def _waits_for(row: Row) -> str | None:
-    from toolkit.slurm import reasons
-
     reason = row["reason"] if row["slurm"] == "PENDING" else None
     if row["after"] and reason in (None, "None", "Dependency"):
         return after.sentence(row["after"])
-    return reasons.in_words(reason) if reason else None
+    return states.in_words(reason) if reason else None
 
 
 def ago(at: float | None) -> str:
@@ -74,9 +73,7 @@ _IMPORTANCE = ("run", "state", "step", "name", "loss", "left", "goodput", "rate"
 
 def start_text(start: float | None) -> str:
     """Return when Slurm expects a job to start; empty if it does not say."""
-    from toolkit.slurm import reasons
-
-    return reasons.expected_start(start, time.time())
+    return states.expected_start(start, time.time())
 
 
 def check(names: Sequence[str], rows: Sequence[Row]) -> None:

@@ -20,8 +20,8 @@ from toolkit.base.user_cache import cache_dir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
-from toolkit.slurm.reasons import expected_start, in_words
 from toolkit.slurm.shared_queue import SharedQueue
+from toolkit.slurm.states import expected_start, in_words
 
 
 class Site:

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit import registry
-from toolkit.base import caches, fsio, logs
+from toolkit.base import disks, fsio, logs
 from toolkit.nodes.agent import connections, gpus, preimports, progress
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str]) -> None:
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     # Here, and not in each rank: a fork whose variables differ from the zygote's may not run a script.
-    os.environ.update(caches.environment(os.environ))
+    os.environ.update(disks.cache_variables(os.environ))
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit.base import caches, fsio, secret_values
+from toolkit.base import disks, fsio, secret_values
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.config import script_arguments
 from toolkit.files import error_file, records, rundir
@@ -80,7 +80,7 @@ def main(run: RunDir) -> None:
     except ToolkitError as error:
         error_file.write(error, place.rank)
         sys.exit(f"toolkit exec: {error}")
-    environ = {**os.environ, **environment(place, os.environ, cpus), **caches.environment(os.environ)}
+    environ = {**os.environ, **environment(place, os.environ, cpus), **disks.cache_variables(os.environ)}
     attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     # Set what torchrun would set beside the rank's numbers.
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))

@@ -17,7 +17,7 @@ from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
 
 if TYPE_CHECKING:
-    from toolkit.cli.growing_log import GrowingLog
+    from toolkit.cli.follow import GrowingLog
     from toolkit.files.rundir import RunDir
 
 EXAMPLES = (
@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
-    from toolkit.cli.growing_log import GrowingLog
+    from toolkit.cli.follow import GrowingLog
     from toolkit.files import rundir
     from toolkit.run.records.run_config import is_script
 
@@ -93,7 +93,7 @@ def run(args: Namespace) -> None:
 
 def _other_log(of: RunDir, log: GrowingLog, args: Namespace) -> GrowingLog:
     """Return the supervisor's log for a script that has printed nothing. Raises RequestError where there is no log."""
-    from toolkit.cli.growing_log import GrowingLog
+    from toolkit.cli.follow import GrowingLog
 
     if args.rank is None:
         log = GrowingLog(of, None)

@@ -15,7 +15,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.run.records import after, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.slurm import cluster_name, reasons
+from toolkit.slurm import cluster_name, states
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
@@ -90,7 +90,7 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         elif point.after is not None and state == RunState.QUEUED and why in (None, "Dependency"):
             why = after.sentence(after.names(point.after))
         elif state == RunState.QUEUED and why is not None:
-            why = reasons.in_words(why)
+            why = states.in_words(why)
         elif not row and id_ in begun and sweep.was_removed(point):
             state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
         found.append(PointStanding(point, run, state, job_id, why, row, executor, job))

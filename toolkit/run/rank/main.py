@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit import chaos
 from toolkit import config as configs
-from toolkit.base import caches, fsio, logs, secret_values, signals
+from toolkit.base import disks, fsio, logs, secret_values, signals
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import JobConfig
@@ -85,7 +85,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
     with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
             # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
@@ -159,7 +159,7 @@ def joined(name: str | None = None) -> JobConfig:
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | caches.environment(os.environ))
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
     return config
 
 

@@ -36,7 +36,7 @@ from toolkit.run.submission.handle import Run
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.programs import advice_on, tells_of_no_answer
-from toolkit.slurm.reasons import NEVER, in_words
+from toolkit.slurm.states import NEVER, in_words
 
 log = logs.get(__name__)
 
