@@ -262,7 +262,7 @@ def test_a_copy_of_a_run_has_no_job(
     assert not attach(run).is_over()
     assert attach(copy).is_over()
     copy.write_status(copy.status().replace(updated=1.0))
-    assert show.status_rows([copy])[0]["state"] == "running? (silent)"
+    assert show.status_rows([copy])[0]["state"] == "lost"
     # Both advices, literally.
     assert main(["cancel", str(copy.path), "--gone"]) == EXIT_DONE
     assert (copy.result().state, run.result()) == (RunState.CANCELLED, None)
@@ -332,7 +332,7 @@ def test_elements_of_an_array_are_told_from_others_of_the_same_number(
     slurm.sbatch(["--array=0-1", "/home/u/array.sh"])
     slurm.start("1_0")
     found = look()
-    assert [each.state.split()[0] for each in found] == ["running?", "lost"]
+    assert [each.state.split()[0] for each in found] == ["lost", "lost"]
     again.stop(sweep, found, slurm)
     assert (slurm.sent, [*states(slurm).values()]) == ([], ["RUNNING", "PENDING"])
 

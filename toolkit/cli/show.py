@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import ToolkitError
-from toolkit.base.process_identity import Life, ProcessIdentity
+from toolkit.base.process_identity import Life
 from toolkit.cli import columns, slow
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.files import rundir
@@ -20,9 +20,10 @@ from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
-from toolkit.run.records import changes, ownership, run_config
+from toolkit.run.records import changes, ownership, run_config, standing
 from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.standing import RunStanding
+from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.slurm import cluster_name
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
@@ -42,7 +43,9 @@ def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[d
     return with_slurm(list(map(read_row, runs)) if cache is None else cache.rows(runs), ask_slurm)
 
 
-def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus]]) -> list[dict[str, Any]]:
+def with_slurm(
+    rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus | None]]
+) -> list[dict[str, Any]]:
     """Return the rows with Slurm's answers about those that wait or are quiet.
 
     ``ask`` is called once, and only if there are such rows.
@@ -60,12 +63,12 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
         if state.is_waiting or _quiet_s(row["updated"]) > QUIET_S:
             asked.append(row)
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
-    jobs = _jobs_here(asked)
+    jobs, here = _jobs_here(asked)
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
+    stands = {path: standing.of_jobs(of_run, answers, here) for path, of_run in jobs.items()}
     for row in asked:
-        if row["path"] in jobs:
-            of_run = jobs[row["path"]]
-            row["job_id"], job = ownership.present(of_run.ids, of_run.among(answers))
+        if row["path"] in stands:
+            row["job_id"], job = stands[row["path"]].job_id, stands[row["path"]].job
             row.update(
                 slurm=job and job.state,
                 reason=job and job.reason,
@@ -75,19 +78,33 @@ def with_slurm(rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[st
     for row in rows:
         # Most rows keep their state: Slurm was not asked, and their own files are recent.
         if row["slurm"] is not None or row["silent"]:
-            row["state"] = _honest_state(row)
+            stand = stands.get(row["path"]) or _without_job(row)
+            is_forgotten = _quiet_s(row["updated"]) > HEARD_S
+            row["state"] = stand.in_words(
+                row["state"], row["asked"], is_silent=row["silent"], is_forgotten=is_forgotten
+            )
     return rows
 
 
-def _jobs_here(rows: Sequence[dict[str, Any]]) -> dict[str, RunJobs]:
-    """Return the jobs of each run, by its folder. Those of another cluster cannot be asked about here."""
+def _without_job(row: dict[str, Any]) -> RunStanding:
+    """Judge a run without a job here, or with one of another cluster."""
+    if row["executor"] == "slurm" and row["job_id"]:
+        return RunStanding(Life.UNSEEN, row["job_id"])
+    return standing.without_job(RunDir(Path(row["path"])), row["executor"])
+
+
+def _jobs_here(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, RunJobs], str]:
+    """Return the jobs of each run, by its folder, and the name of this cluster, as far as it matters.
+
+    Those of another cluster cannot be asked about here.
+    """
     found = {}
     for row in rows:
         if row["job_id"]:
             ids = (row["job_id"], *row["follow_ups"])
             found[row["path"]] = RunJobs(RunDir(Path(row["path"])), ids, row["cluster"])
     here = cluster_name.name_here() if any(jobs.cluster for jobs in found.values()) else ""
-    return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}
+    return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}, here
 
 
 def _quiet_s(updated: float | None) -> float:
@@ -104,44 +121,18 @@ def as_json(value: Any) -> str:
 
 def ask_slurm(
     job_ids: Sequence[str], queue: SharedQueue | None = None, every_s: float | None = None
-) -> dict[str, JobStatus]:
-    """Return Slurm's answer about each job that it knows. All processes of the user share the answers.
+) -> dict[str, JobStatus | None]:
+    """Return Slurm's answer about each job. All processes of the user share the answers.
 
-    A controller that does not answer leaves all of them unknown, which never means "dead".
+    None for a job that it does not know. A controller that does not answer leaves all of them out, which never means
+    "dead".
     """
     from toolkit.slurm import shared_queue
 
     try:
-        answers = (queue or shared_queue.of_user()).show_jobs(job_ids, every_s or shared_queue.FRESH_S)
+        return (queue or shared_queue.of_user()).show_jobs(job_ids, every_s or shared_queue.FRESH_S)
     except ToolkitError:
         return {}
-    return {job_id: job for job_id, job in answers.items() if job}
-
-
-def _honest_state(row: dict[str, Any]) -> str:
-    from toolkit.slurm import states
-    from toolkit.slurm.states import Phase
-
-    state: str = row["state"]
-    # For a Slurm job Slurm's answer decides; without one the state stays open.
-    if row["executor"] == "slurm":
-        if row["slurm"] is None:
-            return f"{state}? (silent)"
-        expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of a job that has just ended may not be visible yet
-        is_waiting = isinstance(state, RunState) and state.is_waiting
-        if not is_waiting and not row["silent"] and states.phase(row["slurm"]) in expected:
-            return state
-        if states.is_over(row["slurm"]):
-            return _ASKED_FOR.get(row["asked"], f"lost ({row['slurm']})")
-        return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
-    # A run without Slurm is lost if its process is gone.
-    process = None if row["pid"] is None else ProcessIdentity(row["host"] or "", row["pid"], row["birth"])
-    is_gone = process is None or process.life(row["updated"] or 0.0) is Life.ENDED
-    return "lost" if is_gone else f"{state}? (silent)"
-
-
-#: The state of a run that its user has ended, by the request.
-_ASKED_FOR: Mapping[str, RunState] = {Intent.STOP: RunState.STOPPED, Intent.CANCEL: RunState.CANCELLED}
 
 
 def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:

@@ -319,7 +319,7 @@ def test_a_job_that_submitit_cannot_note_is_taken_back(
 
 
 def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
-    monkeypatch.setattr(Run, "_is_over", lambda *_, **__: is_over)
+    monkeypatch.setattr(Run, "is_over", lambda *_, **__: is_over)
     monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
     monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
 
@@ -340,7 +340,7 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, m
     """Before, a thousand people with `--follow` asked the controller 33 times a second."""
     asked, now, status = list[float](), 1000.0, {"state": "queued", "updated": 0.0}
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
+    monkeypatch.setattr(Run, "is_over", lambda *_: asked.append(now))
     monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
     monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
     watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").statuses()

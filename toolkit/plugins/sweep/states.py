@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.base.errors import SlurmError
+from toolkit.base.process_identity import Life
 from toolkit.files.run_files import RunState, is_halved, state_word
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, sweep_folder
+from toolkit.run.records import after, standing, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records.standing import RunStanding
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.slurm import cluster_name, states
 from toolkit.slurm import states as slurm_states
@@ -78,8 +80,8 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         run, record, job = sweep.run_of(point), records[array], jobs[id_]
         job_id = None if job is None else job.ids[0]
         row = rows.get(str(run.path), {})
-        status = None if job is None else answers.get(job)
-        state, why = _waiting_state(record, job_id, status, is_answered and job in answers, works_here)
+        stand = None if job is None else answers.get(job)
+        state, why = _waiting_state(record, job_id, stand, works_here)
         is_again = id_ in is_queued and state in (RunState.QUEUED, RunState.STARTING)
         executor = "slurm" if record is None else record.executor
         # Without Slurm's answer a run that may still work keeps its own state.
@@ -124,34 +126,34 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
         record = array.record([])
         return record is not None and record.executor == "local" and array.sweep.works_here()
     answers, _ = _answers(ask, [job])
-    status = answers.get(job)
-    return job not in answers or (status is not None and not status.is_over)
+    return job not in answers or not answers[job].is_over
 
 
-def _answers(ask: Ask, jobs: Sequence[RunJobs]) -> tuple[Mapping[RunJobs, JobStatus | None], bool]:
-    """Return Slurm's answer about the jobs that are of this cluster, and whether it has answered."""
+def _answers(ask: Ask, jobs: Sequence[RunJobs]) -> tuple[Mapping[RunJobs, RunStanding], bool]:
+    """Return how the jobs stand that are of this cluster, and whether Slurm has answered."""
     here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
     asked = [job for job in jobs if not job.is_elsewhere(here)]
     try:
         found = ask([id_ for job in asked for id_ in job.ids]) if asked else {}
     except SlurmError:
         return {}, False
-    return {job: status for job in asked for status in job.among(found).values()}, True
+    return {job: standing.of_jobs(job, found, here) for job in asked}, True
 
 
 _NO_PROCESS = "no process runs this sweep's points here: logs/local.log in its folder may say why, and retry starts one"
 
 
 def _waiting_state(
-    record: ArrayRecord | None, job_id: str | None, status: JobStatus | None, is_known: bool, works_here: bool
+    record: ArrayRecord | None, job_id: str | None, stand: RunStanding | None, works_here: bool
 ) -> tuple[str, str | None]:
     """Return the state of a point without a run, and why."""
     if record is not None and record.executor == "local":
         return ("queued", None) if works_here else (LOST, _NO_PROCESS)
     if job_id is None:
         return NOT_SUBMITTED, "the submission was interrupted; the same `toolkit sweep` command completes it"
-    if not is_known:
+    if stand is None or stand.life is Life.UNSEEN:
         return "queued", None  # Slurm does not answer, or its answer is older than the job
+    status = stand.job
     if status is None:
         return LOST, f"job {job_id} is gone and has not started its run"
     if status.is_over:

@@ -55,7 +55,7 @@ class Watch:
         self._ask_every_s = WATCH_S
         self._asked_at: float | None = None
         self._asked_jobs: set[str] = set()
-        self._answers: dict[str, JobStatus] = {}
+        self._answers: dict[str, JobStatus | None] = {}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows as they are now, the newest last. Rows of sweeps are up to 10 s old."""
@@ -91,7 +91,7 @@ class Watch:
         rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]
         self._sweep_rows = [row for row in rows if row["state"] not in run_rows.OVER or _ended(row) > since]
 
-    def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
+    def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus | None]:
         """Return Slurm's answer, an earlier one while it is not time to ask again."""
         is_new = not self._asked_jobs.issuperset(jobs)
         waited_s = self._ask_every_s if self._asked_at is None else self._now() - self._asked_at

@@ -18,7 +18,7 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunResult, RunState, is_halved
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, ownership, run_jobs, sweep_folder
+from toolkit.run.records import after, ownership, run_jobs, standing, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
 from toolkit.run.records.sweep_folder import SweepDir
@@ -65,10 +65,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     jobs = [job for job in jobs if not job.is_elsewhere(here)]
     asked = sorted({id_ for job in jobs for id_ in job.ids})
     answers = show_jobs(asked) if asked else {}
-    # A job that is missing in the answer is newer than the answer.
-    going = {id_ for id_ in asked if id_ not in answers}
-    for job in jobs:
-        going |= {id_ for id_, row in job.among(answers).items() if row is not None and not row.is_over}
+    going = {id_ for job in jobs for id_ in standing.of_jobs(job, answers, here).unfinished}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"

@@ -75,6 +75,8 @@ def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
     processes = [owner.process] if owner is not None and owner.serves else []
     if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
         processes.append(sent.process)
+    if owner is None and sent is None and status.pid is not None:  # their files are damaged
+        processes.append(ProcessIdentity(status.host or "", status.pid, status.birth))
     seen = max(0.0 if owner is None else owner.time, updated)
     lives = [(process.life(seen), process) for process in processes]
     return min(lives, key=lambda each: each[0], default=(Life.ENDED, None))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from toolkit.base.errors import RequestError, SlurmError
-from toolkit.base.process_identity import Life, ProcessIdentity
+from toolkit.base.process_identity import Life
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import ownership, run_jobs
+from toolkit.run.records import ownership, run_jobs, standing
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
+from toolkit.run.records.standing import RunStanding
 from toolkit.slurm.commands import Slurm
+from toolkit.slurm.jobs import JobStatus
 
 #: Who waits asks Slurm this often whether the job still exists.
 ASK_SLURM_EVERY_S = 30.0
@@ -113,25 +116,18 @@ class SubmittedRun:
         False where Slurm does not answer. ``show_jobs`` may use an earlier answer of Slurm; without it Slurm is asked
         now.
         """
-        if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
-            return False
-        try:
-            return self._is_over(show_jobs)
-        except SlurmError:  # the controller is away, which says nothing about the job
-            return False
+        return self.standing(show_jobs).is_over
 
-    def _is_over(self, show_jobs: ShowJobs | None = None) -> bool:
-        if self.executor != "slurm":
-            life, process = ownership.local_life(self.dir)
-            # A run of this process itself has ended when its handle is there.
-            is_own = self.executor == "debug" and process == ProcessIdentity.of(os.getpid())
-            return life is Life.ENDED or is_own
-        jobs = self._jobs()  # a run on Slurm is the present job of its chain of follow-up jobs
-        answers = jobs.ask(show_jobs or Slurm().show_jobs)
-        if len(answers) < len(jobs.ids):  # the answer is older than one of the jobs, or of another cluster
-            return False
-        status = ownership.present(jobs.ids, answers)[1] if jobs.ids else None
-        return status is None or status.is_over
+    def standing(self, show_jobs: ShowJobs | None = None) -> RunStanding:
+        """Return how the run stands, as far as it has no result. ``show_jobs`` is as in :meth:`is_over`."""
+        jobs = self._jobs() if self.executor == "slurm" else None
+        if jobs is None or not jobs.ids or ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            return standing.without_job(self.dir, self.executor)
+        answers: Mapping[str, JobStatus | None] = {}
+        if not jobs.is_elsewhere():
+            with contextlib.suppress(SlurmError):  # the controller is away, which says nothing about the job
+                answers = (show_jobs or Slurm().show_jobs)(jobs.ids)
+        return standing.of_jobs(jobs, answers)
 
 
 def submitter_of(run: RunDir) -> tuple[str, str]:

@@ -160,7 +160,7 @@ class Run(SubmittedRun):
             return
         if (why := self.unseen()) is not None:
             raise RequestError(why)
-        if self.executor == "debug" and not self._is_over():
+        if self.executor == "debug" and not self.is_over():
             raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
         stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
@@ -175,7 +175,7 @@ class Run(SubmittedRun):
             # Else it finds the request at its start.
             if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
                 os.kill(owner.pid, signal.SIGTERM)
-            is_over = self._is_over()
+            is_over = self.is_over()
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
