@@ -34,6 +34,7 @@ BUILT_IN = (
     "gpu_speeds",
     "images",
     "inference",
+    "init_from",
     "integrations",
     "local_sgd",
     "logs",
@@ -103,7 +104,8 @@ class Plugin:
       `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
       ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
       that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
-      record steps of a rank, ``muon`` makes that optimizer.
+      record steps of a rank, ``muon`` makes that optimizer,
+      ``initial_weights`` reads those of `model.init_from`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """

@@ -29,9 +29,9 @@ from tests.dist.strategy_cases import (
     snapshot,
 )
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
-from toolkit.checkpoint import whole
 from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
+from toolkit.plugins.init_from import weights
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.initial import initialised
@@ -71,8 +71,8 @@ def test_all_ranks_start_from_the_other_runs_weights_and_a_resume_does_not_need_
 
 def start_sharded(session: Session, source: str) -> tuple[int, Weights]:
     """How often this rank read the source, and what it started from."""
-    reads, plain_read = list[Any](), whole.read_weights
-    whole.read_weights = lambda *found: reads.append(found) or plain_read(*found)
+    reads, plain_read = list[Any](), weights.read_weights
+    weights.read_weights = lambda *found: reads.append(found) or plain_read(*found)
     strategy = build_strategy(StrategyConfig("fsdp"), session)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
     model = partial(initialised, noisy_model, ModelConfig(init_from=source), session)

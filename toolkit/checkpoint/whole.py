@@ -3,10 +3,6 @@
 The digest of every byte read is verified, and tensors that were sharded over ranks are whole again. They are exported
 for other programs as safetensors, torch.save's file, or torch's DCP folder. A safetensors file is written one tensor at
 a time; the other two writers need all tensors in memory.
-
-Weights to start from may come from such files, too. No code in a file is ever run. torch.save's files are read with
-``weights_only``. torch's own loader of a DCP folder unpickles any ``.metadata``. Here an unpickler reads it that knows
-only torch's few classes of metadata, and of the rest only tensors are read.
 """
 
 from __future__ import annotations
@@ -15,25 +11,19 @@ import itertools
 import json
 import math
 import os
-import pickle
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from toolkit import __version__
 from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, RequestError, listing
-from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import tensors
-from toolkit.checkpoint.folder import CheckpointFolder, committed
+from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord
-from toolkit.files import origin
-from toolkit.files.origin import Origin
 
 log = logs.get(__name__)
 T = TypeVar("T")
@@ -214,137 +204,4 @@ _WRITERS: Mapping[str, Callable[[Path, _Content], None]] = {
     "safetensors": _write_safetensors,
     "torch": _write_torch,
     "dcp": _write_dcp,
-}
-
-
-class Weights(NamedTuple):
-    """A model's tensors by name, their path, and which weights they are.
-
-    ``which`` is ``whole.AVERAGE``, ``RAW``, or None if unknown.
-    """
-
-    path: Path
-    tensors: dict[str, Tensor]
-    which: str | None
-
-
-def read_weights(source: Origin, which: str | None = None) -> Weights:
-    """Read the weights; of a run those of its newest good checkpoint. ``which`` as in ``whole.model_tensors``.
-
-    Raises CheckpointError when the source cannot be read, is damaged, or holds other things than tensors and plain
-    values; RequestError for an average where there is none.
-    """
-    if source.kind == origin.RUN:
-        path, found = from_newest(
-            committed(source.path / "checkpoints"), lambda path, manifest: _model(path, manifest, which)
-        )
-        return Weights(path, found[1], found[0])
-    if source.kind == origin.CHECKPOINT:
-        chosen, tensors = _model(source.path, manifests.read(source.path), which)
-        return Weights(source.path, tensors, chosen)
-    try:
-        tensors = _READERS[source.kind](source.path)
-    except Exception as error:  # each reader has errors of its own
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(
-            f"{source.path} cannot be read as {source.kind}: {type(error).__name__}: {reason}; weights are tensors by "
-            "their names, such as torch.save(model.state_dict(), path) writes"
-        ) from error
-    # Names without the toolkit's prefix come from another program: which weights they are is unknown.
-    if which is None and not any(name.startswith(MODEL) for name in tensors):
-        return Weights(source.path, tensors, None)
-    chosen, of_model = model_tensors(tensors, which)  # an export of everything by this toolkit
-    return Weights(source.path, of_model or tensors, chosen)
-
-
-def _model(folder: Path, manifest: Manifest, which: str | None) -> tuple[str, dict[str, Tensor]]:
-    manifests.check_sizes(folder, manifest)
-    chosen, records = model_tensors(manifest.tensors, which)
-    return chosen, {name: read(folder, name, record) for name, record in records.items()}
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def _read_folder(path: Path) -> dict[str, Tensor]:
-    """Read the safetensors files of a folder: those in its index, or its only one."""
-    index = path / origin.INDEX_FILE
-    if not index.is_file():
-        return _read_safetensors(path / origin.WHOLE_FILE)
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index.name} names {name}, which is not a file of this folder")
-        tensors |= _read_safetensors(path / name)
-    return tensors
-
-
-def _read_torch(path: Path) -> dict[str, Tensor]:
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    # The tensors may be one level down, under one of these names.
-    for key in ("state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"it holds a {type(found).__name__}")
-    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _read_dcp(path: Path) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint import filesystem, state_dict_loader
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-    class Reader(filesystem.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata
-
-    with (path / ".metadata").open("rb") as file:
-        metadata: Metadata = _MetadataUnpickler(file).load()
-    # Only the tensors are asked for: what else is in the folder is pickled.
-    into = {
-        name: torch.empty(record.size, dtype=record.properties.dtype)
-        for name, record in metadata.state_dict_metadata.items()
-        if isinstance(record, TensorStorageMetadata)
-    }
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about the missing process group
-            state_dict_loader.load(into, storage_reader=Reader(path), no_dist=True)
-    except CheckpointException as error:  # not a subclass of Exception
-        raise RuntimeError(str(error).strip().split("\n")[-1]) from None
-    return into
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler for the classes in the ``.metadata`` of a DCP folder. It refuses all others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if is_dtype or name in _METADATA_NAMES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of tensors")
-
-
-#: Names that torch writes, by module (2.13 and 2.15 were tried). Calling one only makes a value.
-_METADATA_NAMES: Mapping[str, tuple[str, ...]] = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
-}
-_READERS = {
-    origin.SAFETENSORS: _read_safetensors,
-    origin.TORCH: _read_torch,
-    origin.DCP: _read_dcp,
-    origin.HUGGING_FACE: _read_folder,
 }

@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from toolkit import registry
 from toolkit.base import logs
-from toolkit.base.errors import ConfigError, RequestError, listing, nearest
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import committed
-from toolkit.checkpoint.whole import Weights
 from toolkit.config import ModelConfig
-from toolkit.files import origin
-from toolkit.files.origin import Origin
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import ModelFactory
@@ -48,7 +45,8 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
-        source = _read(config.init_from, config.init_weights, session)
+        read = registry.needed("initial_weights", "model.init_from")
+        source = read(config.init_from, config.init_weights, session)
         match = fill(model, source.tensors)
         if not match.filled:
             raise ConfigError(f"model.init_from: nothing in {source.path} fits this model{match.misfits(every=True)}")
@@ -87,30 +85,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 _WHICH = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}
-
-
-def _read(source: str, which: str | None, session: Session) -> Weights:
-    """Read the weights, on all ranks from the file that rank 0 has chosen.
-
-    In a run that is saving at this moment the other ranks might find a newer checkpoint.
-    """
-    read: list[Weights] = []  #: on rank 0, which alone calls ``look``
-
-    def look() -> dict[str, str]:
-        chosen = origin.find(source)
-        try:
-            read.append(whole.read_weights(chosen, which))
-        except RequestError as error:
-            raise ConfigError(f"model.init_weights: {which}: {source}: {error}") from None
-        kind = origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind
-        return {"kind": kind, "path": str(read[0].path)}
-
-    choice = session.from_main("model.init_from", look)
-    path = Path(choice["path"])
-    # The path comes from the ranks' store: accept only one that the config names.
-    if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
-        raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
-    return read[0] if session.is_main else whole.read_weights(Origin(choice["kind"], path), which)
 
 
 @dataclass(frozen=True)

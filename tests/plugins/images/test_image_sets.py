@@ -20,12 +20,12 @@ from PIL import Image
 from torch.nn import functional
 
 from toolkit.base.errors import ConfigError, DataMissingError, RequestError
-from toolkit.checkpoint import whole
 from toolkit.cli.commands import data
 from toolkit.config import DataConfig
 from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.files import origin
+from toolkit.plugins.init_from import weights
 from toolkit.ranks.batch import Batch, Share
 
 
@@ -255,7 +255,7 @@ def test_published_weights_are_fetched_checked_and_found_by_name(
     with pytest.raises(ConfigError, match=rf"toolkit data fetch {WEIGHTS} --root {tmp_path}/data"):
         origin.find(WEIGHTS)
     assert fetch(WEIGHTS) == f"{WEIGHTS} is in {tmp_path}/data/weights/{WEIGHTS}.pth"
-    assert torch.equal(whole.read_weights(origin.find(WEIGHTS)).tensors["fc.weight"], torch.ones(2, 3))
+    assert torch.equal(weights.read_weights(origin.find(WEIGHTS)).tensors["fc.weight"], torch.ones(2, 3))
     assert fetch(WEIGHTS).endswith("already")
 
 

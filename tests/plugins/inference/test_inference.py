@@ -26,7 +26,6 @@ from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
 from toolkit.base.trust import TRUST_VARIABLE
-from toolkit.checkpoint import whole as checkpoint_weights
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
@@ -37,6 +36,7 @@ from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.inference import program
 from toolkit.plugins.inference import trained_model as inference
+from toolkit.plugins.init_from import weights as checkpoint_weights
 from toolkit.ranks.state import Json, Replicated, Sharded
 
 ROOT = Path(__file__).parents[3]

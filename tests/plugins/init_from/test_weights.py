@@ -19,9 +19,10 @@ from torch import Tensor
 from tests.unit.checkpoint.ranks import alone, blank, weights
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.whole import export, read_weights
+from toolkit.checkpoint.whole import export
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.init_from.weights import read_weights
 from toolkit.ranks.state import Replicated
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
