@@ -91,7 +91,7 @@ class Plugin:
       and returns a :class:`toolkit.strategies.protocol.Strategy`.
     * ``traits``: what holds of these strategies, as values. One without traits counts as ``custom`` where a config is
       checked.
-    * ``checks``: a subclass of `toolkit.config.combinations.StrategyChecks`: what else a strategy refuses in a config.
+    * ``checks``: a subclass of `toolkit.config.validation.StrategyChecks`: what else a strategy refuses in a config.
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
@@ -145,8 +145,8 @@ CORE = Plugin(
     commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS},
     strategies=dict.fromkeys(_CORE_TRAITS, "toolkit.strategies"),
     traits=_CORE_TRAITS,
-    checks=dict.fromkeys(_CORE_TRAITS, "toolkit.config.combinations:StrategyChecks")
-    | {"custom": "toolkit.config.combinations:CustomChecks"},
+    checks=dict.fromkeys(_CORE_TRAITS, "toolkit.config.validation:StrategyChecks")
+    | {"custom": "toolkit.config.validation:CustomChecks"},
     backends=dict.fromkeys(("auto", "nccl", "gloo"), "torch.distributed"),
     datasets={name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")},
 )

@@ -21,9 +21,9 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.plugins.compression import overlapped
+from toolkit.plugins.compression import layouts
 from toolkit.plugins.compression.compressed import Compressed
-from toolkit.plugins.compression.overlapped import Overlapped, _BucketHook
+from toolkit.plugins.compression.layouts import Overlapped, _BucketHook
 from toolkit.plugins.compression.schemes import Blocks
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
@@ -171,7 +171,7 @@ def test_on_a_gpu_sending_waits_for_the_gradients_and_the_future_for_sending(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("sending", calls))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(on[-1], calls))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(overlapped, "Future", Future)
+    monkeypatch.setattr(layouts, "Future", Future)
     wire: Any = Wire()
     sender = _BucketHook(Scheme(), wire, torch.device("cuda", 0))  # type: ignore[arg-type]
     sender._device = torch.device("cpu")

@@ -23,7 +23,7 @@ from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.cli import live_values
 from toolkit.config import JobConfig
-from toolkit.config.live import LIVE, set_values
+from toolkit.config.schema import LIVE, set_values
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.profile import recording as profile

@@ -27,7 +27,7 @@ from toolkit.config import (
     load_config,
     validate,
 )
-from toolkit.config.combinations import StrategyChecks
+from toolkit.config.validation import StrategyChecks
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
 from toolkit.registry import Plugin, StrategyTraits

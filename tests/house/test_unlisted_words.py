@@ -35,7 +35,7 @@ from toolkit.plugins.images.photographs import training_transform
 from toolkit.plugins.local_sgd.strategy import LocalSgd
 from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.plugins.pipeline import schedules
-from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.stage_module import Grid
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session

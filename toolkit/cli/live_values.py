@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError, nearest
-from toolkit.config.live import LIVE, LIVE_IN_OWN_LOOPS, set_values
+from toolkit.config.schema import LIVE, LIVE_IN_OWN_LOOPS, set_values
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import changes, run_config
 

@@ -5,10 +5,8 @@ well under a second.
 """
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.combinations import check_batch, check_step
 from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
-from toolkit.config.layer_files import Overrides, override_texts, parts_of, sweep_of
-from toolkit.config.layers import dump_config, load_config, merged_layers
+from toolkit.config.layers import Overrides, dump_config, load_config, merged_layers, override_texts, parts_of, sweep_of
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
 from toolkit.config.schema import (
@@ -39,7 +37,15 @@ from toolkit.config.strategy import (
     StrategyConfig,
     mesh_of,
 )
-from toolkit.config.validation import check_change, check_places, check_section, goes_on_with, validate
+from toolkit.config.validation import (
+    check_batch,
+    check_change,
+    check_places,
+    check_section,
+    check_step,
+    goes_on_with,
+    validate,
+)
 from toolkit.config.words import choose, is_one_line, tensor_style
 
 __all__ = [

@@ -1,31 +1,47 @@
-"""How the layers of a configuration merge.
+"""How the layers of a configuration are read and merge.
 
 Later layers win: the defaults of schema.py, some variables of sbatch, the site's defaults (``$TOOLKIT_SITE`` or
 ``~/.config/toolkit/site.yaml``), the file that ``extends:`` names, the file itself, ``key=value`` arguments. Files and
-arguments are YAML 1.2, see yaml_core.py. A value may refer to others: ``${optim.lr}``, as OmegaConf reads it.
+arguments are YAML 1.2, see yaml_core.py. A value may refer to others: ``${optim.lr}``, as OmegaConf reads it. The nodes
+of a layer are read as the keys and types of a schema. An error for a misfit names the key and the line, and says what
+to write.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
-from yaml import MappingNode, Node
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit.base.errors import ConfigError
+from toolkit.base import fsio
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import ConfigError, nearest
 from toolkit.config import yaml_core
-from toolkit.config.declared import dataclass_in, defaults_of
-from toolkit.config.hints import PLAIN
 from toolkit.config.job_module import job_source, params_source
-from toolkit.config.layer_files import Layer, Overrides, file_layers, override_layer, override_texts, site_layers
-from toolkit.config.layer_values import read_mapping, read_section
-from toolkit.config.references import MISSING, References, build, escaped, final_value, resolved
-from toolkit.config.schema import FOREIGN_JOB, JobConfig
+from toolkit.config.params import dataclass_in, defaults_of
+from toolkit.config.references import MISSING, References, build, escaped, final_value, refers, resolved
+from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
 from toolkit.config.script_arguments import named
 from toolkit.config.source import read_source
+from toolkit.config.words import (
+    NAME_OF_KIND,
+    PLAIN,
+    as_kind,
+    check_word,
+    container_of,
+    fits,
+    hints_of,
+    item_hints,
+    kind_names,
+    kinds_of,
+)
+from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
 
 #: Variables in which a user's profile holds options of sbatch, by the keys of ``cluster``. sbatch itself does not get
 #: them: it would prefer them to the options in the script, which are those of the config.
@@ -161,3 +177,260 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
             _merge(below[key], value)
         else:
             below[key] = value
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of keys and values."""
+
+    name: str  #: name of a file or an argument
+    root: MappingNode
+    has_lines: bool = True
+    sweep: Node | None = None  #: the value of its key ``sweep``, which is no key of a config
+
+    def error(self, node: Node, text: str) -> ConfigError:
+        """Return an error that begins with the place of ``node``."""
+        place = f"{self.name}, line {node.start_mark.line + 1}" if self.has_lines else self.name
+        return ConfigError(f"{place}: {text}")
+
+    def pairs(self, node: MappingNode) -> Pairs:
+        """Return the keys and values of a mapping. Raises ConfigError for what is not valid YAML."""
+        try:
+            return yaml_core.pairs_of(node)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: is not valid YAML: {error}") from None
+
+
+def site_layers(enabled: bool) -> list[Layer]:
+    """Return the layers of the site's file; none if it is absent.
+
+    Raises ConfigError if TOOLKIT_SITE names a file that is absent.
+    """
+    named = os.environ.get("TOOLKIT_SITE")
+    path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
+    # Path's own is_file raises for a HOME that is too long.
+    if not enabled or not (named or os.path.isfile(path)):  # noqa: PTH113
+        return []
+    return file_layers(path, ())
+
+
+def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
+    """Return the layers of a file, beginning with those that it extends."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
+    by = f", which {above[-1]} extends" if above else ""
+    try:
+        root = yaml_core.compose(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
+        hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""
+        raise ConfigError(f"{path}{by}: no such config file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}{by}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if root is None:
+        root = MappingNode("", [])
+    if not isinstance(root, MappingNode):
+        raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
+    layer = Layer(str(path), root)
+    # `sweep` is no key of a config: keep it beside the layer.
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "sweep":
+            layer.root.value.remove((key, value))
+            layer = replace(layer, sweep=value)
+            break
+    # `extends` is a key of the file, not of the config: take it out.
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "extends":
+            if not isinstance(value, ScalarNode) or not value.value:
+                raise layer.error(value, "extends: takes the name of one file")
+            if "\0" in value.value:
+                raise layer.error(value, "extends: a file's name cannot hold the character NUL")
+            layer.root.value.remove((key, value))
+            return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
+    return [layer]
+
+
+#: ``key=value`` texts, one of them, or the values by their dotted keys.
+Overrides: TypeAlias = str | Sequence[str] | Mapping[str, Any]
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as ``key=value`` texts. Raises ConfigError for a value that YAML has no form for."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if not isinstance(overrides, Mapping):
+        return [*overrides]
+    try:
+        # JSON is YAML, and quotes what would be another type there, such as "0755". It has no paths.
+        return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
+    except TypeError as error:
+        raise ConfigError(f"overrides: {error}; give numbers, texts, true or false, null, lists and mappings") from None
+
+
+def override_layer(text: str) -> Layer:
+    """Return ``key=value`` as a layer of one value."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r}: an override is key=value, such as optim.lr=0.1")
+    try:
+        node = yaml_core.compose(value)
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
+    # YAML reads what follows a # as a comment: refuse it instead of losing it.
+    rest = value[node.end_mark.index if node else 0 :].strip()
+    if rest:
+        raise ConfigError(f"{text!r}: {rest!r} is a comment to YAML; put quotes around the value, within the shell's")
+    node = node or ScalarNode("tag:yaml.org,2002:null", "")
+    for part in reversed(parts_of(key)):
+        node = MappingNode("", [(ScalarNode("", part), node)])
+    assert isinstance(node, MappingNode)
+    # Do not show what a user may have given in place of a secret's source.
+    shown = f"{key}=..." if key.startswith("secrets") else text
+    return Layer(f"argument {shown!r}", node, has_lines=False)
+
+
+def sweep_of(path: Path) -> tuple[Layer, Node] | None:
+    """Return the section ``sweep`` of a file, or of the nearest file that it extends. None without one."""
+    found = [(layer, layer.sweep) for layer in file_layers(path, ()) if layer.sweep is not None]
+    return found[-1] if found else None
+
+
+def parts_of(key: str) -> list[str]:
+    """Return the parts of a dotted key. What follows a mapping's key is one part: names of layers contain dots."""
+    for known in all_keys():
+        if key.startswith(f"{known}.") and known != "params":
+            return [*known.split("."), key.removeprefix(f"{known}.")]
+    return key.split(".")
+
+
+#: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
+_NO_ENVIRONMENT = (
+    "is refused: the variable's value would be written into the run's files. Give what is no secret as an argument "
+    "that the shell fills in, key=$VARIABLE; a program of notify finds the variable in its own environment"
+)
+#: Limit on nesting: an alias in YAML may refer to what contains it.
+_MOST_LEVELS = 20
+#: Numbers below these keys keep their text, for a program to read: 0755 and 1.10 keep their zeros.
+_AS_WRITTEN = ("cluster.extra.", "args.")
+
+
+def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the keys and values of a section as plain data.
+
+    Raises ConfigError, with the full name and the line, for a key that ``schema`` lacks and for a value of another
+    type.
+    """
+    valid = {f.name: f for f in fields(schema)}
+    if not isinstance(node, MappingNode):
+        name = prefix.removesuffix(".")
+        raise layer.error(node, f"{name} is a section: give it keys, such as {prefix}{next(iter(valid))}")
+    values: dict[str, Any] = {}
+    for key, (key_node, value) in layer.pairs(node).items():
+        full = f"{prefix}{key}"
+        if key not in valid:
+            # Likeliest is a key misspelled in this section, of this name in another, or the job's own.
+            here = [f"{prefix}{name}" for name in valid]
+            leaf = full.rpartition(".")[2]
+            elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+            there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
+            own = "" if "." in full else f"a key of the job's own is params.{full}; "
+            likeliest = nearest(full, here) or there or own
+            raise layer.error(key_node, f"unknown key {full!r}; {likeliest}valid here: {', '.join(sorted(valid))}")
+        if full == "params" and schema is JobConfig:  # the job says what is in there
+            continue
+        # A section is read key by key, any other value by its type.
+        hint = hints_of(schema)[key]
+        if is_dataclass(hint):
+            values[key] = read_section(layer, value, hint, f"{full}.")
+        else:
+            values[key] = _value(layer, value, hint, full)
+    return values
+
+
+def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
+    """Return the plain value of a node, of the type ``hint``."""
+    # A key may take several forms, such as `int | list[int]`: the node decides.
+    listed, mapping = container_of(hint, list, tuple), container_of(hint, dict)
+    if listed is not None and isinstance(node, SequenceNode):
+        try:
+            hints = item_hints(listed, len(node.value))
+        except ValueError as error:
+            raise layer.error(node, f"{full}: {error}") from None
+        values = []
+        for index, (item, each) in enumerate(zip(node.value, hints, strict=True)):
+            values.append(_value(layer, item, each, f"{full}[{index}]"))
+        return values
+    if mapping is not None and isinstance(node, MappingNode):
+        each = get_args(mapping)[1]
+        return {key: _value(layer, value, each, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
+    # No form is left for a scalar.
+    if not kinds_of(hint):
+        how = "a list: [first, second]" if listed is not None else "a mapping: {key: value}"
+        raise layer.error(node, f"{full} is {how}")
+    return _scalar(layer, node, hint, full)
+
+
+def read_mapping(layer: Layer, node: Node, full: str) -> dict[str, Any]:
+    """Return the plain values of a mapping, of any type."""
+    if not isinstance(node, MappingNode):
+        raise layer.error(node, f"{full} is a section: give it keys")
+    return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
+
+
+def _plain(layer: Layer, node: Node, full: str) -> Any:
+    if full.count(".") + full.count("[") > _MOST_LEVELS:
+        raise layer.error(node, f"{full}: nests too deep")
+    if isinstance(node, SequenceNode):
+        return [_plain(layer, item, f"{full}[{index}]") for index, item in enumerate(node.value)]
+    if isinstance(node, MappingNode):
+        return read_mapping(layer, node, full)
+    return _scalar(layer, node, PLAIN, full)
+
+
+def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
+    kinds = kinds_of(hint)
+    if not isinstance(node, ScalarNode):
+        raise layer.error(node, f"{full} takes {kind_names(kinds)}, not a list or a mapping")
+    try:
+        value = scalar_of(node)
+    except ValueError as error:
+        raise layer.error(node, f"{full}: {error}") from None
+    # A reference has the type of what it refers to, which is known when all layers are merged.
+    if isinstance(value, str) and refers(value):
+        if "oc.env" in value:
+            raise layer.error(node, f"{full}: {value} {_NO_ENVIRONMENT}")
+        return value
+    # Keep a number as it is written where YAML would write it differently.
+    if full.startswith(_AS_WRITTEN) and not isinstance(value, (str, bool, type(None))):
+        written = yaml_core.dump(value).split("\n")[0]
+        return value if written == node.value else str(node.value)
+    if value == MISSING:
+        return value
+    if not fits(value, kinds):
+        raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
+    try:
+        check_word(full, value, hint)
+    except ConfigError as error:
+        raise layer.error(node, str(error)) from None
+    return as_kind(value, kinds)  # type: ignore[no-any-return]
+
+
+def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
+    """Return what to write instead of a value of another type."""
+    # Each branch is a mistake of its own: an empty value, missing quotes, a time as Slurm writes it.
+    takes = f"this key takes {kind_names(kinds)}"
+    if value is None:
+        return f"{full}: is empty (null), and {takes}"
+    kind = NAME_OF_KIND[type(value)]
+    if full.startswith("secrets."):  # do not show what may be the secret itself
+        return f"{full}: takes `env` or the path of a file, and this is {kind} to YAML"
+    if not isinstance(value, str) and str in kinds:
+        key = full.rpartition(".")[2]
+        quoted = f"{key}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
+        return f"{full}: takes text, and {written} is {kind} to YAML; quote it: {quoted}"
+    seconds = parse_slurms(str(value)) if full == "cluster.time_min" else None
+    if seconds:
+        takes += f"; in minutes that is {math.ceil(seconds / 60)}"
+    return f"{full}: {written!r} is {kind}, and {takes}"

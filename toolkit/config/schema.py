@@ -1,6 +1,7 @@
 """The config of a run: its sections, their keys with defaults, words and bounds, and what each section refuses.
 
-What depends on several sections is in combinations.py.
+What depends on several sections is in validation.py. The last lines name the keys that a run may change while it
+trains.
 """
 
 from __future__ import annotations
@@ -323,3 +324,20 @@ def put(config: Any, parts: Sequence[str], value: Any) -> None:
         config[parts[-1]] = value
     else:
         setattr(config, parts[-1], value)
+
+
+#: These take effect between two steps, and nothing has to be built anew.
+LIVE = (
+    *("optim.lr", "optim.min_lr"),
+    *("train.log_every", "train.eval_every"),
+    *("checkpoint.every_steps", "checkpoint.every_min", "checkpoint.keep", "checkpoint.keep_every"),
+)
+#: A loop of one's own has its own learning rate and its own evaluations.
+LIVE_IN_OWN_LOOPS = tuple(key for key in LIVE if key != "train.eval_every" and not key.startswith("optim."))
+
+
+def set_values(config: JobConfig, values: Mapping[str, Any]) -> None:
+    """Set ``values`` by key, all of them of ``LIVE``."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)

@@ -3,7 +3,7 @@
 A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
 criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
 
-* the model whose layers ranks compute together with the whole one (:mod:`.layouts.whole_pass`),
+* the model whose layers ranks compute together with the whole one (:mod:`.layouts.plan`),
 * a pass in training mode with one in evaluation mode, of a pipeline's layers (the plugin pipeline),
 * a loss's sum over samples with its sum over the same samples given twice (:class:`CheckedObjective`).
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
-from toolkit.config import JobConfig, learning_rate, live
+from toolkit.config import JobConfig, learning_rate, schema
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import MakesLoader, build_loader, eval_batches
 from toolkit.metrics.sinks import Sink
@@ -85,7 +85,7 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
             loader,
             schedule=job.schedule,
             checkpoints=checkpoints,
-            set_values=partial(live.set_values, config),
+            set_values=partial(schema.set_values, config),
             rate_keys=partial(learning_rate.keys_of, config),
         )
         return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)

@@ -13,7 +13,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
-from toolkit.config import JobConfig, dump_config, live
+from toolkit.config import JobConfig, dump_config, schema
 from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
@@ -215,7 +215,7 @@ class UserSteps:
 
     def adopt(self, values: Mapping[str, Any]) -> None:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        live.set_values(self.config, values)
+        schema.set_values(self.config, values)
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.base.errors import ToolkitError
-from toolkit.plugins.parameter_server.inbox import PeerInbox
-from toolkit.plugins.parameter_server.mail import Kind, PeerMessage
+from toolkit.plugins.parameter_server.mail import Kind, PeerInbox, PeerMessage
 
 
 class Letters:

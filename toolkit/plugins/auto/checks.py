@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, MeshConfig
-from toolkit.config.combinations import StrategyChecks
+from toolkit.config.validation import StrategyChecks
 
 
 class AutoChecks(StrategyChecks):
-    """See :class:`toolkit.config.combinations.StrategyChecks`."""
+    """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
         if config.strategy.mesh != MeshConfig():

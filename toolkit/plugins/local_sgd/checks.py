@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
-from toolkit.config.combinations import StrategyChecks
+from toolkit.config.validation import StrategyChecks
 
 
 class LocalSgdChecks(StrategyChecks):
-    """See :class:`toolkit.config.combinations.StrategyChecks`."""
+    """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
         local, every = config.strategy.local_sgd, config.checkpoint.every_steps

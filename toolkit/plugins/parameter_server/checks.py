@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
-from toolkit.config.combinations import StrategyChecks, step_options
+from toolkit.config.validation import StrategyChecks, step_options
 
 
 class ParameterServerChecks(StrategyChecks):
-    """See :class:`toolkit.config.combinations.StrategyChecks`."""
+    """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
         servers = config.strategy.parameter_server.servers

@@ -2,22 +2,26 @@
 
 Each pair of ranks has a connection of its own (gloo's, in a process group made for it). One thread for each peer reads
 from it, and all messages go into one queue. So no rank waits for a certain peer, and a peer's death is one more
-message. A send never blocks for long, since the other end always reads.
+message, which ends the attempt. A send never blocks for long, since the other end always reads.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from toolkit.base.errors import ToolkitError
 
 #: gloo closes all pairs of a group if one wait runs out, and a peer may be silent through a long evaluation. Finding a
 #: rank that hangs is the supervisor's task.
@@ -135,3 +139,71 @@ def decode(message: PeerMessage) -> Any:
     """Return the value that :func:`encode` was given."""
     assert message.payload is not None
     return json.loads(message.payload.numpy().tobytes())
+
+
+#: Loss, weight, samples, samples of the global batch; see Push.
+PassFigures: TypeAlias = tuple[float, float, int, int]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a worker sends with a ticket's gradient, which is that of ``loss``."""
+
+    step: int
+    share: int
+    version: int  #: of the weights with which it was computed
+    loss: float  #: the sum over its samples, divided by ``assumed``
+    weight: float  #: the weight of that sum; without weights, the number of samples
+    samples: int
+    assumed: int  #: samples of the global batch
+
+    @property
+    def part(self) -> float:
+        """Return its part of the global batch."""
+        return self.samples / self.assumed
+
+    def numbers(self) -> tuple[float, ...]:
+        return astuple(self)
+
+    @staticmethod
+    def of(message: PeerMessage) -> Push:
+        step, share, version, loss, weight, samples, assumed = message.numbers
+        return Push(int(step), int(share), int(version), loss, weight, int(samples), int(assumed))
+
+
+Handler: TypeAlias = Callable[[PeerMessage], None]
+
+
+class PeerInbox:
+    """Hands messages to the ``handlers`` of their kinds as they come. Other kinds are kept until they are awaited.
+
+    Every method raises ToolkitError when a peer has died, after all that it had sent.
+    """
+
+    def __init__(self, mail: Mail, handlers: Mapping[Kind, Handler]) -> None:
+        self._mail, self._handlers = mail, handlers
+        self._waiting: defaultdict[Kind, deque[PeerMessage]] = defaultdict(deque)
+
+    def handle_next(self) -> None:
+        """Wait for the next message, and handle or keep it."""
+        message = self._mail.receive()
+        if message.kind is Kind.LOST:
+            raise ToolkitError(f"rank {message.sender} is gone; see its log")
+        if message.kind in self._handlers:
+            self._handlers[message.kind](message)
+        else:
+            self._waiting[message.kind].append(message)
+
+    def wait_for(self, kind: Kind) -> PeerMessage:
+        """Return the next message of ``kind``."""
+        while not self._waiting[kind]:
+            self.handle_next()
+        return self._waiting[kind].popleft()
+
+    def gather(self, kind: Kind, senders: Collection[int]) -> list[PeerMessage]:
+        """Return a message of ``kind`` from each of ``senders``, in rank order."""
+        received: dict[int, PeerMessage] = {}
+        while len(received) < len(senders):
+            message = self.wait_for(kind)
+            received[message.sender] = message
+        return [received[rank] for rank in sorted(received)]

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.plugins.parameter_server.cuts import Flat
-from toolkit.plugins.parameter_server.inbox import Handler
-from toolkit.plugins.parameter_server.mail import Kind, PeerMessage
+from toolkit.plugins.parameter_server.mail import Handler, Kind, PeerMessage, Push
 from toolkit.plugins.parameter_server.side import Side
-from toolkit.plugins.parameter_server.ticket import Push
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Measure, Objective, Sums

@@ -14,8 +14,7 @@ from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.parameter_server import cuts
 from toolkit.plugins.parameter_server.cuts import Cut, Flat
-from toolkit.plugins.parameter_server.inbox import Handler, PeerInbox
-from toolkit.plugins.parameter_server.mail import Kind, Mail, decode, encode
+from toolkit.plugins.parameter_server.mail import Handler, Kind, Mail, PeerInbox, decode, encode
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects
 from toolkit.ranks.session import Session

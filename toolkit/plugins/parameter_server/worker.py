@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from toolkit.base.errors import ConfigError
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.plugins.parameter_server.cuts import Flat
-from toolkit.plugins.parameter_server.inbox import Handler
-from toolkit.plugins.parameter_server.mail import Kind
+from toolkit.plugins.parameter_server.mail import Handler, Kind, PassFigures, Push
 from toolkit.plugins.parameter_server.side import Side
-from toolkit.plugins.parameter_server.ticket import PassFigures, Push
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.layouts import autocast

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, PipelineConfig, StrategyConfig, TrainConfig, mesh_of
-from toolkit.config.combinations import StrategyChecks, whole_model_only
+from toolkit.config.validation import StrategyChecks, whole_model_only
 
 
 class PipelineChecks(StrategyChecks):
-    """See :class:`toolkit.config.combinations.StrategyChecks`."""
+    """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
         if config.optim.layer_decay is not None:

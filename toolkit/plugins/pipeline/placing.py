@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError
 from toolkit.plugins.pipeline import stages
-from toolkit.plugins.pipeline.grid import Grid
+from toolkit.plugins.pipeline.stage_module import Grid
 from toolkit.plugins.pipeline.stages import StagePlan
 from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.layouts.mesh import make_on_rank_0

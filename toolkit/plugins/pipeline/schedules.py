@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit.config import choose
-from toolkit.plugins.pipeline.grid import Grid
-from toolkit.plugins.pipeline.stage_module import StageModule
+from toolkit.plugins.pipeline.stage_module import Grid, StageModule
 
 
 def build_schedule(

@@ -32,12 +32,9 @@ from toolkit.base.errors import ConfigError, OnePassError
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.pipeline.checks import check_pipeline, micro_batches
-from toolkit.plugins.pipeline.forward_only import ForwardOnly
-from toolkit.plugins.pipeline.grid import Grid
 from toolkit.plugins.pipeline.placing import place
-from toolkit.plugins.pipeline.scattered import on_every_rank
 from toolkit.plugins.pipeline.schedules import build_schedule
-from toolkit.plugins.pipeline.stage_module import LayerChain, RowShape, StageModule
+from toolkit.plugins.pipeline.stage_module import ForwardOnly, Grid, LayerChain, RowShape, StageModule, on_every_rank
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.ranks.session import Session

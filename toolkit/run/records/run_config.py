@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig
-from toolkit.config.live import set_values
+from toolkit.config.schema import set_values
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import changes
 

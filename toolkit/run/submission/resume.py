@@ -14,8 +14,8 @@ from toolkit import config as configs
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
-from toolkit.config.layer_files import override_layer
-from toolkit.config.live import LIVE
+from toolkit.config.layers import override_layer
+from toolkit.config.schema import LIVE
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
