@@ -37,6 +37,7 @@ BUILT_IN = (
     "init_from",
     "integrations",
     "local_sgd",
+    "live",
     "logs",
     "memory",
     "mpi",
@@ -105,7 +106,8 @@ class Plugin:
       ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
       that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
       record steps of a rank, ``muon`` makes that optimizer,
-      ``initial_weights`` reads those of `model.init_from`.
+      ``initial_weights`` reads those of `model.init_from`,
+      ``on_request`` does what a user asks for, see `toolkit.train.lifecycle.Requests`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """
@@ -126,7 +128,7 @@ class Plugin:
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "supervise", "run", "exec", "status", "stacks", "set"),
+    *("submit", "supervise", "run", "exec", "status", "stacks"),
     *("stop", "cancel", "resume", "data"),
 )
 # fmt: off

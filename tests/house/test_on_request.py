@@ -21,11 +21,12 @@ from tests.unit.disks import no_file_longer_than
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError
-from toolkit.cli import live_values
 from toolkit.config import JobConfig
 from toolkit.config.schema import LIVE, set_values
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.live import values as live_values
+from toolkit.plugins.live.on_request import OnRequest
 from toolkit.plugins.profile import recording as profile
 from toolkit.plugins.report import compare
 from toolkit.ranks.report import NullReporter
@@ -34,7 +35,6 @@ from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.train.on_request import OnRequest
 
 
 @pytest.fixture

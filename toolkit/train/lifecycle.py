@@ -6,6 +6,7 @@ make the same calls in the same order.
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from toolkit import registry
 from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.files.run_files import STOPPED_PHASE
@@ -29,7 +31,6 @@ from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.run.records import user_request
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.on_request import OnRequest
 from toolkit.train.saver import SAVE
 
 
@@ -49,6 +50,38 @@ class Loop(Protocol):
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
 
 
+class Requests(Protocol):
+    """What users ask of ranks that train. It is done between two steps, on all ranks before the same one."""
+
+    next_step: float  #: before it there is nothing to do
+
+    def resume(self, step: int) -> None:
+        """Take the values that were set before ``step``."""
+
+    def pass_step(self, step: int) -> None:
+        """Do what is due after ``step`` steps. Called where ``next_step`` is reached."""
+
+    def carry_out(self, kind: str, step: int) -> None:
+        """Do what is asked for under the agreed ``kind``, once in an attempt."""
+
+    def close(self) -> None:
+        """End what is in progress."""
+
+
+class NoRequests:
+    """Nothing is asked for, since no plugin takes requests."""
+
+    next_step = math.inf
+
+    def resume(self, step: int) -> None: ...
+
+    def pass_step(self, step: int) -> None: ...
+
+    def carry_out(self, kind: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Lifecycle:
     """Counts the steps of one attempt and does what is due between two of them."""
 
@@ -63,7 +96,8 @@ class Lifecycle:
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink = Sink()
-        self._on_request = OnRequest(session, self._adopt)
+        make = registry.find("hooks", "on_request")
+        self._on_request: Requests = NoRequests() if make is None else make(session, self._adopt)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 

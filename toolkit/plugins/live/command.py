@@ -19,12 +19,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import time
 
-    from toolkit.cli import live_values
     from toolkit.files import rundir
+    from toolkit.plugins.live.values import checked, text
     from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     on_demand.refuse_unless_running(of)
-    values = live_values.checked(of, args.overrides)
+    values = checked(of, args.overrides)
     answer = on_demand.carry_out(of, UserRequest(Wish.SET, time.time(), values=values), args.wait_s)
-    print(f"run {of.id}: {live_values.text(values)} from step {answer.step} on")
+    print(f"run {of.id}: {text(values)} from step {answer.step} on")
