@@ -43,7 +43,7 @@ def measure(
     live = [torch.rand(count) for _ in range(TENSORS)]
     state: State = {f"w{i}": Sharded(value, (RANKS * count,), (session.rank * count,)) for i, value in enumerate(live)}
     kept = [value.clone() for value in live]
-    memory = Memory.of_this_rank(session.rank, RANKS, 1, os.environ)
+    memory = Memory.from_environment(session.rank, RANKS, 1, os.environ)
     memory.load(state, session.store, None)
     figures: list[tuple[float, ...]] = []
     for step in range(1, FIRST + copies + 1):

@@ -18,7 +18,7 @@ from toolkit.files.run_files import AttemptRecord
 
 #: Presumed before a run has failed: one failure a day and run, which large clusters see with some hundred GPUs.
 PRESUMED_S = 86_400.0
-MOST_OVERHEAD = 0.01
+MAX_OVERHEAD = 0.01
 SHORTEST_S = 10.0
 FAILURES = ("crashed", "hang", "out_of_memory", "node_failure")
 
@@ -29,7 +29,7 @@ def interval_s(blocked_s: float, written_s: float, between_failures_s: float) ->
     Saving takes at most 1 % of the time, and no save begins before the last one is written.
     """
     best = math.sqrt(2 * blocked_s * between_failures_s)
-    return max(best, blocked_s / MOST_OVERHEAD, 2 * written_s, SHORTEST_S)
+    return max(best, blocked_s / MAX_OVERHEAD, 2 * written_s, SHORTEST_S)
 
 
 def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:

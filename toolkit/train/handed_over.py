@@ -65,7 +65,7 @@ class Frozen:
 #: After so many steps of the loop without one of an optimizer it is saved all the same: it may not train any more.
 MAX_OPEN_STEPS = 64
 #: Larger tensors are not looked at: a digest takes a second for each GiB.
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 class Unsaved:
@@ -102,7 +102,7 @@ class Unsaved:
 
 def _is_small_and_dense(tensor: Tensor) -> bool:
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return is_dense and not tensor.requires_grad and tensor.nbytes <= MOST_BYTES
+    return is_dense and not tensor.requires_grad and tensor.nbytes <= MAX_BYTES
 
 
 Digest = tuple[object, ...]

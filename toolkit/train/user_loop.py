@@ -66,7 +66,7 @@ _SAME_LENGTH = (
     "all ranks, or give run.steps a total="
 )
 #: A loop has one loader, or a few in turn.
-MOST_FEEDS = 15
+MAX_FEEDS = 15
 
 
 class TrainingRun(UserSteps):
@@ -365,7 +365,7 @@ class TrainingRun(UserSteps):
                 loader, self._seed, self.world_size, is_there=self._is_there(inner_of(loader)), origins=origins
             )
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
-        self._feeds = {**dict([*self._feeds.items()][-MOST_FEEDS:]), id(loader): feed}
+        self._feeds = {**dict([*self._feeds.items()][-MAX_FEEDS:]), id(loader): feed}
         return feed
 
     def _is_there(self, loader: Any) -> bool:

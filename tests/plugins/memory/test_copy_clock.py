@@ -6,7 +6,7 @@ import mmap
 from pathlib import Path
 
 from tests.unit.checkpoint.test_page_locked import Cuda, cuda  # noqa: F401
-from toolkit.checkpoint.policy import MOST_OVERHEAD
+from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.plugins.memory.copies import CopyClock, steps_between_copies
 from toolkit.plugins.memory.files import MemoryFile
 
@@ -14,8 +14,8 @@ from toolkit.plugins.memory.files import MemoryFile
 def test_a_copy_in_memory_never_costs_more_than_its_share() -> None:
     for copy_s, step_s in ((0.5, 0.1), (0.003, 1.0), (2.0, 0.07)):
         steps = steps_between_copies(copy_s, 0.0, step_s)
-        assert copy_s <= MOST_OVERHEAD * steps * step_s
-        assert steps == 1 or copy_s > MOST_OVERHEAD * (steps - 1) * step_s
+        assert copy_s <= MAX_OVERHEAD * steps * step_s
+        assert steps == 1 or copy_s > MAX_OVERHEAD * (steps - 1) * step_s
 
 
 def test_a_copy_in_memory_waits_for_the_one_before() -> None:

@@ -297,7 +297,7 @@ def test_a_partner_that_is_gone_costs_a_line_in_the_log(nodes: Nodes, caplog: py
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     alone = nodes.memory(0)
-    alone._partner_told = {"host": "127.0.0.1", "port": port, "token": "00" * 32}  # where nothing listens any more
+    alone._partner_address = {"host": "127.0.0.1", "port": port, "token": "00" * 32}  # where nothing listens any more
     for step in (6, 7):
         alone.wait()
         alone.write(step, state(0, float(step), 2), {"reached": step})
@@ -326,9 +326,9 @@ def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
     nodes.run([6])
     paths = nodes.slot(0).own
     receiver = Receiver("127.0.0.1", lambda role: pytest.fail("a stranger's file"), lambda role: None)
-    told = receiver.told
+    address = receiver.address
     (complete,) = (file for file in map(MemoryFile, paths) if file.label() is not None)
-    stranger = Sender({**told, "token": "ab" * 32})
+    stranger = Sender({**address, "token": "ab" * 32})
     with pytest.raises((EOFError, OSError)):
         stranger.send(complete, Role.PARTNER)
     stranger.close()
@@ -369,7 +369,7 @@ def test_the_common_part_comes_from_each_holder_in_turn() -> None:
 
 def test_a_plan_is_told_whole() -> None:
     told = RestorePlan((2, 5), [], [Transfer(0, 1, None), Transfer(0, 1, 1)], True)
-    assert RestorePlan.of_json(json.loads(json.dumps(asdict(told)))) == told
+    assert RestorePlan.from_json(json.loads(json.dumps(asdict(told)))) == told
 
 
 def test_nodes_of_different_size_have_no_partners() -> None:
@@ -383,7 +383,7 @@ def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCapt
     environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     def body(rank: int, kv: HashStore) -> bool:
-        own = Memory.of_this_rank(rank, 2, 1, environ) if rank else nodes.memory(rank)
+        own = Memory.from_environment(rank, 2, 1, environ) if rank else nodes.memory(rank)
         assert own.load(state(rank, 0.0, 2), kv, None) is None
         own.close()
         return own.is_usable

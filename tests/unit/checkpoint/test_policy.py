@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import (
-    MOST_OVERHEAD,
+    MAX_OVERHEAD,
     PRESUMED_S,
     SHORTEST_S,
     Keep,
@@ -39,7 +39,7 @@ def test_no_other_interval_loses_clearly_less() -> None:
 
 
 def test_a_save_never_costs_more_than_its_share() -> None:
-    assert interval_s(5.0, 0.0, 100.0) == 5.0 / MOST_OVERHEAD
+    assert interval_s(5.0, 0.0, 100.0) == 5.0 / MAX_OVERHEAD
 
 
 def test_the_one_before_is_written_first() -> None:

@@ -18,7 +18,7 @@ from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
 from toolkit.ranks.batch import Share
 from toolkit.train.feed import IterableFeed, LoaderFeed, seeder
-from toolkit.train.user_loop import MOST_FEEDS, TrainingRun
+from toolkit.train.user_loop import MAX_FEEDS, TrainingRun
 from toolkit.train.user_steps import UserSteps
 
 EPOCHS, BATCHES = 3, 4
@@ -150,14 +150,14 @@ def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there(
 def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
     run: Any = SimpleNamespace(_feeds={}, _seed=seeder(3, 0), _is_there=lambda loader: False, _state=None, world_size=1)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    for _ in range(3 * MOST_FEEDS):
+    for _ in range(3 * MAX_FEEDS):
         loader = DataLoader(Noise(), 2)
         alive.add(loader)
         feed = TrainingRun._feed(run, loader)
         assert TrainingRun._feed(run, loader) is feed
     del loader, feed
     gc.collect()
-    assert len(alive) == MOST_FEEDS + 1
+    assert len(alive) == MAX_FEEDS + 1
 
 
 def test_the_speed_is_logged_once_at_a_step_and_never_at_the_resumed_one() -> None:

@@ -29,7 +29,7 @@ from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.policy import MOST_OVERHEAD
+from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
 from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, RankFiles, Role, layout, split
 from toolkit.plugins.memory.links import Receiver, Sender
@@ -48,7 +48,7 @@ class MemoryCopies:
     def __init__(self, every: int | str, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state
         self._clock: CopyClock | None = CopyClock(every)  #: None: nothing is copied any more
-        self._memory = Memory.of_this_rank(session.rank, session.world_size, session.attempt, os.environ)
+        self._memory = Memory.from_environment(session.rank, session.world_size, session.attempt, os.environ)
         self._is_sure_of_room = False
 
     def load(self, newest_on_disk: Callable[[], int | None]) -> Loaded | None:
@@ -105,7 +105,7 @@ def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> i
     """
     if step_s <= 0:
         return 1
-    return max(1, math.ceil(copy_s / (MOST_OVERHEAD * step_s)), math.ceil(2 * background_s / step_s))
+    return max(1, math.ceil(copy_s / (MAX_OVERHEAD * step_s)), math.ceil(2 * background_s / step_s))
 
 
 class CopyClock:
@@ -166,7 +166,7 @@ class Memory:
         self.is_usable = bool(slot.files)  #: after :meth:`load`: True if all ranks have files
         self._files = RankFiles(slot)
         self._receiver: Receiver | None = None
-        self._partner_told: Mapping[str, Any] | None = None
+        self._partner_address: Mapping[str, Any] | None = None
         self._sender: Sender | None = None
         self._completing: threading.Thread | None = None
         self._is_sealed = threading.Event()  #: set when the last state written is complete on this node
@@ -174,9 +174,9 @@ class Memory:
         self.background_s = 0.0  #: seconds until the last copy was complete, here and on the partner
 
     @staticmethod
-    def of_this_rank(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
+    def from_environment(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
         """Open the files that the agent holds for this rank. Without files, log a warning: then no rank uses any."""
-        slot = MemorySlot.of_environment(rank, world_size, environ)
+        slot = MemorySlot.from_environment(rank, world_size, environ)
         try:
             if slot.files:
                 one_node = slot.local_world_size == world_size
@@ -201,7 +201,7 @@ class Memory:
         """Return why copies of ``state`` do not fit into the node's memory, or None. Log their size if they fit."""
         (_, shared), (_, own) = (layout(part) for part in split(state))
         # Two files for each part, and two more for the partner's where there is a partner.
-        copies = 4 if self._partner_told is not None else 2
+        copies = 4 if self._partner_address is not None else 2
         ranks = self._slot.local_world_size
         held = sum(512 * Path(path).stat().st_blocks for path in self._slot.files)
         needed, free = 2 * shared + copies * own * ranks - held, node_memory.available_bytes()
@@ -262,17 +262,17 @@ class Memory:
         return opened_s
 
     def _send_to_partner(self, file: MemoryFile, step: int) -> None:
-        if self._partner_told is None or self._is_closing:
+        if self._partner_address is None or self._is_closing:
             return
         try:
             if self._sender is None:
-                self._sender = Sender(self._partner_told)
+                self._sender = Sender(self._partner_address)
             self._sender.send(file, Role.PARTNER)
         except (OSError, EOFError) as error:
             # Lose the partner's copy, not the training.
             if not self._is_closing:
                 log.warning("from step %d on another node has no copy of this rank's state: %s", step, error)
-            self._partner_told = None
+            self._partner_address = None
 
     def close(self) -> None:
         """Wait until the last state written is complete here. Do not wait for the partner, which may have died."""
@@ -299,8 +299,8 @@ class Memory:
         # Publish where others can send to, before anyone is asked to send.
         if self._address is not None and kv is not None:
             self._receiver = Receiver(self._address, self._files.place, self._files.take)
-            loading.publish(self._receiver.told)
+            loading.publish(self._receiver.address)
         try:
             return loading.load(places, newer_than or 0)
         finally:
-            self.is_usable, self._partner_told = loading.is_usable, loading.partner_told
+            self.is_usable, self._partner_address = loading.is_usable, loading.partner_address

@@ -43,7 +43,7 @@ class MemorySlot:
     files: Sequence[str]
 
     @staticmethod
-    def of_environment(rank: int, world_size: int, environ: Mapping[str, str]) -> MemorySlot:
+    def from_environment(rank: int, world_size: int, environ: Mapping[str, str]) -> MemorySlot:
         """Read torchrun's variables and the agent's."""
         local_rank, local_world_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
         files = state_memory.paths_of(environ.get(state_memory.VARIABLE, ""))

@@ -55,7 +55,7 @@ class Receiver:
         _start_thread(self._accept)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def address(self) -> dict[str, Any]:
         """Return what a sender needs: host, port and token."""
         host, port = self._listening.getsockname()[:2]
         return {"host": host, "port": port, "token": self._token.hex()}
@@ -102,12 +102,12 @@ class Receiver:
 class Sender:
     """A connection that sends files to one rank."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        """Connect to the rank whose receiver published ``told``. Raises OSError."""
-        self._connection = socket.create_connection((told["host"], told["port"]), timeout=_GONE_S)
+    def __init__(self, address: Mapping[str, Any]) -> None:
+        """Connect to the rank whose receiver published ``address``. Raises OSError."""
+        self._connection = socket.create_connection((address["host"], address["port"]), timeout=_GONE_S)
         self._connection.settimeout(None)
         notice_death(self._connection, _GONE_S)
-        self._connection.sendall(bytes.fromhex(told["token"]))
+        self._connection.sendall(bytes.fromhex(address["token"]))
 
     def send(self, file: MemoryFile, role: Role) -> None:
         """Send a complete file, and wait until the copy is complete. Raises OSError or EOFError."""

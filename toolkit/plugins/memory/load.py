@@ -51,12 +51,12 @@ class MemoryLoad:
             kv, rank=slot.rank, world_size=slot.world_size, topic=f"memory/{attempt}", number=1, timeout_s=_TIMEOUT_S
         )
         self.is_usable = False  #: True if all ranks have files
-        self.partner_told: Mapping[str, Any] | None = None  #: where the partner receives, if there is one
+        self.partner_address: Mapping[str, Any] | None = None  #: where the partner receives, if there is one
 
-    def publish(self, told: Mapping[str, Any]) -> None:
+    def publish(self, address: Mapping[str, Any]) -> None:
         """Tell the other ranks where this one receives files, before any is asked to send."""
         assert self._kv is not None
-        self._kv.set(self._key(self._slot.rank), json.dumps(told))
+        self._kv.set(self._key(self._slot.rank), json.dumps(address))
 
     def load(self, places: State | Callable[[Manifest], State], newer_than: int) -> Loaded | None:
         """Fill ``places`` on all ranks, or return None or raise on all; see :meth:`Memory.load`."""
@@ -65,7 +65,7 @@ class MemoryLoad:
             agreed = self._agree(newer_than)
             # All ranks learn the same plan, so they take the same branches below.
             if agreed.has_partners and self._kv is not None:
-                self.partner_told = self._told((rank + self._slot.local_world_size) % world_size)
+                self.partner_address = self._address_of((rank + self._slot.local_world_size) % world_size)
             self.is_usable = not agreed.without
             if agreed.without and not rank and self._slot.files:
                 log.warning("%s is not used: no files for rank %s", KEY, listing([*map(str, agreed.without)], 8))
@@ -85,10 +85,10 @@ class MemoryLoad:
     def _key(self, rank: int) -> str:
         return f"memory/{self._attempt}/receiver/{rank}"
 
-    def _told(self, rank: int) -> Mapping[str, Any]:
+    def _address_of(self, rank: int) -> Mapping[str, Any]:
         assert self._kv is not None  # there is another node
-        told: Mapping[str, Any] = json.loads(self._kv.get(self._key(rank)))
-        return told
+        address: Mapping[str, Any] = json.loads(self._kv.get(self._key(rank)))
+        return address
 
     def _agree(self, newer_than: int) -> RestorePlan:
         slot = self._slot
@@ -96,10 +96,10 @@ class MemoryLoad:
         own = MemoryReport(slot.node, slot.local_world_size, bool(slot.files), held)
         if slot.rank:
             self._talk.report(dataclasses.asdict(own))
-            return RestorePlan.of_json(self._talk.listen())
+            return RestorePlan.from_json(self._talk.listen())
         # Rank 0 alone makes the plan, and all ranks follow it.
         agreed = plan_restore(
-            {0: own, **{rank: MemoryReport(**told) for rank, told in self._talk.gather().items()}}, newer_than
+            {0: own, **{rank: MemoryReport(**report) for rank, report in self._talk.gather().items()}}, newer_than
         )
         self._talk.tell(dataclasses.asdict(agreed))
         return agreed
@@ -148,7 +148,7 @@ class MemoryLoad:
         role = Role.SHARED if transfer.of is None else Role.OWN
         with (
             closing(self._files.find(moment, transfer.of)) as file,
-            closing(Sender(self._told(transfer.target))) as sender,
+            closing(Sender(self._address_of(transfer.target))) as sender,
         ):
             sender.send(file, role)
 
@@ -194,14 +194,14 @@ class RestorePlan:
     has_partners: bool = False  #: all nodes have the same number of ranks, and there are at least two nodes
 
     @staticmethod
-    def of_json(told: Mapping[str, Any]) -> RestorePlan:
+    def from_json(plan: Mapping[str, Any]) -> RestorePlan:
         """Return the plan from the JSON of :func:`dataclasses.asdict`."""
         moment = None
-        if told["moment"] is not None:
-            attempt, step = told["moment"]
+        if plan["moment"] is not None:
+            attempt, step = plan["moment"]
             moment = attempt, step
-        transfers = [Transfer(**each) for each in told["transfers"]]
-        return RestorePlan(moment, told["without"], transfers, told["has_partners"])
+        transfers = [Transfer(**each) for each in plan["transfers"]]
+        return RestorePlan(moment, plan["without"], transfers, plan["has_partners"])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from toolkit.run.records.user_request import Answer
 #: At the end of a training, or of a stop, the files that are being written have this time.
 LAST_WAIT_S = 20.0
 #: Allocations that a GPU's memory snapshot holds, the last ones.
-MOST_ALLOCATIONS = 200_000
+MAX_ALLOCATIONS = 200_000
 #: Rows of the table of memory by operator.
 TABLE_ROWS = 100
 
@@ -48,7 +48,7 @@ class StepProfile:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
         if memory and self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._profile.start()
         self._begin_step(first)
 

@@ -23,9 +23,9 @@ from toolkit.plugins.tokens.writer import pack_bytes
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
 
-#: One window in ``HELD_OUT_EVERY`` is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
+#: One window in ``HELD_OUT_EVERY`` is held out for the evaluation, and about ``MAX_HELD_OUT`` at most.
 HELD_OUT_EVERY = 20
-MOST_HELD_OUT = 256
+MAX_HELD_OUT = 256
 #: A target that does not count.
 NO_TARGET = -100
 
@@ -72,7 +72,7 @@ class TokenWindows:
         self._tokens, self._length, self._documents = tokens, length, documents
         self._held_out = held_out
         self._windows = (len(tokens) - 1) // length
-        self._every = max(HELD_OUT_EVERY, self._windows // MOST_HELD_OUT)
+        self._every = max(HELD_OUT_EVERY, self._windows // MAX_HELD_OUT)
         if self._windows < 2:
             raise ConfigError(
                 f"data.root: {len(tokens)} tokens make {self._windows} windows of {length}, and two are needed, one to "
