@@ -61,7 +61,7 @@ log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
 Kind: TypeAlias = Literal[
-    "commands", "strategies", "checks", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"
+    "commands", "strategies", "sections", "checks", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"
 ]
 
 
@@ -90,6 +90,8 @@ class Plugin:
     * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
     * ``strategies``: for a value of ``strategy.name``, a function that is called as ``build(config, session, train)``
       and returns a :class:`toolkit.strategies.protocol.Strategy`.
+    * ``sections``: of a config, by their dotted keys: dataclasses as in `toolkit.config.schema`. Only plugins that come
+      with the toolkit may bring some, for no other one is searched for when a config is read.
     * ``traits``: what holds of these strategies, as values. One without traits counts as ``custom`` where a config is
       checked.
     * ``checks``: a subclass of `toolkit.config.validation.StrategyChecks`: what else a strategy refuses in a config.
@@ -115,6 +117,7 @@ class Plugin:
     name: str
     commands: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
     traits: Mapping[str, StrategyTraits] = field(default_factory=dict)
     checks: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
@@ -180,6 +183,15 @@ def traits(strategy: str) -> StrategyTraits:
 def with_trait(trait: str) -> tuple[str, ...]:
     """Return the strategies that have this trait, those of other people's plugins last."""
     return tuple(name for name in names("strategies") if getattr(traits(name), trait))
+
+
+def sections(above: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and dataclass of the plugins' sections that belong below the section ``above``."""
+    for plugin in built_in():
+        for key in plugin.sections:
+            prefix, _, name = key.rpartition(".")
+            if prefix == above:
+                yield name, find("sections", key)
 
 
 def is_missing(name: str) -> bool:
@@ -258,7 +270,9 @@ def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:
 
 
 def _shared(plugin: Plugin, others: Iterable[Plugin]) -> Iterator[str]:
-    """Yield what ``plugin`` has in common with others."""
+    """Yield what ``plugin`` has in common with others, and what only they may bring."""
+    if plugin.sections:
+        yield "sections of a config come with the toolkit's own plugins only; a job has keys of its own in params"
     for other in others:
         if other.name == plugin.name:
             yield "there is one of this name"

@@ -34,10 +34,11 @@ from tests.dist.strategy_cases import (
 )
 from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
-from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
+from toolkit.config import CheckpointConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.config.learning_rate import build_schedule, total_steps
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
+from toolkit.plugins.local_sgd.config import LocalSgdConfig
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
@@ -377,7 +378,7 @@ def test_ranks_that_differ_finish_their_round_whatever_after_steps_says(
     config: StrategyConfig, steps: int, tmp_path: Path
 ) -> None:
     run_ranks(2, train_up_to(config, steps), tmp_path)
-    later = replace(config, local_sgd=replace(config.local_sgd, after_steps=100))
+    later = StrategyConfig("local_sgd", local_sgd=replace(config.local_sgd, after_steps=100))
     (_, one), (_, other) = run_ranks(2, train_up_to(later, 6), tmp_path)
     assert not any(name.startswith("replica/") for name in one), "the round has ended"
     weights = [name for name in one if name.startswith("model/")]

@@ -24,8 +24,9 @@ from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, pa
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
 from toolkit.base.errors import ConfigError
-from toolkit.config import MeshConfig, OptimConfig, PipelineConfig, StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.plugins.auto import strategy as auto
+from toolkit.plugins.pipeline.config import PipelineConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, build_strategy, of_pairs

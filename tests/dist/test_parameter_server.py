@@ -21,9 +21,10 @@ from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_mod
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.base.errors import ConfigError
-from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
+from toolkit.config import JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints

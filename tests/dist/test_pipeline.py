@@ -40,7 +40,8 @@ from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
-from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
+from toolkit.plugins.pipeline.config import PipelineConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate

@@ -33,7 +33,9 @@ from tests.dist.test_steps import (
     warmed_up,
 )
 from toolkit.base.errors import ConfigError
-from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
+from toolkit.config import MeshConfig, PruningConfig, StrategyConfig
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
+from toolkit.plugins.pipeline.config import PipelineConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies.update.gradients import MADE
 from toolkit.train.evaluate import evaluate

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     ["base"],
     ["chaos", "files", "registry"],
+    ["limits"],
     ["slurm"],
     ["config", "health"],
     ["nodes"],
@@ -149,7 +150,7 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *("base", *FLOORS[1], "config", "hang", "slurm", "health", "nodes", "run"),
+    *("base", *FLOORS[1], "limits", "config", "hang", "slurm", "health", "nodes", "run"),
     *(
         "cli",
         *(

@@ -145,6 +145,10 @@ class AbleChecks(StrategyChecks):
         ("PLUGIN = Plugin('other', commands={'why': 'x'})", "why of commands is there already, by why"),
         ("PLUGIN = Plugin('other', strategies={'ddp': 'x:y'})", "ddp of strategies is there already, by toolkit"),
         ("PLUGIN = Plugin('why')", "there is one of this name"),
+        (
+            "PLUGIN = Plugin('other', sections={'lab': 'x:Lab'})",
+            "sections of a config come with the toolkit's own",
+        ),
     ],
 )
 def test_a_plugin_at_fault_is_named_in_a_line_and_the_others_work(
@@ -200,6 +204,27 @@ def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
     assert registry.names("commands") == registry.CORE.commands
     assert registry.find("hooks", "cause_of_end") is None
     assert registry.where("commands", "why") is None
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("strategy.pipeline.schedule=gpipe", "strategy.pipeline needs the plugin pipeline, which is not installed"),
+        ("strategy.name=local_sgd", "strategy.name: local_sgd needs the plugin local_sgd, which is not installed"),
+        ("strategy.pipelin.schedule=gpipe", "unknown key 'strategy.pipelin'"),
+    ],
+)
+def test_a_key_of_a_plugin_that_is_not_installed_names_it(override: str, says: str) -> None:
+    code = (
+        "import sys; sys.modules['toolkit.plugins'] = None\n"
+        "from toolkit.base.errors import ConfigError\nfrom toolkit.config import load_config, validate\n"
+        f"try:\n    validate(load_config('configs/digits_ddp.yaml', [{override!r}], site=False))\n"
+        "except ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert says in done.stdout
 
 
 def test_what_the_plugins_bring_can_be_imported() -> None:

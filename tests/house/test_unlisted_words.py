@@ -17,23 +17,16 @@ from tests.dist.objectives import cross_entropy
 from toolkit import strategies
 from toolkit.base.errors import ConfigError
 from toolkit.cli.keys import words_by_key
-from toolkit.config import (
-    TENSOR_STYLES,
-    DataConfig,
-    ImageConfig,
-    LocalSgdConfig,
-    OptimConfig,
-    ParameterServerConfig,
-    StrategyConfig,
-    TrainConfig,
-)
+from toolkit.config import TENSOR_STYLES, DataConfig, ImageConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.images.photographs import training_transform
+from toolkit.plugins.local_sgd.config import LocalSgdConfig
 from toolkit.plugins.local_sgd.strategy import LocalSgd
 from toolkit.plugins.parameter_server import roles as parameter_server
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.pipeline import schedules
 from toolkit.plugins.pipeline.stage_module import Grid
 from toolkit.ranks.batch import Share

@@ -20,7 +20,7 @@ from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
 from toolkit.config.params import declared, defaults_of
 from toolkit.config.source import PythonSource, read_source
-from toolkit.config.words import OneOf, hints_of, limits_of, text_of
+from toolkit.limits import OneOf, hints_of, limits_of, text_of
 
 WIDTH = 120
 #: The column where the comments begin.

@@ -30,10 +30,7 @@ from toolkit.config.script_arguments import argv_override, command_line
 from toolkit.config.strategy import (
     STATELESS,
     TENSOR_STYLES,
-    LocalSgdConfig,
     MeshConfig,
-    ParameterServerConfig,
-    PipelineConfig,
     StrategyConfig,
     mesh_of,
 )
@@ -46,7 +43,7 @@ from toolkit.config.validation import (
     goes_on_with,
     validate,
 )
-from toolkit.config.words import choose, is_one_line, tensor_style
+from toolkit.limits import choose, is_one_line, tensor_style
 
 __all__ = [
     "CALLED_JOB",
@@ -61,13 +58,10 @@ __all__ = [
     "ImageConfig",
     "JobConfig",
     "JobFiles",
-    "LocalSgdConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
     "Overrides",
-    "ParameterServerConfig",
-    "PipelineConfig",
     "PruningConfig",
     "RetryConfig",
     "StrategyConfig",

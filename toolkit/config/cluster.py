@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
 from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
-from toolkit.config.words import PATH, TEXT, OneOf, Range, Text, Where, is_absolute
+from toolkit.limits import PATH, TEXT, OneOf, Range, Text, Where, is_absolute
 from toolkit.slurm import commands, container
 
 #: Slurm counts nodes, tasks and CPUs of a task in 16 bits.

@@ -14,7 +14,7 @@ from toolkit import registry
 from toolkit.base.errors import ConfigError, nearest
 from toolkit.config.schema import CALLED_JOB, JobConfig
 from toolkit.config.source import PythonSource, read_source
-from toolkit.config.words import one_of
+from toolkit.limits import one_of
 
 #: The class that a job derives from.
 _BASE = "toolkit.Job"

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
+from toolkit import registry
 from toolkit.base import fsio
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import ConfigError, nearest
@@ -29,7 +30,8 @@ from toolkit.config.references import MISSING, References, build, escaped, final
 from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
 from toolkit.config.script_arguments import named
 from toolkit.config.source import read_source
-from toolkit.config.words import (
+from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
+from toolkit.limits import (
     NAME_OF_KIND,
     PLAIN,
     as_kind,
@@ -41,7 +43,6 @@ from toolkit.config.words import (
     kind_names,
     kinds_of,
 )
-from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
 
 #: Variables in which a user's profile holds options of sbatch, by the keys of ``cluster``. sbatch itself does not get
 #: them: it would prefer them to the options in the script, which are those of the config.
@@ -329,6 +330,8 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
     values: dict[str, Any] = {}
     for key, (key_node, value) in layer.pairs(node).items():
         full = f"{prefix}{key}"
+        if key not in valid and registry.is_missing(key):  # a plugin's section has its name
+            raise layer.error(key_node, f"{full} needs the plugin {key}, which is not installed")
         if key not in valid:
             # Likeliest is a key misspelled in this section, of this name in another, or the job's own.
             here = [f"{prefix}{name}" for name in valid]

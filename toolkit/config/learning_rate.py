@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import JobConfig, TrainConfig, value_of
-from toolkit.config.words import choose
+from toolkit.limits import choose
 
 Schedule: TypeAlias = Callable[[int], float]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base.errors import ConfigError
-from toolkit.config.words import STEPS, Factor, Momentum, OneOf, Range, Steps, one_of, within
+from toolkit.limits import STEPS, Factor, Momentum, OneOf, Range, Steps, one_of, within
 
 #: ``optim.name`` may also be the path of a class.
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")

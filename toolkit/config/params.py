@@ -17,10 +17,10 @@ from functools import lru_cache, reduce
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from toolkit import limits
 from toolkit.base.errors import ConfigError, nearest
-from toolkit.config import words
 from toolkit.config.source import PythonSource
-from toolkit.config.words import container_of, item_hints, members
+from toolkit.limits import container_of, item_hints, members
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def leaves(values: Mapping[str, Any], key: str = "params") -> Iterator[tuple[str
             yield f"{key}.{name}", value
 
 
-_SCALARS = {kind.__name__: kind for kind in words.SCALARS}
+_SCALARS = {kind.__name__: kind for kind in limits.SCALARS}
 _LISTS = ("list", "typing.List", "typing.Sequence", "collections.abc.Sequence")
 _TUPLES = ("tuple", "typing.Tuple")
 _MAPPINGS = ("dict", "typing.Dict", "typing.Mapping", "collections.abc.Mapping")
@@ -130,7 +130,7 @@ def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingPr
     """
     found: dict[str, Any] = {}
     for f in fields(schema):
-        hint, default = words.hints_of(schema)[f.name], declared(f).default
+        hint, default = limits.hints_of(schema)[f.name], declared(f).default
         value = given.get(f.name, default)
         if is_dataclass(hint):
             found[f.name] = defaults_of(hint, required, {} if value is MISSING else value)
@@ -250,7 +250,7 @@ class _DataclassReader:
             or any(key.arg is None for key in node.keywords)
         ):
             raise self._error(node, f"the default {ast.unparse(node)} is no {kind.__name__}(...) with its keys")
-        by_name = {f.name: words.hints_of(kind)[f.name] for f in fields(kind)}
+        by_name = {f.name: limits.hints_of(kind)[f.name] for f in fields(kind)}
         # Positional arguments get their names, so that all defaults can be merged by key.
         given = dict(zip(by_name, node.args, strict=False))
         given |= {str(key.arg): key.value for key in node.keywords}
@@ -260,11 +260,11 @@ class _DataclassReader:
 
     def _plain(self, node: ast.expr, value: Any, hint: Any) -> Any:
         try:
-            return words.plain(value, hint)
+            return limits.plain(value, hint)
         except ValueError as error:
             why = f": it {error}" if str(error) else ""
             raise self._error(
-                node, f"the default {ast.unparse(node)} does not fit its type {words.text_of(hint)}{why}"
+                node, f"the default {ast.unparse(node)} does not fit its type {limits.text_of(hint)}{why}"
             ) from None
 
     # ---------------------------------------------------------------------------------------------------------- types

@@ -13,8 +13,8 @@ from yaml import ScalarNode
 from toolkit.base.errors import ConfigError
 from toolkit.config import yaml_core
 from toolkit.config.params import declared
-from toolkit.config.words import as_kind, check_word, container_of, fits, hints_of, item_hints, kind_names, kinds_of
 from toolkit.config.yaml_core import Scalar, scalar_of
+from toolkit.limits import as_kind, check_word, container_of, fits, hints_of, item_hints, kind_names, kinds_of
 
 #: Begins a reference to another value. After an odd number of backslashes it is text.
 _MARK = re.compile(r"(\\*)\$\{")

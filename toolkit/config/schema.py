@@ -18,7 +18,7 @@ from toolkit.config.cluster import ClusterConfig
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import leaves
 from toolkit.config.strategy import StrategyConfig
-from toolkit.config.words import (
+from toolkit.limits import (
     LINES,
     MANY,
     PATH,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-from toolkit.config.words import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
+from toolkit.limits import Count, OneOf, Range, Where, tensor_style
 
+T = TypeVar("T")
 #: Values in ``strategy.tensor_plan``: see strategies/layouts/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
@@ -30,42 +31,23 @@ class MeshConfig:
     stages: Count | None = None  #: parts of the model that follow each other: a pipeline's
 
 
-@dataclass
-class ParameterServerConfig:
-    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
-
-    servers: Count = 1  #: ranks that hold the weights; all others compute gradients
-    #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
-    mode: Annotated[str, OneOf("sync", "async", "bounded")] = "sync"
-    staleness: Annotated[int, Range(0, MANY)] = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+def _with_sections(kind: type[T]) -> type[T]:
+    """Add the sections of the plugins' strategies, each under the name of its strategy."""
+    for name, section in registry.sections("strategy"):
+        kind.__annotations__[name] = section
+        setattr(kind, name, field(default_factory=section))
+    return kind
 
 
 @dataclass
-class PipelineConfig:
-    """How micro-batches go through the stages of a pipeline."""
-
-    #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
-    schedule: Annotated[str, OneOf("1f1b", "gpipe", "interleaved")] = "1f1b"
-    micro_batches: Count | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
-    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
-    stages_per_rank: Annotated[int, Range(2, 1000)] = 2  #: with interleaved
-
-
-@dataclass
-class LocalSgdConfig:
-    """How often the ranks of ``strategy.name: local_sgd`` meet, and what they make of their weights then."""
-
-    round_steps: Steps = 8  #: steps that each rank makes by itself
-    after_steps: Annotated[int, Range(0, STEPS)] = 0  #: steps of ordinary ddp before the first round
-    #: the mean of the weights; diloco: a step of an outer SGD towards it
-    outer: Annotated[str, OneOf("average", "diloco")] = "average"
-    outer_lr: Factor = 0.7  #: of diloco
-    outer_momentum: Momentum = 0.9  #: of diloco
-
-
-@dataclass
+@_with_sections
 class StrategyConfig:
     """How the ranks share the work."""
+
+    if TYPE_CHECKING:  # a plugin gives its own section its type
+
+        def __init__(self, name: str = "ddp", **keys: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     name: Annotated[str, OneOf(kind="strategies")] = "ddp"  #: see docs/strategies.md
     #: of ddp's gradients, for slow links; with fsdp and zero bf16
@@ -76,8 +58,6 @@ class StrategyConfig:
     compression_average: Annotated[float, _DECAY] | None = None
     compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     find_unused: bool = False  #: ddp: parameters that a step does not use get a gradient of zero, not an error
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
     #: with it: of every so many blocks the last one
@@ -87,7 +67,6 @@ class StrategyConfig:
     prefetch_blocks: Annotated[int, Range(1, 1000)] = 1
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
     sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
-    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
 
     def check(self) -> None:
         """Refuse keys that the chosen strategy does not use, instead of ignoring them silently. Raises ConfigError."""

@@ -23,8 +23,8 @@ from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
 from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of
-from toolkit.config.words import hints_of, limits_of
 from toolkit.files import origin, rundir
+from toolkit.limits import hints_of, limits_of
 from toolkit.slurm import container
 
 

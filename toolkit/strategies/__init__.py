@@ -10,7 +10,7 @@ import torch.distributed as dist
 from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
-from toolkit.config.words import OneOf
+from toolkit.limits import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout

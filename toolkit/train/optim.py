@@ -24,7 +24,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
 from toolkit.config.optim import is_path
-from toolkit.config.words import choose
+from toolkit.limits import choose
 from toolkit.strategies.models import blocks
 
 #: Devices for which torch has fused optimizers.

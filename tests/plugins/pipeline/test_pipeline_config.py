@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, load_config, mesh_of, validate
+from toolkit.config import MeshConfig, StrategyConfig, load_config, mesh_of, validate
 from toolkit.plugins.pipeline.checks import micro_batches
+from toolkit.plugins.pipeline.config import PipelineConfig
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import dump_config, filled, leaves, load_config, validate
 from toolkit.config.params import dataclass_in, declared, defaults_of
 from toolkit.config.source import read_source
-from toolkit.config.words import hints_of, text_of
+from toolkit.limits import hints_of, text_of
 
 HEAD = """from __future__ import annotations
 import dataclasses as dc

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import check_section
-from toolkit.config.words import PATH, OneOf, Range, Where
+from toolkit.limits import PATH, OneOf, Range, Where
 
 
 @dataclass

@@ -162,8 +162,8 @@ def test_merged_mappings_and_anchors_are_read_in_no_time(tmp_path: Path) -> None
 
 
 def test_a_reference_stands_for_another_value() -> None:
-    momentum = "optim.momentum=${strategy.local_sgd.outer_momentum}"
-    config = load_config(None, [momentum, "cluster.account=p${train.seed}", "cluster.qos=${name}"])
+    momentum = "optim.momentum=${optim.lr}"
+    config = load_config(None, [momentum, "optim.lr=0.9", "cluster.account=p${train.seed}", "cluster.qos=${name}"])
     assert (config.optim.momentum, config.cluster.account, config.cluster.qos) == (0.9, "p0", "run")
 
 

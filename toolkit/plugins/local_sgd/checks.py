@@ -7,13 +7,15 @@ from dataclasses import replace
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
 from toolkit.config.validation import StrategyChecks
+from toolkit.plugins.local_sgd.config import LocalSgdConfig
 
 
 class LocalSgdChecks(StrategyChecks):
     """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
-        local, every = config.strategy.local_sgd, config.checkpoint.every_steps
+        local: LocalSgdConfig = config.strategy.local_sgd
+        every = config.checkpoint.every_steps
         is_between = not isinstance(every, int) or every % local.round_steps or config.checkpoint.every_min is not None
         if config.retry.allow_fewer_nodes and is_between:
             raise ConfigError(

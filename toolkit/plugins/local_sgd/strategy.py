@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import LocalSgdConfig, StrategyConfig, TrainConfig, choose
+from toolkit.config import StrategyConfig, TrainConfig, choose
+from toolkit.plugins.local_sgd.config import LocalSgdConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
@@ -345,5 +346,6 @@ class LocalSgd(Spmd):
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> LocalSgd:
     """Return the strategy; its model is not built yet."""
-    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
-    return LocalSgd(session, config.local_sgd, build_layout(name, config, session, train), train)
+    local: LocalSgdConfig = config.local_sgd
+    name = "ddp" if local.after_steps else "alone"  # DDP's buckets take as much memory as the model
+    return LocalSgd(session, local, build_layout(name, config, session, train), train)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
 from toolkit.config.validation import StrategyChecks, step_options
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
 
 
 class ParameterServerChecks(StrategyChecks):
     """See :class:`toolkit.config.validation.StrategyChecks`."""
 
     def config(self, config: JobConfig) -> None:
-        servers = config.strategy.parameter_server.servers
+        servers: int = config.strategy.parameter_server.servers
         if config.optim.name == "muon" and servers > 1:
             raise ConfigError(
                 "optim.name: muon needs each matrix as a whole, and with strategy.parameter_server.servers "
@@ -20,7 +21,7 @@ class ParameterServerChecks(StrategyChecks):
 
     def step(self, train: TrainConfig, strategy: StrategyConfig) -> None:
         """Allow what a single server can do by itself: it does not concern the workers."""
-        served = strategy.parameter_server
+        served: ParameterServerConfig = strategy.parameter_server
         for key in step_options(train):
             # Clipping and pruning need the gradients and weights alone, which a single server has.
             if key not in ("clip_norm", "pruning"):
@@ -34,7 +35,7 @@ class ParameterServerChecks(StrategyChecks):
             raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
 
     def idle(self, config: JobConfig, ranks: int) -> int:
-        servers = config.strategy.parameter_server.servers
+        servers: int = config.strategy.parameter_server.servers
         if servers >= ranks:
             raise ConfigError(
                 f"strategy.parameter_server.servers: {servers} of {ranks} ranks leave no worker; use fewer, "

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.plugins.parameter_server.worker import Worker
 from toolkit.ranks.session import Session
@@ -29,7 +30,7 @@ from toolkit.strategies.models import recomputed
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncServer | AsyncServer | Worker:
     """Return this rank's side of it. Raises ConfigError if there would be no worker."""
-    chosen = config.parameter_server
+    chosen: ParameterServerConfig = config.parameter_server
     if chosen.servers >= session.world_size:
         raise ConfigError(
             f"strategy.parameter_server.servers: {chosen.servers} of {session.world_size} ranks leave no worker; use "

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError, StoppedError, listing
-from toolkit.config import ParameterServerConfig, TrainConfig
+from toolkit.config import TrainConfig
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.parameter_server import cuts
+from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.parameter_server.cuts import Cut, Flat
 from toolkit.plugins.parameter_server.mail import Handler, Kind, Mail, PeerInbox, decode, encode
 from toolkit.ranks.batch import Batch

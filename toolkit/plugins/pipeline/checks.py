@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import JobConfig, PipelineConfig, StrategyConfig, TrainConfig, mesh_of
+from toolkit.config import JobConfig, StrategyConfig, TrainConfig, mesh_of
 from toolkit.config.validation import StrategyChecks, whole_model_only
+from toolkit.plugins.pipeline.config import PipelineConfig
 
 
 class PipelineChecks(StrategyChecks):
@@ -29,10 +30,11 @@ def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate:
     """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
     sizes = mesh_of(config, ranks)
     stages, replicas = sizes.stages or 1, sizes.replicas or 1
-    given, interleaved = config.pipeline.micro_batches, config.pipeline.schedule == "interleaved"
+    pipeline: PipelineConfig = config.pipeline
+    given, interleaved = pipeline.micro_batches, pipeline.schedule == "interleaved"
     # Only interleaved gives a rank several stages.
-    parts = stages * (config.pipeline.stages_per_rank if interleaved and stages > 1 else 1)
-    split = config.pipeline.split
+    parts = stages * (pipeline.stages_per_rank if interleaved and stages > 1 else 1)
+    split = pipeline.split
     if split and len(split) != parts - 1:
         raise ConfigError(
             f"strategy.pipeline.split: {len(split)} layers begin a stage, and {parts} stages need {parts - 1} "
@@ -54,7 +56,7 @@ def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate:
             f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {given}, and in a "
             "pipeline both are the same; set one of them"
         )
-    count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
+    count = micro_batches(pipeline, stages, samples // replicas, least=accumulate)
     if samples < replicas * count:
         raise ConfigError(
             f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
