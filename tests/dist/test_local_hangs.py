@@ -22,7 +22,7 @@ from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, nobody_left, wait_for
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.hang.silence import SilenceWatch, start_watch
+from toolkit.hang.watchdog import SilenceWatch, start_watch
 from toolkit.nodes.allocation import Allocation
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]

@@ -32,7 +32,7 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import after, awaited, ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import resume, submit
-from toolkit.run.supervise import building, other_runs
+from toolkit.run.supervise import beginning, building
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
@@ -42,8 +42,8 @@ from toolkit.slurm.fake import FakeSlurm
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.05)
-    monkeypatch.setattr(other_runs, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(other_runs, "FILES_LAG_S", 0.05)
+    monkeypatch.setattr(beginning, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(beginning, "FILES_LAG_S", 0.05)
 
 
 def new_run(name: str) -> RunDir:
@@ -198,7 +198,7 @@ def test_a_result_that_arrives_late_counts(monkeypatch: pytest.MonkeyPatch) -> N
     first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
-    monkeypatch.setattr(other_runs, "FILES_LAG_S", 60.0)
+    monkeypatch.setattr(beginning, "FILES_LAG_S", 60.0)
     late = threading.Timer(0.1, write_ended, (first, RunState.COMPLETED, "completed"))
     late.start()
     assert start_job(run, slurm, Ranks(completes)) == 0

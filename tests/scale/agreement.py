@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from tests.scale import Curve
 from toolkit.hang.watchdog import Watchdog
 from toolkit.nodes.agent.link import AuthenticatedLink
-from toolkit.nodes.agent.progress import Digest, NodeProgress, RankReport, merge, parse
+from toolkit.nodes.agent.reports import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport

@@ -25,9 +25,9 @@ from unittest.mock import patch
 from tests.scale import Curve
 from toolkit.base import open_files
 from toolkit.files import rundir
-from toolkit.nodes.agent import progress
+from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
-from toolkit.nodes.agent.progress import Digest
+from toolkit.nodes.agent.reports import Digest
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agents as launched
 from toolkit.nodes.start.agents import Agents, Endpoint
@@ -168,7 +168,7 @@ def _watch(events: SimpleQueue[Any], nodes: int) -> tuple[float, float]:
                         raise error
         except Empty:
             pass
-        assert progress.merge(digests.values()) is not None
+        assert reports.merge(digests.values()) is not None
         # Until each node has sent once, there is no oldest progress of all.
         if len(digests) == nodes:
             oldest_s = max(oldest_s, time.time() - min(digest.moves for digest in digests.values()) / 1000)

@@ -21,7 +21,7 @@ from toolkit.health import CheckAnswer, CheckRequest, ok
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import preflight
-from toolkit.nodes.start.agent_requests import NodeAnswered
+from toolkit.nodes.start.agents import NodeAnswered
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 

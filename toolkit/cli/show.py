@@ -20,10 +20,9 @@ from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
-from toolkit.run.records import changes, ownership, run_config, standing
+from toolkit.run.records import changes, ownership, run_config, submitted_run
 from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run.records.standing import RunStanding
-from toolkit.run.records.submitted_run import HEARD_S
+from toolkit.run.records.submitted_run import HEARD_S, RunStanding
 from toolkit.slurm import cluster_name
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
@@ -65,7 +64,7 @@ def with_slurm(
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs, here = _jobs_here(asked)
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
-    stands = {path: standing.of_jobs(of_run, answers, here) for path, of_run in jobs.items()}
+    stands = {path: submitted_run.of_jobs(of_run, answers, here) for path, of_run in jobs.items()}
     for row in asked:
         if row["path"] in stands:
             row["job_id"], job = stands[row["path"]].job_id, stands[row["path"]].job
@@ -90,7 +89,7 @@ def _without_job(row: dict[str, Any]) -> RunStanding:
     """Judge a run without a job here, or with one of another cluster."""
     if row["executor"] == "slurm" and row["job_id"]:
         return RunStanding(Life.UNSEEN, row["job_id"])
-    return standing.without_job(RunDir(Path(row["path"])), row["executor"])
+    return submitted_run.without_job(RunDir(Path(row["path"])), row["executor"])
 
 
 def _jobs_here(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, RunJobs], str]:

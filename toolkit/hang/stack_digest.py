@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from toolkit.hang import activity, outside_stacks, stacks
 from toolkit.hang.stacks import Stack, main_stack
-from toolkit.nodes.agent.progress import Standing
+from toolkit.nodes.agent.reports import Standing
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0

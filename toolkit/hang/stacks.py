@@ -157,3 +157,17 @@ def _dump_flight_recorder(path: Path) -> None:
     if dumps:
         with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(next(filled, dumps[-1]))
+
+
+def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make torch and NCCL write into an attempt's log folder.
+
+    They write dumps and logs. Each rank has its own files. Variables that the user has set are left out.
+    ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11.
+    """
+    ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the older name of the next one
+        ours["TORCH_FR_DUMP_TEMP_FILE"] = str(flight_path(folder, ""))
+    if "NCCL_DEBUG" in environ:
+        ours["NCCL_DEBUG_FILE"] = str(folder / "nccl-%h-%p.log")
+    return {name: value for name, value in ours.items() if name not in environ}

@@ -20,8 +20,7 @@ from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunSt
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity
 from toolkit.hang.activity import Activity
-from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
-from toolkit.nodes.agent.reports import AgentGoneError, Outbox
+from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Outbox, RankReport
 
 #: Seconds between two reports of rank 0.
 HEARTBEAT_S = 0.5

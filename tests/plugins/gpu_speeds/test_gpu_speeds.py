@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.plugins.gpu_speeds import compare as gpu_speeds
 from toolkit.plugins.gpu_speeds import measure as gpu_speed
 

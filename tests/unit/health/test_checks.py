@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.base.errors import ToolkitError
-from toolkit.health import ANSWER_HEAD, CheckAnswer, Finding, cpus, devices, host, storage
-from toolkit.health.cpus import Process, Use
+from toolkit.health import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
+from toolkit.health.host import Process, Use
 from toolkit.slurm import network
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(("usable", "severity"), [(8, "ok"), (64, "ok"), (7, "bad"), (1.5, "bad")])
 def test_fewer_cpus_than_the_ranks_need_are_bad(usable: float, severity: str) -> None:
-    found = cpus.check_cpus(8, usable)
+    found = host.check_cpus(8, usable)
     assert found.severity == severity
     assert severity == "ok" or f"only {usable:g} of the 8 CPUs" in found.text
 
@@ -37,7 +37,7 @@ def test_this_process_may_use_what_its_affinity_says() -> None:
     ours = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, [min(ours)])
-        assert cpus.usable_cpus() <= 1
+        assert host.usable_cpus() <= 1
     finally:
         os.sched_setaffinity(0, ours)
 
@@ -47,7 +47,7 @@ def test_the_quota_of_every_cgroup_above_counts(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "cpu.max").write_text("max 100000\n")
     (folder.parent / "cpu.max").write_text("150000 100000\n")
-    assert list(cpus.cpu_quotas("0::/system.slice/slurmd/job_1\n", tmp_path)) == [1.5]
+    assert list(host.cpu_quotas("0::/system.slice/slurmd/job_1\n", tmp_path)) == [1.5]
 
 
 def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
     for name, value in {"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000"}.items():
         (folder / name).write_text(f"{value}\n")
     groups = "4:memory:/slurm/job_1\n3:cpu,cpuacct:/slurm/job_1\n"
-    assert list(cpus.cpu_quotas(groups, tmp_path)) == [2.0]
+    assert list(host.cpu_quotas(groups, tmp_path)) == [2.0]
 
 
 def strangers(**demand: float) -> dict[Process, float]:
@@ -78,11 +78,11 @@ def strangers(**demand: float) -> dict[Process, float]:
     ],
 )
 def test_what_finds_no_room_beside_us_is_taken_from_us(use: Use, asked: int, severity: str) -> None:
-    assert cpus.check_taken(asked, use, online=8).severity == severity
+    assert host.check_taken(asked, use, online=8).severity == severity
 
 
 def test_the_worst_takers_are_named() -> None:
-    text = cpus.check_taken(8, Use(strangers(python=8.0, sh=0.01), 0.0), online=8).text
+    text = host.check_taken(8, Use(strangers(python=8.0, sh=0.01), 0.0), online=8).text
     assert "python, pid 100 of" in text
     assert "sh" not in text.split("(")[1].split(":")[0]
 
@@ -97,14 +97,14 @@ def test_what_descends_from_a_slurmstepd_belongs_to_a_job_and_the_rest_does_not(
     table = tree(init=(1, 0), **ours, stepd2=(20, 1), rank=(21, 20), escaped=(30, 1), sshd=(40, 1), shell=(41, 40))
     table[20] = Process(20, 1, "slurmstepd: [7.0]", 0.0, 0.0)
     jobs = {10: "7", 11: "7", 12: "7", 21: "8"}
-    use = cpus.sort_out(dict.fromkeys(table.values(), 1.0), table, 11, "7", jobs.get)
+    use = host.sort_out(dict.fromkeys(table.values(), 1.0), table, 11, "7", jobs.get)
     assert {process.name for process in use.strangers} == {"escaped", "sshd", "shell"}
     assert use.other_jobs == 2.0  # the rank of the other job, and its slurmstepd, which hides its environment
 
 
 def test_without_a_job_everybody_but_our_family_is_a_stranger() -> None:
     table = tree(init=(1, 0), shell=(2, 1), us=(3, 2), nvidia=(4, 3), burner=(5, 1))
-    use = cpus.sort_out(dict.fromkeys(table.values(), 1.0), table, 3, None)
+    use = host.sort_out(dict.fromkeys(table.values(), 1.0), table, 3, None)
     assert {process.name for process in use.strangers} == {"burner"}
 
 
@@ -113,7 +113,7 @@ def test_only_demand_that_lasts_through_every_interval_counts() -> None:
         {1: Process(1, 0, "steady", at * 1.0, at), 2: Process(2, 0, "burst", burst, at)}
         for at, burst in ((0.0, 0.0), (1.0, 5.0), (2.0, 5.0))
     ]
-    demand = cpus.steady_demand([*looks[:2], looks[2] | {3: Process(3, 0, "new", 9.0, 2.0)}])
+    demand = host.steady_demand([*looks[:2], looks[2] | {3: Process(3, 0, "new", 9.0, 2.0)}])
     assert {process.name: value for process, value in demand.items()} == {"steady": 1.0, "burst": 0.0}
 
 
@@ -123,7 +123,7 @@ def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None
         {1: Process(1, 0, "early", at, at), 2: Process(2, 0, "late", at + wait, at + wait)}
         for at, wait in ((0.0, 0.0), (0.1, 0.5), (0.7, 0.0))
     ]
-    assert list(cpus.steady_demand(looks).values()) == pytest.approx([1.0, 1.0])
+    assert list(host.steady_demand(looks).values()) == pytest.approx([1.0, 1.0])
 
 
 def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
@@ -131,9 +131,9 @@ def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
     with subprocess.Popen([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], stdout=-1) as loop:
         assert loop.stdout is not None
         loop.stdout.readline()
-        before = cpus.processes()
+        before = host.processes()
         threading.Event().wait(0.3)
-        demand = cpus.steady_demand([before, cpus.processes()])
+        demand = host.steady_demand([before, host.processes()])
         loop.kill()
     (ours,) = (process for process in demand if process.pid == loop.pid)
     assert demand[ours] == pytest.approx(1.0, abs=0.35)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.health.conftest import FakeDriver
-from toolkit.health import sickness
+from toolkit.health import monitor
+from toolkit.health.monitor import FULL_LOOKS, HOT_LOOKS, LOOK_EVERY_S, LOOKS_PER_GPU_LOOK, SLOW_GPU_LOOKS, Sickness
 from toolkit.health.nvml import Nvml, NvmlError
-from toolkit.health.sickness import FULL_LOOKS, HOT_LOOKS, LOOK_EVERY_S, LOOKS_PER_GPU_LOOK, SLOW_GPU_LOOKS, Sickness
 
 #: What two GPUs tell that are well, and work.
 WELL = {
@@ -170,7 +170,7 @@ def test_only_the_jobs_own_gpus_are_watched(tmp_path: Path, driver: FakeDriver) 
 
 
 def test_a_disk_that_stays_full_is_told(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    free = sickness.LEAST_FREE_BYTES
+    free = monitor.LEAST_FREE_BYTES
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=free // 512, f_frsize=512))
     assert node.look(2 * FULL_LOOKS) == []
     free -= 512

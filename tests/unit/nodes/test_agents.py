@@ -25,14 +25,12 @@ from toolkit.files import rundir
 from toolkit.hang import stacks
 from toolkit.nodes.agent import connections
 from toolkit.nodes.agent.link import AuthenticatedLink
-from toolkit.nodes.agent.progress import Digest, RankReport, Standing
-from toolkit.nodes.agent.reports import AgentGoneError, Outbox, addresses
+from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, Standing, addresses
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agent_launcher, agent_links, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
-from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.nodes.start.agent_starters import LocalAgent
-from toolkit.nodes.start.agents import Agents, Endpoint
+from toolkit.nodes.start.agents import Agents, Endpoint, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
     FirstReports,
@@ -44,7 +42,7 @@ from toolkit.nodes.start.launcher import (
     RunningRanks,
 )
 from toolkit.nodes.start.store import StoreHostEnded
-from toolkit.run.supervise import hang_investigation
+from toolkit.run.supervise import hang_watch
 from toolkit.slurm.commands import Settings
 
 TIMEOUT_S = 20
@@ -592,7 +590,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
 
 REPORTS = """
 import os, time
-from toolkit.nodes.agent.progress import RankReport
+from toolkit.nodes.agent.reports import RankReport
 from toolkit.nodes.agent.reports import VARIABLE, Outbox, addresses
 
 rank, outbox = int(os.environ["RANK"]), Outbox(addresses(os.environ[VARIABLE]))
@@ -682,7 +680,7 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
     for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
         stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
     unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
-    groups = hang_investigation.look(site.agents, site.run, 1, unknown, {})
+    groups = hang_watch.look(site.agents, site.run, 1, unknown, {})
     assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
         ((0,), "in barrier", True),
         ((1,), "has not joined the others", True),

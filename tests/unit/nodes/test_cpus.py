@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.nodes.agent import cpus
+from toolkit.nodes.agent import processes
 
 
 @pytest.fixture
@@ -26,27 +26,27 @@ def topology(tmp_path: Path) -> Path:
 
 
 def test_the_threads_of_a_core_are_next_to_each_other_and_the_cores_of_a_package(topology: Path) -> None:
-    assert cpus.by_core(range(8), topology) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert processes.by_core(range(8), topology) == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def test_siblings_may_be_given_as_a_range(topology: Path) -> None:
     for cpu in (6, 7):
         (topology / f"cpu{cpu}/topology/thread_siblings_list").write_text("6-7\n")
-    assert cpus.by_core([7, 2, 6], topology) == [2, 6, 7]
+    assert processes.by_core([7, 2, 6], topology) == [2, 6, 7]
 
 
 def test_each_task_has_cpus_of_its_own(monkeypatch: pytest.MonkeyPatch, topology: Path) -> None:
-    monkeypatch.setattr(cpus, "TOPOLOGY", topology)
+    monkeypatch.setattr(processes, "TOPOLOGY", topology)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 2, 6})
-    assert cpus.for_tasks(2, 2) == [[1, 5], [2, 6]]
-    assert cpus.for_tasks(2, 1) == [[1], [5]]
+    assert processes.for_tasks(2, 2) == [[1, 5], [2, 6]]
+    assert processes.for_tasks(2, 1) == [[1], [5]]
 
 
 def test_tasks_share_what_is_not_enough_or_not_to_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert cpus.for_tasks(2, 2) == [None, None]
-    assert cpus.for_tasks(2, None) == [None, None]
+    assert processes.for_tasks(2, 2) == [None, None]
+    assert processes.for_tasks(2, None) == [None, None]
 
 
 def test_a_machine_that_tells_nothing_has_one_thread_a_core(tmp_path: Path) -> None:
-    assert cpus.by_core([2, 0, 1], tmp_path) == [0, 1, 2]
+    assert processes.by_core([2, 0, 1], tmp_path) == [0, 1, 2]

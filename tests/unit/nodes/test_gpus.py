@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.numa import binding
 
-from toolkit.nodes.agent import cpus, gpus, node
+from toolkit.nodes.agent import gpus, node, processes
 
 UUID = "GPU-{:08x}-0000-1111-2222-333344445555"
 
@@ -41,7 +41,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
             put(tmp_path / f"sys/bus/pci/devices/{address}/numa_node", numa_node)
             put(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", information(index, minor))
             put(tmp_path / f"dev/nvidia{minor}", "")
-        monkeypatch.setattr(cpus, "TOPOLOGY", cpu_root)
+        monkeypatch.setattr(processes, "TOPOLOGY", cpu_root)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2 * cores)))
         return tmp_path
 
@@ -86,20 +86,20 @@ def test_each_task_has_cores_of_its_gpus_numa_node_as_torch_gives_them(
     play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, nodes: list[int]
 ) -> None:
     root = play(nodes)
-    sets = cpus.for_tasks(8, 4, gpus.near_cpus({}, root))
+    sets = processes.for_tasks(8, 4, gpus.near_cpus({}, root))
     assert sets == torchs_choice(root, 8, monkeypatch)
     assert sorted(cpu for own in sets for cpu in own or []) == [*range(32)]
 
 
 def test_tasks_take_the_nearest_of_what_is_left_where_their_numa_node_has_too_few(play: Callable[..., Path]) -> None:
     near = gpus.near_cpus({}, play([0, 0, 0, 1], cores=4))  # four CPUs of each node, and two for each task
-    assert cpus.for_tasks(4, 2, near) == [[0, 4], [2, 6], [3, 7], [1, 5]]
+    assert processes.for_tasks(4, 2, near) == [[0, 4], [2, 6], [3, 7], [1, 5]]
 
 
 def test_a_task_stays_in_the_package_before_it_leaves_it(play: Callable[..., Path]) -> None:
     play([])
     near = [[0, 16], [1, 17], [1, 17]]  # NUMA nodes smaller than a package
-    assert cpus.for_tasks(3, 2, near) == [[0, 16], [1, 17], [3, 19]]
+    assert processes.for_tasks(3, 2, near) == [[0, 16], [1, 17], [3, 19]]
 
 
 def test_cpus_that_this_process_may_not_use_are_given_to_no_task(
@@ -107,13 +107,13 @@ def test_cpus_that_this_process_may_not_use_are_given_to_no_task(
 ) -> None:
     near = gpus.near_cpus({}, play([1, 0]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 16, 18, 3, 19})
-    assert cpus.for_tasks(2, 2, near) == [[3, 19], [0, 16]]
-    assert cpus.for_tasks(2, 3, near) == [[3, 18, 19], [0, 2, 16]]
+    assert processes.for_tasks(2, 2, near) == [[3, 19], [0, 16]]
+    assert processes.for_tasks(2, 3, near) == [[3, 18, 19], [0, 2, 16]]
 
 
 def test_tasks_that_share_a_gpu_have_cpus_of_their_own(play: Callable[..., Path]) -> None:
     near = gpus.near_cpus({}, play([1]))
-    assert cpus.for_tasks(2, 2, near) == [[1, 17], [3, 19]]
+    assert processes.for_tasks(2, 2, near) == [[1, 17], [3, 19]]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from toolkit.health.verdict import Heard, NodesReport, judge
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import preflight
-from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.nodes.start.preflight import check_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_for
+from toolkit.nodes.agent import processes
 from toolkit.nodes.agent import processes as agent_processes
-from toolkit.nodes.agent import zygote_client
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.processes import Processes
-from toolkit.nodes.agent.zygote_client import ZygoteClient
+from toolkit.nodes.agent.processes import Processes, ZygoteClient
 
 
 def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
@@ -104,7 +103,7 @@ class Node:
 def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygote_client, "FORK_S", 0.1)
+    monkeypatch.setattr(processes, "FORK_S", 0.1)
     node = Node(tmp_path, monkeypatch, is_ready=True)
     node.processes.warm()
     node.serve()
@@ -122,7 +121,7 @@ def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(
 def test_a_zygote_that_is_stopped_while_it_imports_holds_up_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygote_client, "STOPPED_S", 0.0)
+    monkeypatch.setattr(processes, "STOPPED_S", 0.0)
     node = Node(tmp_path, monkeypatch, is_ready=False)
     node.start(1)
     node.processes.look_at_the_clock()

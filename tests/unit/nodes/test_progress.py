@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.nodes.agent.progress import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, merge, parse
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, merge, parse
 
 REPORT = RankReport(1, 3, "in a step", 7, 2)
 

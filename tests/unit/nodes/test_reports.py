@@ -18,8 +18,7 @@ import pytest
 
 from tests.waiting import wait_for
 from toolkit.nodes.agent import reports
-from toolkit.nodes.agent.progress import MAX_BYTES
-from toolkit.nodes.agent.reports import AgentGoneError, Inbox, Outbox, addresses, token_of
+from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, Outbox, addresses, token_of
 
 TIMEOUT_S = 20
 

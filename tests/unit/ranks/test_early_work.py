@@ -10,7 +10,7 @@ import pytest
 from toolkit.hang import activity
 from toolkit.hang.activity import Activity
 from toolkit.hang.watchdog import Watchdog
-from toolkit.nodes.agent.progress import NodeProgress, RankReport
+from toolkit.nodes.agent.reports import NodeProgress, RankReport
 from toolkit.ranks.report import EarlyWork, family_cpu_s
 
 TIMEOUT_S = 600

@@ -25,9 +25,8 @@ from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity as activity_words
 from toolkit.hang.activity import Activity
-from toolkit.nodes.agent import progress
-from toolkit.nodes.agent.progress import MAX_BYTES, RankReport
-from toolkit.nodes.agent.reports import AgentGoneError, Inbox, Outbox
+from toolkit.nodes.agent import reports
+from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, Outbox, RankReport
 from toolkit.ranks import report, store_host
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
@@ -49,7 +48,7 @@ class Agent(Outbox):
         if self.is_gone:
             raise AgentGoneError
         self.patience.append(wait_s)
-        parsed = progress.parse(message)
+        parsed = reports.parse(message)
         assert parsed is not None
         self.reports.append(parsed)
         return True

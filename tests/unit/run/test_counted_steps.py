@@ -8,8 +8,7 @@ import pytest
 
 from toolkit.config import JobConfig
 from toolkit.config.source import PythonSource
-from toolkit.run.prepare.counted_steps import counted_anew
-from toolkit.run.prepare.new_run import check_submittable
+from toolkit.run.prepare.new_run import check_submittable, counted_anew
 
 SCRIPT = """import toolkit
 with toolkit.start() as run:

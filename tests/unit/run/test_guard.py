@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.waiting import wait_for
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.base.errors import ToolkitError
-from toolkit.run.supervise.guard import guarded
+from toolkit.run.supervise.entry import guarded
 
 folder = Path(sys.argv[1])
 

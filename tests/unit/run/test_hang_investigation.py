@@ -23,12 +23,12 @@ from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stack_digest, stacks
 from toolkit.hang.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
-from toolkit.hang.stacks import main_stack
+from toolkit.hang.stacks import debug_environment, main_stack
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.progress import Digest, Standing
+from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
-from toolkit.run.supervise import hang_investigation
-from toolkit.run.supervise.hang_investigation import blame, debug_environment
+from toolkit.run.supervise import hang_watch
+from toolkit.run.supervise.hang_watch import blame
 
 TIMEOUT_S = 20
 
@@ -206,7 +206,7 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
     worker = stacks.stack_path(folder, 3, 1)
     wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
     assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
-    quoted = hang_investigation._quote(folder, 3)
+    quoted = hang_watch._quote(folder, 3)
     assert quoted.count("in main_forever") == 2
     assert "data worker 1" in quoted
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
@@ -229,7 +229,7 @@ def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started
 def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
     for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
         (tmp_path / name).write_text(text)
-    hang_investigation.remove_unused(tmp_path)
+    hang_watch.remove_unused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
 
 
@@ -406,7 +406,7 @@ def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
     count, culprit = 2_000, 14_321
     nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
     begun = time.monotonic()
-    groups = hang_investigation.look(cast(Agents, nodes), run, 1, unknown(count), {})
+    groups = hang_watch.look(cast(Agents, nodes), run, 1, unknown(count), {})
     named, line = blame(groups)
     assert time.monotonic() - begun < 10
     assert len(groups) == 2
@@ -417,7 +417,7 @@ def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
 def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)}, silent=["node1"])
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang_investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    culprits, line = blame(hang_watch.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == list(node_ranks(1))
     gone = "does not answer (stopped, or its node is gone), 40 s (ranks 9-15 as well)"
     assert line == f"{gone}; 16 others in all_reduce"
@@ -426,7 +426,7 @@ def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDi
 def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)})
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang_investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    culprits, line = blame(hang_watch.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == []
     assert "no time to read the stacks of 8 of 24 ranks; 16 ranks in all_reduce" in line
 

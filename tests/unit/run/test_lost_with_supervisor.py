@@ -17,7 +17,7 @@ from toolkit.base.errors import EXIT_STOPPED
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import AuthenticatedLink, Message
-from toolkit.nodes.agent.progress import RankReport
+from toolkit.nodes.agent.reports import RankReport
 from toolkit.nodes.start import agent_launcher
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure

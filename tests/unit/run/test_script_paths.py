@@ -11,8 +11,7 @@ import pytest
 from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
-from toolkit.run.prepare.new_run import new_run
-from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.prepare.new_run import new_run, refuse_unfit
 from toolkit.run.submission import sbatch, submit
 from toolkit.run.submission.resume import resume
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.hang.silence import SilenceWatch
+from toolkit.hang.watchdog import SilenceWatch
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 

@@ -23,12 +23,12 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
 from toolkit.files.rundir import RunDir
-from toolkit.hang import silence, stack_digest, stacks
-from toolkit.hang.silence import SilenceWatch
+from toolkit.hang import stack_digest, stacks, watchdog
+from toolkit.hang.watchdog import SilenceWatch
 from toolkit.health.usage import NodeUsage
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.progress import Digest, RankReport, Standing
+from toolkit.nodes.agent.reports import Digest, RankReport, Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -690,7 +690,7 @@ class OutsideWatch(SilenceWatch):
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
-    monkeypatch.setattr(silence, "start_watch", OutsideWatch)
+    monkeypatch.setattr(watchdog, "start_watch", OutsideWatch)
     monkeypatch.setattr(OutsideWatch, "started", 0)
     monkeypatch.setattr(OutsideWatch, "closed", 0)
     return OutsideWatch
@@ -741,7 +741,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
 
     def says_nothing(ranks: Ranks) -> None:
-        monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
+        monkeypatch.setattr(watchdog, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
 
     ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
@@ -771,7 +771,7 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
 def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
     run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "START_AFTER_SHARE", 10.0)
+    monkeypatch.setattr(watchdog, "START_AFTER_SHARE", 10.0)
     fsio.make_dir(run.attempt_logs(1))
     ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0

@@ -21,11 +21,11 @@ from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import outside_stacks, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup
-from toolkit.nodes.agent.progress import Standing
+from toolkit.nodes.agent.reports import Standing
 from toolkit.run.records import stop_request, user_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
-from toolkit.run.supervise.user_requests import UserRequests
+from toolkit.run.supervise.attempt_loop import UserRequests
 
 
 @pytest.fixture

@@ -31,13 +31,12 @@ def run(args: Namespace) -> int:
     from toolkit.base.terminal import say
     from toolkit.cli import follow
     from toolkit.run.prepare import snapshot
-    from toolkit.run.submission import rates
-    from toolkit.run.submission.resume import resume
+    from toolkit.run.submission.resume import changed_rate, resume, saved_rates
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)
     # Read before the run may save anew. The rate stays where the config does.
-    step, saved = rates.saved_rates(chosen) if args.overrides else (0, None)
+    step, saved = saved_rates(chosen) if args.overrides else (0, None)
     sent = resume(chosen, args.overrides, code=args.code)
     if changed:
         say(
@@ -46,6 +45,6 @@ def run(args: Namespace) -> int:
             f"`toolkit resume {chosen.id} --code`",
             sys.stderr,
         )
-    if args.overrides and (change := rates.changed_rate(chosen, step, saved)) is not None:
+    if args.overrides and (change := changed_rate(chosen, step, saved)) is not None:
         say(f"{'note' if change.is_asked else 'warning'}: {change.text}", sys.stderr)
     return follow.see_through(sent, args)

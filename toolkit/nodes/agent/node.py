@@ -2,7 +2,7 @@
 
 It lives as long as the job. On the supervisor's order it starts the ranks of each attempt and the attempt's store, by
 forks of a zygote or as fresh programs. It sends them signals, and reports at once how each has ended. All ranks of the
-node report to it, also those that srun has started; see :mod:`toolkit.nodes.agent.progress`. It has one thread and
+node report to it, also those that srun has started; see :mod:`toolkit.nodes.agent.reports`. It has one thread and
 needs no torch.
 
 When the supervisor has died, the agent ends the ranks, and then connects to the one that is started in its place. It
@@ -26,7 +26,8 @@ The messages that it receives (``do``) and sends (``is``):
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
 since the last time. It sends at once which ranks are ``reporting`` for the first time, and every ``report`` of rank 0.
-It reports each thing that makes its node ``sick`` once, and how long a zygote has ``imported``.
+It reports each thing that makes its node ``sick`` once, and how long a zygote has ``imported``. What is sick, and what
+the job uses, tells a process of its own (:mod:`toolkit.health.monitor`).
 """
 
 from __future__ import annotations
@@ -49,14 +50,13 @@ from typing import Protocol
 
 from toolkit import registry
 from toolkit.base import disks, fsio, logs
-from toolkit.nodes.agent import connections, gpus, preimports, progress
+from toolkit.health.monitor import MONITOR_COMMAND
+from toolkit.nodes.agent import connections, gpus, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
-from toolkit.nodes.agent.node_monitor import NodeMonitor
 from toolkit.nodes.agent.processes import Processes
-from toolkit.nodes.agent.progress import NodeProgress, Standing
-from toolkit.nodes.agent.reports import Inbox, addresses, token_of
+from toolkit.nodes.agent.reports import Inbox, NodeProgress, Standing, addresses, token_of
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -307,7 +307,7 @@ class Agent:
         """Take what ranks have reported, and pass on what cannot wait for the next digest."""
         first: dict[int, list[int]] = {}
         for text in [] if self._is_alone else self._inbox.take():
-            report = progress.parse(text)
+            report = reports.parse(text)
             if report is None:
                 self._ignored.warn("a report that is none was ignored: %.80r", text)
                 continue
@@ -394,3 +394,64 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+#: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
+MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
+
+
+class NodeMonitor:
+    """Starts the monitor, and takes what it prints."""
+
+    def __init__(self, helpers: Helpers, send: Callable[[Message], None]) -> None:
+        """Take ``send`` for what makes the node sick."""
+        self._helpers, self._send = helpers, send
+        self._start_at = time.monotonic() + MONITOR_AFTER_S
+        self._usage: Message | None = None  #: a sample that has not been taken
+        self._rest = b""  #: the beginning of a line
+        self._silence = 0  #: heartbeats since its last line
+
+    def take_sample(self) -> Message:
+        """Return the newest sample of usage under ``usage``; empty if there is no new one."""
+        usage, self._usage = self._usage, None
+        return {} if usage is None else {"usage": usage}
+
+    def look_at_the_clock(self) -> None:
+        """Start the monitor when it is due, and report one that hangs. To be called at each heartbeat.
+
+        Heartbeats are counted, not time: a suspended job stops both processes.
+        """
+        self._silence += 1
+        if self._silence == MONITOR_HANGS:
+            self._send({"is": "sick", "what": "its monitor hangs: a disk or the GPUs' driver does not answer"})
+        if time.monotonic() >= self._start_at:
+            self._start_at = math.inf
+            try:
+                self._helpers.start(MONITOR_COMMAND, self._take)
+            except OSError as error:  # no memory or no processes are left: the ranks may go on
+                self._note_end(str(error))
+
+    def _note_end(self, why: str) -> None:
+        log.warning("the node's monitor has ended: what the job uses here is no longer known: %s", why)
+        self._silence = -sys.maxsize
+
+    def _take(self, data: bytes) -> bool:
+        if not data:
+            self._note_end("it has closed its output")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._silence = 0
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            match message:
+                case {"usage": usage}:
+                    self._usage = usage
+                case {"sick": what}:
+                    self._send({"is": "sick", "what": what})
+                case {"log": text}:
+                    log.warning("%s", text)
+                case _:  # a library of the driver may print, too
+                    log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
+        return True

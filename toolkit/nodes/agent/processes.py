@@ -1,26 +1,32 @@
-"""The processes of attempts on one node: ranks, and on the batch host the store."""
+"""The processes of attempts on one node: ranks, and on the batch host the store.
+
+They are forks of a zygote (:mod:`toolkit.nodes.agent.zygote`), whose other end is here, or fresh programs. Each gets
+CPUs of its own: whole cores first, next to each other and near its GPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit.base import fsio, logs, node_memory, staged
+from toolkit.base import fsio, logs, node_memory, proc_stat, staged
 from toolkit.files.records import COUNT, ListOf
-from toolkit.nodes.agent import cpus, state_memory
-from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.agent import state_memory
+from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import parsed, start_child
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.zygote import ForkOrder, opened
-from toolkit.nodes.agent.zygote_client import ZygoteClient
+from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, opened
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
 LEARN_AFTER_S = 20.0
@@ -202,7 +208,7 @@ class Processes:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
         # Each process gets its own CPUs, variables, log and, for the store, pipes.
-        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
+        sets = for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
         for process, own_cpus in zip(order["processes"], sets, strict=True):
             child = _Child(order["attempt"], process["rank"], node_memory.oom_kills(), order["gets_signals"])
             environ = {**os.environ, **order["environ"], **process["environ"]}
@@ -379,3 +385,180 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
             os.kill(leader, number)
     except PermissionError:
         pass
+
+
+#: Room for what ``ps`` shows of a rank.
+TITLE_BYTES = 1024
+#: A zygote forks within milliseconds. While its answer is awaited the agent does nothing else.
+FORK_S = 10.0
+#: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
+IMPORT_S, STOPPED_S = 900.0, 10.0
+
+
+class ZygoteClient:
+    """Starts a zygote, and has it fork ranks.
+
+    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
+    ``has_torch``: torch could be imported. ``took``: how long its import has taken, and has waited for files.
+    """
+
+    def __init__(
+        self,
+        imports: Path | None,
+        python: str = sys.executable,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        forks: str = "ranks",
+    ) -> None:
+        """Start a zygote that forks ranks, or only stores.
+
+        ``python`` may be that of a copied environment, and ``environ`` name the copies.
+        """
+        self.is_of_a_copy = python != sys.executable
+        self.took = {"import_s": 0.0, "waited_s": 0.0}
+        self.socket, other = socket.socketpair()
+        # Both placeholders make room for what ``ps`` and /proc show of a rank, see zygote.show().
+        room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
+        with other:
+            arguments = [str(other.fileno()), forks, str(imports or ""), "-" * TITLE_BYTES]
+            self._process = subprocess.Popen(
+                [python, "-P", "-m", "toolkit.nodes.agent.zygote", *arguments],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=ignore_signals,  # safe: the agent has one thread
+                env={**environ, **room},
+            )
+        self.pid = self._process.pid
+        self._lines = self.socket.makefile("rw")
+        self.socket.settimeout(FORK_S)
+        self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
+        self.has_torch = False
+        self.has_learnt = imports is not None  #: it may have imported what the ranks did
+        self._awaited_since = time.monotonic()  #: the last import
+        self._stopped_since: float | None = None
+
+    def hear(self) -> bool:
+        """Take the message that the zygote has imported; return False when it has ended."""
+        line, self.is_importing = "", False
+        with contextlib.suppress(OSError):  # it was given up
+            line = self._lines.readline()
+        if not line:
+            self.can_fork, self.has_ended = False, True
+            log.warning("the zygote has ended: ranks start as fresh interpreters")
+            return False
+        ready = json.loads(line)["ready"]
+        is_first, self.was_ready = not self.was_ready, True
+        self.has_torch = ready["has_torch"]
+        if is_first:
+            self.took = {name: ready[name] for name in self.took}
+        self.can_fork = ready["unclean"] is None
+        # Before the first answer the zygote counts as one that has learnt: a learnt module may be what ended it.
+        self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
+        if not self.can_fork:
+            log.warning("ranks start as fresh interpreters: %s", ready["unclean"])
+        elif is_first:
+            log.info("ranks are forked from a process that has imported torch in %.1f s", ready["import_s"])
+        elif ready["learnt"]:
+            log.info("imported %d modules more that ranks import, in %.1f s", ready["learnt"], ready["import_s"])
+        return True
+
+    def learn(self) -> None:
+        """Have the zygote import what ranks have imported since they were forked."""
+        with contextlib.suppress(OSError):  # its end is noticed by hear()
+            self._lines.write("{}\n")
+            self._lines.flush()
+            self.is_importing, self._awaited_since = True, time.monotonic()
+
+    def end_if_silent(self) -> None:
+        """Kill a zygote that imports for too long, or is stopped. Its end is noticed by :meth:`hear`."""
+        now, stat = time.monotonic(), proc_stat.read(self.pid)
+        is_stopped = stat is not None and stat.state in "Tt"
+        self._stopped_since = (self._stopped_since or now) if is_stopped else None
+        is_late = self.is_importing and now - self._awaited_since > IMPORT_S
+        if is_late or (self._stopped_since is not None and now - self._stopped_since > STOPPED_S):
+            log.warning("the zygote is %s: it is killed", "stopped" if is_stopped else "still importing")
+            self.end()
+
+    def fork(self, order: ForkOrder) -> int | None:
+        """Return the pid of a new rank, our child. Raises OSError for bad files.
+
+        None if the zygote has died, or has not answered in time and was killed.
+        """
+        line = ""
+        try:
+            self._lines.write(json.dumps(order) + "\n")
+            self._lines.flush()
+            line = self._lines.readline()
+        except TimeoutError:
+            log.warning("the zygote has not forked a rank within %.0f s: it is killed", FORK_S)
+            self.end()
+        except OSError:  # it has died
+            pass
+        if not line:
+            self.can_fork = False
+            return None
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return int(answer["pid"])
+
+    def end(self) -> None:
+        """Kill the zygote."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def for_tasks(
+    tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = ()
+) -> list[list[int] | None]:
+    """Return the CPUs of each of ``tasks``; None for all CPUs of this process.
+
+    Each gets ``cpus_per_task`` of those that this process may use. Also None if there are fewer than the tasks need.
+    ``near_gpus`` has the CPUs of each GPU's NUMA node, and each task takes those of its own GPU. Where these are too
+    few it takes others of the same package, then any that are left. Without ``near_gpus`` the tasks take the CPUs one
+    after the other.
+    """
+    ours = os.sched_getaffinity(0)
+    if cpus_per_task is None or tasks * cpus_per_task > len(ours):
+        return [None] * tasks
+    packages = {cpu: _number(cpu, "physical_package_id", TOPOLOGY) for cpu in ours}
+    # For each GPU three choices, from near to far: its NUMA node, its package, all.
+    choices = []
+    for near in near_gpus or [ours]:
+        package = _number(min(near), "physical_package_id", TOPOLOGY)
+        choices.append((near, [cpu for cpu in ours if packages[cpu] == package], ours))
+    left, sets = by_core(ours), [list[int]() for _ in range(tasks)]
+    for distance in range(3):  # every task takes near CPUs before any takes farther ones
+        for task, own in enumerate(sets):
+            choice = choices[task % len(choices)][distance]
+            own += [cpu for cpu in left if cpu in choice][: cpus_per_task - len(own)]
+            left = [cpu for cpu in left if cpu not in own]
+    return [sorted(own) for own in sets]
+
+
+def by_core(cpus: Iterable[int], topology: Path | None = None) -> list[int]:
+    """Order ``cpus`` such that neighbors share as much as possible: a core, then a package.
+
+    From Documentation/admin-guide/cputopology.rst of Linux.
+    """
+    topology = topology or TOPOLOGY
+    return sorted(cpus, key=lambda cpu: (_number(cpu, "physical_package_id", topology), _first(cpu, topology), cpu))
+
+
+def _number(cpu: int, name: str, topology: Path) -> int:
+    try:
+        return int((topology / f"cpu{cpu}/topology/{name}").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _first(cpu: int, topology: Path) -> int:
+    """Return the lowest number among the CPUs of a core. ``core_id`` is unique only within a package."""
+    try:
+        text = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        return int(text.replace("-", ",").split(",")[0])
+    except (OSError, ValueError):
+        return cpu

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from toolkit.nodes.agent.progress import Digest, RankReport
+from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.allocation import Allocation
 
 #: Slurm's words for a step that fits no job of this request.

@@ -22,8 +22,7 @@ from toolkit.base import fsio
 from toolkit.health import CheckAnswer, CheckRequest, Finding, bare_python, storage
 from toolkit.health.verdict import Heard, NodesReport, judge, prevented
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_requests import NodeAnswered, NodeSilent
-from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
 
 #: A node that has not answered within this time is unknown.

@@ -1,4 +1,8 @@
-"""Ranks as one srun step per attempt. Only srun offers PMI for MPI, and a site's containers."""
+"""Ranks as one srun step per attempt. Only srun offers PMI for MPI, and a site's containers.
+
+MPI libraries ask the launcher over PMIx (Open MPI) or PMI-2 (MPICH and its derivatives). With the wrong plugin MPICH 5
+aborts, and with none each rank is alone in a world of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +20,7 @@ from typing import TypeAlias
 
 from toolkit.base import fsio, hostlist, logs, outages
 from toolkit.base.errors import RequestError, SlurmError
+from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.allocation import Allocation
@@ -31,7 +37,7 @@ from toolkit.nodes.start.launcher import (
     signal_name,
 )
 from toolkit.nodes.start.store import StoreHost
-from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment
 from toolkit.slurm.srun_commands import SrunStep, srun_argv
@@ -306,3 +312,29 @@ def _slurms_order(host: str) -> tuple[str, int]:
     number = re.search(r"\d*$", host)
     assert number is not None
     return host[: number.start()], int(number[0] or -1)
+
+
+#: Asked in a separate process: a supervisor must not load an MPI library.
+_ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_LIMIT_S = 60.0
+_PMI2 = ("MPICH", "Intel(R) MPI", "MVAPICH")
+
+
+def plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
+    """Return the argument of ``srun --mpi``; None where none is needed.
+
+    Only the backend mpi needs it, and not where the site's default or ``SLURM_MPI_TYPE`` is right.
+    """
+    if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
+        return None
+    return of_library() if settings_of(slurm).mpi_default == "none" else None
+
+
+def of_library(python: str = sys.executable) -> str:
+    """Return ``pmix`` or ``pmi2``, as mpi4py's MPI library here needs. It is ``pmix`` if unknown."""
+    try:
+        done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("cannot find out which MPI the ranks will use: %s", error)
+        return "pmix"
+    return "pmi2" if any(name in done.stdout for name in _PMI2) else "pmix"

@@ -11,8 +11,7 @@ from queue import Empty, SimpleQueue
 
 from toolkit.base import logs
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_requests import NodeAnswered
-from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.agents import Agents, NodeAnswered
 from toolkit.nodes.start.launcher import Events
 
 #: An answer takes the import of torch and five seconds of work.

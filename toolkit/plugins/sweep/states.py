@@ -13,9 +13,9 @@ from toolkit.base.errors import SlurmError
 from toolkit.base.process_identity import Life
 from toolkit.files.run_files import RunState, is_halved, state_word
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, standing, sweep_folder
+from toolkit.run.records import after, submitted_run, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run.records.standing import RunStanding
+from toolkit.run.records.submitted_run import RunStanding
 from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.slurm import cluster_name, states
 from toolkit.slurm import states as slurm_states
@@ -137,7 +137,7 @@ def _answers(ask: Ask, jobs: Sequence[RunJobs]) -> tuple[Mapping[RunJobs, RunSta
         found = ask([id_ for job in asked for id_ in job.ids]) if asked else {}
     except SlurmError:
         return {}, False
-    return {job: standing.of_jobs(job, found, here) for job in asked}, True
+    return {job: submitted_run.of_jobs(job, found, here) for job in asked}, True
 
 
 _NO_PROCESS = "no process runs this sweep's points here: logs/local.log in its folder may say why, and retry starts one"

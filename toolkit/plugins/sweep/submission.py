@@ -31,7 +31,7 @@ from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options, SweepRequest
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.prepare.new_run import refuse_unfit
 from toolkit.run.records import after as waiting
 from toolkit.run.records import awaited, ownership, sweep_folder
 from toolkit.run.records.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord

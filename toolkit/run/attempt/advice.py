@@ -17,8 +17,8 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir
-from toolkit.run.attempt.budgets import may_be_chance
 from toolkit.run.attempt.facts import THEN_PRINTED
+from toolkit.run.attempt.verdict import may_be_chance
 from toolkit.run.records import run_config
 
 #: The state of a run that has ended without a result.

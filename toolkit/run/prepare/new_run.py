@@ -1,27 +1,35 @@
 """Makes a run: its folder, a copy of the sources, and its config.
 
-The config is checked first, and its paths mean the same in every folder.
+First the config is checked, also against the site profile: Slurm would refuse the job, or hold it in the queue for
+ever. So are the loops in a user's file that number their steps in a way that a resume breaks. The config's paths are
+made to mean the same in every folder; which words of a script's arguments are paths is decided here, and only here.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit.base import fsio, staged
-from toolkit.base.errors import ConfigError, RequestError
-from toolkit.config import JobConfig
+from toolkit.base import fsio, logs, staged
+from toolkit.base.durations import in_units
+from toolkit.base.errors import ConfigError, RequestError, SlurmError, listing, nearest
+from toolkit.config import JobConfig, is_one_line
+from toolkit.config.source import PythonSource, read_source
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.counted_steps import warn_of_counting
-from toolkit.run.prepare.script_paths import refuse_unfit
-from toolkit.run.prepare.site_checks import check_site
+from toolkit.slurm import site_profile
+from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
+from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
 
 
 def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
@@ -106,3 +114,213 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             "call this in the folder of the job's project"
         )
     warn_of_counting(source)
+
+
+#: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
+_RESERVED = "%\\:"
+
+
+def refuse_unfit(runs: Path) -> None:
+    """Raise RequestError where the path of a folder or of Python fits no job's script.
+
+    The folders are ``runs``, for the runs, and the current one. All other characters are quoted where a shell or sbatch
+    reads them. A line break would end an ``#SBATCH`` line.
+    """
+    for what, path, reserved, remedy in (
+        ("the folder for runs", runs, _RESERVED, "choose another: set TOOLKIT_RUNS"),
+        ("the current folder", Path.cwd(), "", "go to another one"),
+        ("Python", staged.origin(sys.executable), "", "use one in another folder"),
+    ):
+        bad = next((char for char in str(path) if char in reserved or not is_one_line(char)), None)
+        if bad is not None:
+            raise RequestError(f"{what}: {str(path)!r} cannot be in a job's script, because of {bad!r}; {remedy}")
+    # The folder for runs need not exist yet, but what exists above it must be a folder.
+    try:
+        there = next(path for path in (runs, *runs.parents) if path.exists())
+        why = None if there.is_dir() else f"{there} is no folder"
+    except OSError as error:  # for example, a name that is too long
+        why = f"{str(runs)[:200]}: {error.strerror}"
+    if why is not None:
+        raise RequestError(f"the folder for runs: {why}; choose another: set TOOLKIT_RUNS")
+
+
+log = logs.get(__name__)
+
+
+def warn_of_counting(path: Path) -> None:
+    """Log a warning for each loop of the file that :func:`counted_anew` finds, once while the file stays the same."""
+    _warn(read_source(path))
+
+
+@lru_cache(maxsize=16)
+def _warn(source: PythonSource) -> None:
+    for warning in counted_anew(source):
+        log.warning("%s", warning)
+
+
+def counted_anew(source: PythonSource) -> Iterator[str]:
+    """Yield a warning for each loop over ``enumerate(run.steps(...))`` that uses the number.
+
+    After a resume within an epoch Python's own numbers begin anew. The warning holds the line to write instead.
+    """
+    runs = set(_runs(source))
+    for loop in ast.walk(source.tree):
+        if not (isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call)):
+            continue
+        number, call = loop.target.elts[0], loop.iter
+        if source.full_name(call.func) != "enumerate" or not call.args or not isinstance(number, ast.Name):
+            continue
+        steps = _steps_in(call.args[0], runs)
+        if steps is None or not _uses(loop, number.id):
+            continue
+        start = _start(call)
+        if steps is call.args[0]:
+            instead = f"`for {ast.unparse(loop.target)[1:-1]} in {ast.unparse(steps)}.enumerate({start}):`"
+        else:  # a progress bar, which asks the steps for their length
+            place = ast.unparse(steps.func).removesuffix(".steps") + (".step" if _has_total(steps) else ".batch")
+            instead = f"`{number.id} = {place}{start and f' + {start}'}` in the loop"
+        yield (
+            f"{source.place(loop)}: after a resume enumerate counts from its start again, and {number.id!r} is then "
+            f"another number than in an undisturbed run; write {instead}"
+        )
+
+
+def _runs(source: PythonSource) -> Iterator[str]:
+    """Yield the names that the file gives to what ``toolkit.start()`` opens."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.withitem):
+            name, opened = node.optional_vars, node.context_expr
+        elif isinstance(node, ast.Assign):
+            name, opened = node.targets[0], node.value
+        else:
+            continue
+        opener = source.full_name(opened.func) if isinstance(opened, ast.Call) else ""
+        if isinstance(name, ast.Name) and opener in ("toolkit.start", "toolkit.current"):
+            yield name.id
+
+
+def _steps_in(node: ast.expr, runs: set[str]) -> ast.Call | None:
+    """Return the call of ``run.steps`` that ``node`` is, or that it goes through, as a progress bar does."""
+    while isinstance(node, ast.Call):
+        func = node.func
+        if isinstance(func, ast.Attribute) and func.attr == "steps" and isinstance(func.value, ast.Name):
+            return node if func.value.id in runs else None
+        if not node.args:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _uses(loop: ast.For, name: str) -> bool:
+    nodes = (node for statement in loop.body for node in ast.walk(statement))
+    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in nodes)
+
+
+def _start(call: ast.Call) -> str:
+    """Return the source of the number that ``enumerate`` is told to begin with; "" if it is not told."""
+    values = call.args[1:] + [word.value for word in call.keywords if word.arg == "start"]
+    return ", ".join(map(ast.unparse, values))
+
+
+def _has_total(steps: ast.Call) -> bool:
+    return any(word.arg == "total" for word in steps.keywords)
+
+
+def check_site(config: JobConfig) -> None:
+    """Refuse what the site profile says cannot run. Without one, nothing is checked.
+
+    Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
+    default partition.
+    """
+    profile = profile_here()
+    if profile is None:
+        return
+    # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
+    has_partition = bool(config.cluster.partition)
+    checks = [(_partition_problems(config, profile), has_partition), (_account_problems(config, profile), True)]
+    for problems, is_certain in checks:
+        for problem in problems:
+            date = site_profile.date(profile.made)
+            text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
+            if is_certain and not profile.is_old:
+                raise ConfigError(text)
+            log.warning("%s", text)
+
+
+def profile_here() -> SiteProfile | None:
+    """Return the profile of the cluster that jobs are submitted to, if there is one."""
+    # Slurm is asked only if there is a profile to compare its answer with.
+    if site_profile.read() is None:
+        return None
+    try:
+        return site_profile.of_cluster(cluster_name())
+    except SlurmError as error:
+        log.debug("the site profile is not used: %s", error)
+        return None
+
+
+@lru_cache(maxsize=1)
+def cluster_name() -> str:
+    """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
+    return Slurm().settings().cluster
+
+
+def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
+    cluster = config.cluster
+    # A job may name several partitions: it must fit one of them.
+    names = cluster.partition.split(",") if cluster.partition else [None]
+    parts = [profile.partition(name) for name in names]
+    known = [part.name for part in profile.partitions]
+    for name, part in zip(names, parts, strict=True):
+        if part is None and name is not None and known:
+            yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
+    # Some flags of a QOS lift limits of the partition. Without a QOS in the config all count that Slurm may give.
+    qos = set(_qos_names(config))
+    if not qos:
+        for account in profile.associations:
+            qos |= {account.default_qos} if account.default_qos else {*account.qos}
+    flags = {flag for record in profile.qos if not _is_missing(record.name, qos) for flag in record.flags}
+    reasons = [list(_misfits(config, part, flags)) for part in parts if part is not None]
+    if reasons and all(reasons):
+        yield reasons[0][0]
+
+
+def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Iterator[str]:
+    """Yield why the job could never run on this partition. ``flags`` are of its QOS (sacctmgr(1))."""
+    cluster, on = config.cluster, f"partition {part.name}"
+    nodes = cluster.nodes + cluster.spare_nodes
+    has_most, has_limit = "PartitionMaxNodes" not in flags, "PartitionTimeLimit" not in flags
+    most = min(part.nodes, part.max_nodes or part.nodes) if has_most else part.nodes
+    if has_limit and part.time_limit_s is not None and cluster.time_min * 60 > part.time_limit_s:
+        allowed = math.floor(part.time_limit_s / 60)
+        limit = in_units(part.time_limit_s)
+        yield f"cluster.time_min: {cluster.time_min} is over the limit of {on}, {limit}; use {allowed} or less"
+    if nodes > most > 0:
+        yield f"cluster.nodes: {nodes} with spare ones, and a job on {on} may have {most}"
+    if part.accounts and cluster.account and _is_missing(cluster.account, part.accounts):
+        yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
+    names = _qos_names(config)
+    if part.qos and names and all(_is_missing(name, part.qos) for name in names):
+        yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
+
+
+def _qos_names(config: JobConfig) -> list[str]:
+    """Return the QOS that the job may have. Since Slurm 24.11 that may be several, of which it gets one."""
+    return config.cluster.qos.split(",") if config.cluster.qos else []
+
+
+def _is_missing(name: str, names: Iterable[str]) -> bool:
+    """True if the account or QOS is not listed. Slurm ignores the case of their names."""
+    return name.lower() not in [other.lower() for other in names]
+
+
+def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
+    cluster = config.cluster
+    accounts = list(dict.fromkeys(record.account for record in profile.associations))
+    if cluster.account and accounts and _is_missing(cluster.account, accounts):
+        hint = nearest(cluster.account, accounts)
+        yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
+    names = [record.name for record in profile.qos]
+    for name in _qos_names(config) if names else ():
+        if _is_missing(name, names):
+            yield f"cluster.qos: there is no {name!r}; {nearest(name, names)}there are: {listing(names)}"

@@ -2,7 +2,7 @@
 
 A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
 job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
-their results when the waiting job starts, see `toolkit.run.supervise.other_runs`.
+their results when the waiting job starts, see `toolkit.run.supervise.beginning`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunResult, RunState, is_halved
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, ownership, run_jobs, standing, sweep_folder
+from toolkit.run.records import after, ownership, run_jobs, submitted_run, sweep_folder
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
 from toolkit.run.records.sweep_folder import SweepDir
@@ -65,7 +65,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     jobs = [job for job in jobs if not job.is_elsewhere(here)]
     asked = sorted({id_ for job in jobs for id_ in job.ids})
     answers = show_jobs(asked) if asked else {}
-    going = {id_ for job in jobs for id_ in standing.of_jobs(job, answers, here).unfinished}
+    going = {id_ for job in jobs for id_ in submitted_run.of_jobs(job, answers, here).unfinished}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"

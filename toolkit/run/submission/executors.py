@@ -27,7 +27,7 @@ from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, RunStatu
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.site_checks import profile_here
+from toolkit.run.prepare.new_run import profile_here
 from toolkit.run.records import after, awaited, ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.requeue import forbid_expedited_requeue

@@ -1,4 +1,7 @@
-"""The handle of a run: watches, awaits, stops or cancels it from the login node."""
+"""The handle of a run: watches, awaits, stops or cancels it from the login node.
+
+A notebook shows it as a few lines of HTML, from the run's files.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
 from toolkit.base.process_identity import Life
 from toolkit.files import rundir
@@ -23,12 +28,12 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S, SubmittedRun, submitter_of
-from toolkit.run.submission import notebook
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm, SlurmCommands
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
     from toolkit.config import Overrides
+
 
 READ_FILES_EVERY_S = 0.5
 #: A local run's supervisor that cannot be seen from here, and has written no status for so long, is not waited for.
@@ -78,7 +83,7 @@ class Run(SubmittedRun):
 
     def _repr_html_(self) -> str:
         """Return how the run stands, for a notebook."""
-        return notebook.html_of(self.dir)
+        return html_of(self.dir)
 
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield what :meth:`status` returns, twice a second until the run has ended."""
@@ -308,3 +313,29 @@ def withdraw_retry(run: RunDir) -> bool:
 def attach(run: RunDir) -> Run:
     """Return the handle of an earlier run, of any process. Raises RequestError for one that was never submitted."""
     return Run(run, *submitter_of(run))
+
+
+def html_of(run: RunDir) -> str:
+    """Return state, progress and figures of the run. Damaged files are named; Slurm is not asked."""
+    damage: list[str] = []
+    status, result = run.status(damage), run.result(damage)
+    at = status.progress
+    # The result, if there is one, overrides the last status, which may be older.
+    state = (status.state or RunState.QUEUED) if result is None else result.state
+    step = at.step if result is None or result.step is None else result.step
+    metrics = at.metrics if result is None or not result.metrics else result.metrics
+    rows = [("run", f"{run.name}/{run.id}"), ("state", str(state)), ("folder", str(run.path))]
+    if step is not None:
+        rows.append(("step", f"{step} of {at.total_steps or '?'}"))
+    if result is None and at.eta_s is not None and state.has_ranks:
+        rows.append(("time left", as_clock(at.eta_s)))
+    for name, value in sorted(metrics.items()):
+        rows.append((name, "not a number" if value is None else f"{value:.4g}"))
+    if result is not None and result.why:
+        rows.append(("why", result.why))
+    rows += [("damaged", text) for text in damage]
+    bar = ""
+    if at.total_steps:
+        bar = f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"{bar}<table>{cells}</table>"

@@ -1,20 +1,27 @@
-"""Submits an ended run again, with a changed config if the user wants that."""
+"""Submits an ended run again, with a changed config if the user wants that.
+
+It also says what the changed config makes of the run's learning rate, as far as the run's files tell.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from yaml import MappingNode
 
 from toolkit import config as configs
 from toolkit.base import fsio, secret_values
-from toolkit.base.errors import RequestError
+from toolkit.base.errors import CheckpointError, ConfigError, RequestError
+from toolkit.checkpoint.folder import CheckpointFolder, committed
 from toolkit.config import JobConfig
 from toolkit.config.layers import override_layer
+from toolkit.config.learning_rate import RateChange, rate_change_by
 from toolkit.config.schema import LIVE
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
@@ -22,9 +29,8 @@ from toolkit.files.rundir import RunDir
 from toolkit.run.attempt import advice
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.new_run import absolute, check_submittable
-from toolkit.run.prepare.script_paths import refuse_unfit
-from toolkit.run.records import after, awaited, changes, ownership, stop_request
+from toolkit.run.prepare.new_run import absolute, check_submittable, refuse_unfit
+from toolkit.run.records import after, awaited, changes, ownership, run_config, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
 from toolkit.slurm.commands import Slurm
@@ -163,3 +169,21 @@ def _check_change(
         configs.check_change(then, now)
     if now != then or code is not None:
         check_submittable(now, executor, code or run.code.resolve(), goes_on=True)
+
+
+def saved_rates(run: RunDir) -> tuple[int, Any]:
+    """Return the step of the run's newest readable checkpoint, and the rates that it keeps. None: it keeps none."""
+    with contextlib.suppress(CheckpointError):
+        for path in committed(run.checkpoints):
+            with contextlib.suppress(CheckpointError):
+                manifest = CheckpointFolder(run.checkpoints).manifest(path, sizes=False)
+                return manifest.step, manifest.meta.get("learning_rate")
+    return 0, None
+
+
+def changed_rate(run: RunDir, step: int, saved: Any) -> RateChange | None:
+    """Return what is to be said of the rate with which the resumed ``run`` goes on from ``saved``, if anything."""
+    try:
+        return rate_change_by(saved, step, run_config.in_force(run), run.id)
+    except (ConfigError, KeyError, TypeError, AttributeError):  # another version of the toolkit kept it
+        return None

@@ -19,8 +19,7 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord
 from toolkit.files.rundir import RunDir
-from toolkit.run.prepare.new_run import check_submittable, load, new_run
-from toolkit.run.prepare.script_paths import refuse_unfit
+from toolkit.run.prepare.new_run import check_submittable, load, new_run, refuse_unfit
 from toolkit.run.records import awaited, ownership
 from toolkit.run.records.after import names, sentence, write
 from toolkit.run.submission import executors, inside_allocation

@@ -15,7 +15,7 @@ from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import pmi
+from toolkit.nodes.start import srun
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.nodes.start.agents import Agents, Endpoint
@@ -63,7 +63,7 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
+        launcher = SrunLauncher(run, slurm, agents, container, srun.plugin(config, slurm))
     else:
         launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
     return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)

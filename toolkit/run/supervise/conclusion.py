@@ -25,7 +25,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.supervise.attempt_loop import note_cut_link
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.hang_investigation import remove_unused
+from toolkit.run.supervise.hang_watch import remove_unused
 from toolkit.run.supervise.node_care import NodeCare
 
 #: Torch may be imported from a slow file server.

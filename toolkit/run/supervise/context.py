@@ -11,6 +11,7 @@ from toolkit.base import logs, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
+from toolkit.hang import stacks
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.foreign import without_snapshot
@@ -24,7 +25,6 @@ from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
-from toolkit.run.supervise import hang_investigation
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 
@@ -135,6 +135,6 @@ class Context:
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
-        environ.update(hang_investigation.debug_environment(self.run.attempt_logs(attempt), environ))
+        environ.update(stacks.debug_environment(self.run.attempt_logs(attempt), environ))
         # a process that is forked for a foreign script must have been started with the script's own import path
         return without_snapshot(environ, self.run.code) if self.is_foreign else environ

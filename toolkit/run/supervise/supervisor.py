@@ -26,14 +26,11 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
 from toolkit.run.attempt.notify import notify
 from toolkit.run.records.ownership import Claim
-from toolkit.run.supervise import left_over
 from toolkit.run.supervise.attempt_loop import run_attempt
-from toolkit.run.supervise.beginning import has_ended, take_run
+from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run, wait_for_other_runs
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.node_care import NodeCare
-from toolkit.run.supervise.node_checks import mark_bad_nodes
-from toolkit.run.supervise.other_runs import wait_for_other_runs
+from toolkit.run.supervise.node_care import NodeCare, mark_bad_nodes
 from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
@@ -119,7 +116,7 @@ class Supervisor:
         self._look()
         if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
             self._events.put(Signalled(signal.SIGTERM))
-        left_over.close(self._context, earlier_death)
+        close_interrupted(self._context, earlier_death)
         self._journal.announce()
         ended = wait_for_other_runs(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
