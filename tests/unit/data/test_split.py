@@ -103,7 +103,7 @@ def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
 
 def test_a_data_set_of_several_chunks_is_cut_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = samples_of(5000, Share(2, 3), "hash")
-    monkeypatch.setattr("toolkit.data.sampler._CHUNK", 700)
+    monkeypatch.setattr("toolkit.data.split._CHUNK", 700)
     assert np.array_equal(samples_of(5000, Share(2, 3), "hash"), whole)
 
 
