@@ -392,10 +392,6 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 #: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
 MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
 
@@ -455,3 +451,7 @@ class NodeMonitor:
                 case _:  # a library of the driver may print, too
                     log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
         return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
