@@ -57,6 +57,9 @@ BUILT_IN = (
     "why",
 )
 
+#: Those of them that bring sections of a config. The others need not be imported where a config is read.
+WITH_SECTIONS = ("local_sgd", "parameter_server", "pipeline")
+
 log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
@@ -187,11 +190,11 @@ def with_trait(trait: str) -> tuple[str, ...]:
 
 def sections(above: str) -> Iterator[tuple[str, Any]]:
     """Yield name and dataclass of the plugins' sections that belong below the section ``above``."""
-    for plugin in built_in():
-        for key in plugin.sections:
+    for plugin in _load_built_in(WITH_SECTIONS):
+        for key, place in plugin.sections.items():
             prefix, _, name = key.rpartition(".")
             if prefix == above:
-                yield name, find("sections", key)
+                yield name, load(place)
 
 
 def is_missing(name: str) -> bool:
@@ -233,7 +236,7 @@ def load(path: str) -> Any:
 @cache
 def built_in() -> tuple[Plugin, ...]:
     """Return the core and the plugins that come with it, as far as they are installed."""
-    return (CORE, *_load((name, f"toolkit.plugins.{name}.plugin") for name in BUILT_IN))
+    return (CORE, *_load_built_in(BUILT_IN))
 
 
 @cache
@@ -248,6 +251,10 @@ def plugins() -> tuple[Plugin, ...]:
         else:
             found.append(plugin)
     return tuple(found)
+
+
+def _load_built_in(names: Iterable[str]) -> Iterator[Plugin]:
+    return _load((name, f"toolkit.plugins.{name}.plugin") for name in names)
 
 
 def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:

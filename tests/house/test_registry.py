@@ -227,6 +227,10 @@ def test_a_key_of_a_plugin_that_is_not_installed_names_it(override: str, says: s
     assert says in done.stdout
 
 
+def test_the_plugins_with_sections_are_those_that_the_config_asks() -> None:
+    assert {plugin.name for plugin in registry.built_in() if plugin.sections} == {*registry.WITH_SECTIONS}
+
+
 def test_what_the_plugins_bring_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
     kinds: tuple[registry.Kind, ...] = get_args(registry.Kind)
