@@ -40,7 +40,8 @@ from toolkit.train.checkpoints import USER_LOOP, Checkpoints
 from toolkit.train.feed import Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
 from toolkit.train.handed_over import is_compiled
 from toolkit.train.loss_windows import gather_json, means_by_tag
-from toolkit.train.user_steps import UserState, UserSteps
+from toolkit.train.user_state import UserState
+from toolkit.train.user_steps import UserSteps
 
 #: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -168,7 +169,8 @@ class TrainingRun(UserSteps):
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
-        self._state = UserState(objects, self._session, self._window)
+        session = self._session
+        self._state = UserState(objects, session.rank, session.world_size, session.device, self._window)
         self._accumulation = self._state.accumulation
         # A resume is refused where any of this has changed.
         identity: dict[str, Json] = {"kind": USER_LOOP}

@@ -11,22 +11,21 @@ import torch
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, StoppedError
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, schema
 from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry, Json
+from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.describe import config_hparams, swept_hparams
 from toolkit.train.handed_over import Accumulation
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_windows import LogWindow
 from toolkit.train.not_finite import weights_are_finite
-from toolkit.train.resumable import Resumables
 from toolkit.train.same_calls import SameCalls
 from toolkit.train.state import trace_if_asked
+from toolkit.train.user_state import UserState
 
 log = logs.get(__name__)
 
@@ -230,28 +229,3 @@ class UserSteps:
                 f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
             )
         return self._life
-
-
-class UserState(Resumables):
-    """The objects that a loop hands over, with the window of its logged means."""
-
-    def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
-        super().__init__(objects, session.rank, session.world_size, session.device)
-        self._window = window
-        self._is_loaded = False
-        self._objects = list(objects.values())
-
-    def has_filled(self, thing: object) -> bool:
-        """True if ``thing`` was handed over and filled from a checkpoint."""
-        return self._is_loaded and any(thing is found for found in self._objects)
-
-    def state(self) -> dict[str, Entry]:
-        return {**super().state(), **self._window.state()}
-
-    def places(self, manifest: Manifest) -> dict[str, Entry]:
-        return {**super().places(manifest), **self._window.places(manifest.meta.get("logged", []))}
-
-    def loaded(self, values: Mapping[str, Json]) -> None:
-        super().loaded(values)
-        self._window.loaded()
-        self._is_loaded = True

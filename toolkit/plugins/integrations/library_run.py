@@ -24,7 +24,7 @@ from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loss_windows import means_by_tag
 from toolkit.train.user_loop import TrainingRun, join_once
-from toolkit.train.user_steps import UserState
+from toolkit.train.user_state import UserState
 
 log = logs.get(__name__)
 
@@ -53,7 +53,7 @@ class LibraryRun(TrainingRun):
         self._trace = None
         self._values: dict[str, Tensor | float] = {}
         self._is_finished = False
-        self._state = UserState({}, session, self._window)
+        self._state = UserState({}, session.rank, session.world_size, session.device, self._window)
         self._is_checked = True  # the library saves, and there is no collective of ours between its own
         checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
 

@@ -32,7 +32,7 @@ from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.models import SUFFIX, ExtraState, refuse_copies
 from toolkit.train import plain_state
 from toolkit.train.handed_over import Accumulation, Frozen, Unsaved, bare, bare_optimizer, is_metric
-from toolkit.train.loss_windows import gather_json
+from toolkit.train.loss_windows import LogWindow, gather_json
 from toolkit.train.plain_state import OptimizerSlots
 
 log = logs.get(__name__)
@@ -49,15 +49,19 @@ class HasStateDict(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Resumables:
-    """The objects that a loop hands over by name, in the order of their filling.
+class UserState:
+    """The objects that a loop hands over by name, in the order of their filling, and the window of its logged means.
 
     It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
     """
 
-    def __init__(self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device, window: LogWindow
+    ) -> None:
         """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
         self._rank, self._world_size, self._device = rank, world_size, device
+        self._window = window
+        self._objects, self._is_loaded = list(objects.values()), False
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
@@ -101,6 +105,10 @@ class Resumables:
         """Return the models, without wrappers."""
         return list(self._modules.values())
 
+    def has_filled(self, thing: object) -> bool:
+        """True if ``thing`` was handed over and filled from a checkpoint."""
+        return self._is_loaded and any(thing is found for found in self._objects)
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers, without wrappers."""
@@ -122,6 +130,9 @@ class Resumables:
 
     def state(self) -> dict[str, Entry]:
         """Return everything as it is now, live; a collective."""
+        return {**self._entries(), **self._window.state()}
+
+    def _entries(self) -> dict[str, Entry]:
         entries = self._weights()
         entries |= self._buffers(entries.keys())
         entries |= self._frozen.entries()
@@ -147,7 +158,7 @@ class Resumables:
 
     def check(self) -> None:
         """Raise now what the next save would: for a state of other types, and replicas that differ. A collective."""
-        state = Resumables.state(self)
+        state = self._entries()
         for name, each in state.items():
             if isinstance(each.value, Tensor):
                 check_plain(name, each.value)
@@ -254,7 +265,7 @@ class Resumables:
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
             other.filled = plain_state.places_of(at, manifest)
             entries |= plain_state.entries_of(at, kind, None, other.filled)
-        return entries
+        return {**entries, **self._window.places(manifest.meta.get("logged", []))}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
@@ -277,6 +288,8 @@ class Resumables:
         for name, other in self._others.items():
             own = _place(name, self._rank)
             other.put_together(values[own] if own in values else values[_place(name)])
+        self._window.loaded()
+        self._is_loaded = True
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """See :meth:`toolkit.strategies.protocol.Strategy.sum`."""

@@ -23,18 +23,19 @@ from toolkit.train.checkpoints import USER_LOOP, log_what_differs
 from toolkit.train.feed import IterableFeed, seeder
 from toolkit.train.handed_over import Unsaved
 from toolkit.train.loss_windows import LogWindow
-from toolkit.train.resumable import Resumables
+from toolkit.train.user_state import UserState
 
 
-def handed_over(**objects: Any) -> Resumables:
-    return Resumables(objects, 0, 1, torch.device("cpu"))
+def handed_over(**objects: Any) -> UserState:
+    cpu = torch.device("cpu")
+    return UserState(objects, 0, 1, cpu, LogWindow(0, cpu))
 
 
 @pytest.fixture(autouse=True)
 def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no process group: what is sent stays."""
-    monkeypatch.setattr("toolkit.train.resumable.broadcast_tensors", lambda tensors, source: None)
-    monkeypatch.setattr("toolkit.train.resumable.gather_rows", lambda row: row[None])
+    monkeypatch.setattr("toolkit.train.user_state.broadcast_tensors", lambda tensors, source: None)
+    monkeypatch.setattr("toolkit.train.user_state.gather_rows", lambda row: row[None])
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_extra_state_may_be_a_new_tensor_each_time() -> None:
 
 
 def test_lists_of_tensors_in_an_optimizer_come_back(checkpoints: CheckpointFolder) -> None:
-    def begun() -> tuple[nn.Linear, torch.optim.LBFGS, Resumables]:
+    def begun() -> tuple[nn.Linear, torch.optim.LBFGS, UserState]:
         torch.manual_seed(1)
         model = nn.Linear(2, 2)
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
@@ -259,7 +260,7 @@ def test_an_average_has_the_names_of_the_model_that_it_averages(checkpoints: Che
 
 
 def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints: CheckpointFolder) -> None:
-    def begun() -> tuple[Resumables, DataLoader[Any], torch.Generator]:
+    def begun() -> tuple[UserState, DataLoader[Any], torch.Generator]:
         generator = torch.Generator().manual_seed(5)
         loader = DataLoader(TensorDataset(torch.arange(16)), 2, shuffle=True, generator=generator)
         return handed_over(model=nn.Linear(1, 1), generator=generator), loader, generator
