@@ -38,12 +38,12 @@ class Copying:
 #: Stands for the agent's program, on a node where no process can be forked for a helper.
 FORKLESS_AGENT = """
 import errno, pathlib, sys
-from toolkit.nodes.agent import gpus, helpers, node, node_monitor
+from toolkit.nodes.agent import gpus, helpers, node
 def fail(*_, **__):
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 helpers.start_child = fail
 gpus.DRIVER = pathlib.Path("/")
-node_monitor.MONITOR_AFTER_S = 0.0
+node.MONITOR_AFTER_S = 0.0
 node.main(sys.argv[1:])
 """
 

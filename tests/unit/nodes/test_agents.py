@@ -269,10 +269,10 @@ def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
 #: Stands for the agent's program: one whose node is found sick at once.
 SICK_AGENT = """
 import sys
-from toolkit.nodes.agent import node, node_monitor
+from toolkit.nodes.agent import node
 SICK = '''echo a driver says something; echo 3; echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
-node_monitor.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
-node_monitor.MONITOR_AFTER_S = 0.0
+node.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
+node.MONITOR_AFTER_S = 0.0
 node.main(sys.argv[1:])
 """
 
