@@ -46,6 +46,7 @@ BUILT_IN = (
     "parameter_server",
     "profile",
     "pipeline",
+    "pruning",
     "report",
     "second_place",
     "site",
@@ -110,7 +111,8 @@ class Plugin:
       `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
       ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
       that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
-      record steps of a rank, ``muon`` makes that optimizer,
+      record steps of a rank, ``muon`` makes that optimizer, ``prune`` the
+      masks of pruned weights (`toolkit.strategies.update.apply`),
       ``initial_weights`` reads those of `model.init_from`,
       ``on_request`` does what a user asks for, see `toolkit.train.lifecycle.Requests`.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.

@@ -211,6 +211,7 @@ def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
     [
         ("strategy.pipeline.schedule=gpipe", "strategy.pipeline needs the plugin pipeline, which is not installed"),
         ("strategy.name=local_sgd", "strategy.name: local_sgd needs the plugin local_sgd, which is not installed"),
+        ("train.pruning={amount: 0.5, end_step: 9}", "train.pruning.amount needs the plugin pruning, which is not ins"),
         ("strategy.pipelin.schedule=gpipe", "unknown key 'strategy.pipelin'"),
     ],
 )

@@ -209,6 +209,8 @@ def _check_data(config: JobConfig) -> None:
 def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     """Refuse what this strategy cannot do between the gradients and the weights of a step. Raises ConfigError."""
     checks_of(strategy.name).step(train, strategy)
+    if train.pruning.amount and registry.where("hooks", "prune") is None:
+        raise ConfigError("train.pruning.amount needs the plugin pruning, which is not installed; set it to 0")
     # Single keys that go with some strategies only.
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")

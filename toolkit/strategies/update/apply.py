@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
+from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
@@ -24,9 +25,9 @@ from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_ten
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import local
 from toolkit.strategies.models import refuse_copies, statistics
+from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients, Total
 from toolkit.strategies.update.optimizer_state import OptimizerState
-from toolkit.strategies.update.weights import Average, Pruning
 
 log = logs.get(__name__)
 
@@ -84,7 +85,9 @@ class Update:
                 "or AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
             )
         self._buffers = _Buffers(self._parts) if leaves_out else None
-        self._pruning = Pruning(model, train.pruning, total) if train.pruning.amount else None
+        self._pruning = None
+        if train.pruning.amount:
+            self._pruning = registry.needed("prune", "train.pruning.amount")(model, train.pruning, total)
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
     def begin(self) -> None:
