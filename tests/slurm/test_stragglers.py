@@ -29,10 +29,10 @@ FROZEN_S, PERIOD_S = 0.12, 0.16
 #: The reference job, slowed down, and "for long" brought down to the seconds of a test.
 QUICK = """
 from functools import partial
-from toolkit.metrics import pace
+from toolkit.metrics import stragglers
 from jobs import slow
 def main(config):
-    pace.Stragglers = partial(pace.Stragglers, span_s=4.0)
+    stragglers.Stragglers = partial(stragglers.Stragglers, span_s=4.0)
     return slow.main(config)
 """
 
