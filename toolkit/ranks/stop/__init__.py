@@ -31,7 +31,6 @@ round.
 """
 
 from toolkit.ranks.stop.gate import Gate, Hang
-from toolkit.ranks.stop.rounds import PREFIX, STOP, propose
-from toolkit.ranks.stop.transport import MemoryStore, Transport
+from toolkit.ranks.stop.rounds import PREFIX, STOP, MemoryStore, Transport, propose
 
 __all__ = ["PREFIX", "STOP", "Gate", "Hang", "MemoryStore", "Transport", "propose"]

@@ -13,8 +13,17 @@ from typing import NamedTuple
 
 from toolkit.base import logs
 from toolkit.base.errors import ToolkitError
-from toolkit.ranks.stop.rounds import PREFIX, STOP, Ack, Round, acknowledge, find_missing, parse_proposal, propose
-from toolkit.ranks.stop.transport import Transport
+from toolkit.ranks.stop.rounds import (
+    PREFIX,
+    STOP,
+    Ack,
+    Round,
+    Transport,
+    acknowledge,
+    find_missing,
+    parse_proposal,
+    propose,
+)
 
 #: torch's store complains on stderr when a wait times out, so an idle watcher waits practically for ever.
 IDLE_S = 86_400.0
