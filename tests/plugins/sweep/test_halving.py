@@ -19,7 +19,7 @@ from toolkit.plugins.sweep.halving import Halving, worse_than
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Stop
 from toolkit.run.attempt.verdict import judge
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.supervise.stop_path import StopPath
 
 

@@ -15,7 +15,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.run.job import nodes
-from toolkit.run.job.fate import fate_of_row
+from toolkit.run.job.slurm_job import fate_of_row
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import batch_host_watch, follow_up

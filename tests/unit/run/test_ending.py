@@ -13,7 +13,7 @@ from toolkit.files.run_files import FirstFailure, RunProgress
 from toolkit.metrics import goodput
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
 from toolkit.run.attempt.verdict import judge, unfit_nodes
-from toolkit.run.job.fate import JobFate, fate_of_row
+from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.slurm.jobs import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)

@@ -18,7 +18,7 @@ from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up

@@ -36,8 +36,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.fate import JobFate
 from toolkit.run.job.nodes import Nodes, remembered
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import changes, ownership, stop_request, submitted_run
 from toolkit.run.records.changes import Change
 from toolkit.run.records.ownership import Claim, Overtaken

@@ -14,8 +14,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.job.nodes import BadNode, Nodes
+from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent

@@ -13,9 +13,8 @@ from toolkit.base import fsio, log_text
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.error_files import explained, read_error_files, report_of
 from toolkit.run.attempt.facts import RankFailure, first_failure
-from toolkit.run.attempt.script_errors import explained, report_of
 
 HEAD = 'Traceback (most recent call last):\n  File "/p/train.py", line 4, in load\n    raise error\n'
 #: The end of a torchrun whose child has raised HEAD's exception.

@@ -11,8 +11,8 @@ from functools import cached_property
 from toolkit.files.run_files import AttemptStatus, RunProgress, RunResult, RunState, Start
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.facts import RankFailure, Stop
-from toolkit.run.job.fate import JobFate
 from toolkit.run.job.nodes import BadNode
+from toolkit.run.job.slurm_job import JobFate
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from toolkit.files.run_files import FirstFailure
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 
 
 class Cause(StrEnum):

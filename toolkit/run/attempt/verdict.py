@@ -19,7 +19,7 @@ from itertools import takewhile
 from toolkit.base.errors import EXIT_STOPPED
 from toolkit.files.run_files import HALVED
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Past, RankFailure, Stop, Verdict, first_failure
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 
 #: A verdict's line names at most this many connections that could not be made.
 MOST_LINKS = 4

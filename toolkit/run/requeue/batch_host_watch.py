@@ -28,7 +28,7 @@ from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
-from toolkit.run.job.fate import JobFate, fate_of_row
+from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import EXCLUDE_S, take_back, to_exclude

@@ -13,8 +13,8 @@ from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.fate import JobFate, fate_of_row
 from toolkit.run.job.nodes import BadNode, Nodes
+from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue import follow_up

@@ -12,7 +12,7 @@ from toolkit.base import logs
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.records import ownership

@@ -22,7 +22,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.attempt.verdict import requeues_in_vain
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import after, awaited, stop_request
 from toolkit.run.records.awaited import Outlook
 from toolkit.run.records.stop_request import Intent

@@ -11,7 +11,7 @@ from dataclasses import replace
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files.run_files import STOPPED_PHASE, RunState
-from toolkit.run.attempt import advice, script_errors
+from toolkit.run.attempt import advice, error_files
 from toolkit.run.attempt import verdict as ending
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
@@ -20,7 +20,7 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.attempt.notify import notify
 from toolkit.run.attempt.verdict import judge
 from toolkit.run.job import node_history
-from toolkit.run.job.fate import JobFate
+from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.supervise.attempt_loop import note_cut_link
@@ -85,7 +85,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
 def add_error_files(context: Context, attempt: Attempt) -> None:
     """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
     if context.is_foreign:
-        attempt.failures = script_errors.explained(context.run, attempt, context.config.secrets)
+        attempt.failures = error_files.explained(context.run, attempt, context.config.secrets)
     reported: dict[int, RankFailure] = {}
     hosts = attempt.rank_hosts
     for failure in read_error_files(context.run.attempt_logs(attempt.number)):
