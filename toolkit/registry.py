@@ -106,6 +106,7 @@ class Plugin:
       `toolkit.cli.run_facts`. ``shell_completion``: the words that a shell may complete, see `toolkit.cli.main`.
       ``sweep_rows``: the rows of sweeps in a listing, ``may_start_again``: whether a run that has ended may come back,
       ``watch_attempt``: ends runs that are worse than others (`toolkit.run.supervise.attempt_loop`).
+      ``check_nodes``: finds nodes that must not be used, see `toolkit.run.supervise.supervisor`.
       ``prepare_nodes``: what is done on the nodes before the first attempt, see
       `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it, see
       `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.

@@ -17,11 +17,10 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.health import CheckAnswer, CheckRequest, ok
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import preflight
 from toolkit.nodes.start.agents import NodeAnswered
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, ok, preflight
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 

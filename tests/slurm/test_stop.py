@@ -584,7 +584,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
 def test_a_controller_that_was_away_at_the_end_of_checks_only_delays_the_ranks(site: Site) -> None:
     """The agents have started by then, and nothing more is asked of it."""
     run = submit(site, slow_project(site, 0.01), "train.max_steps=50")
-    checks = "toolkit.health"
+    checks = "toolkit.plugins.site.checks"
     wait_for(lambda: any(checks in command for _, command in site.processes()), START_S, "the checks of the nodes")
     site.box._stop_daemon("login", "slurmctld")
     try:

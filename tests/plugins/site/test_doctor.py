@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.main import main
-from toolkit.health import Finding
-from toolkit.health.verdict import Heard, judge
 from toolkit.plugins.site import doctor
+from toolkit.plugins.site.checks import Finding
+from toolkit.plugins.site.checks.verdict import Heard, judge
 
 
 @pytest.fixture(autouse=True)

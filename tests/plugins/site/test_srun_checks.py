@@ -10,10 +10,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from toolkit.health import CheckAnswer, CheckRequest, Finding, ok
-from toolkit.health.verdict import NodesReport, judge
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 from toolkit.plugins.site import srun_checks
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok
+from toolkit.plugins.site.checks.verdict import NodesReport, judge
 from toolkit.plugins.site.srun_checks import ask_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]

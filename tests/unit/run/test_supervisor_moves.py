@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
-from tests.unit.run.test_supervisor_nodes import HOSTS, network, preflight, run, slurm  # noqa: F401
+from tests.unit.run.test_supervisor_nodes import HOSTS, network, run, slurm  # noqa: F401
 from toolkit.base.errors import SlurmRefusedError
 from toolkit.cli import run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,12 @@ import pytest
 
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio, outages
 from toolkit.base.errors import EXIT_STOPPED, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.files import records, rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.health.verdict import NodesReport
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
@@ -37,7 +35,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.run.supervise import attempt_loop, beginning, conclusion, entry, node_care
+from toolkit.run.supervise import attempt_loop, beginning, conclusion, entry
 from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
@@ -67,21 +65,6 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
 
 
-class Preflight:
-    """Checks that find the nodes of ``bad`` bad. ``meanwhile`` is called during them."""
-
-    def __init__(self) -> None:
-        self.bad: dict[str, str] = {}
-        self.unknown: tuple[str, ...] = ()
-        self.meanwhile: Callable[[], None] = lambda: None
-        self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
-
-    def __call__(self, folder: Path, job: Allocation, *_: object) -> NodesReport:
-        self.asked.append((job.hosts, job.tasks))
-        self.meanwhile()
-        return NodesReport(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
-
-
 class PlayedAgents(NodeAgents):
     """The agents of a job whose nodes are all there. A question calls ``say_unanswered``."""
 
@@ -95,13 +78,6 @@ class PlayedAgents(NodeAgents):
 
 
 AGENTS: Any = PlayedAgents()
-
-
-@pytest.fixture(autouse=True)
-def preflight(monkeypatch: pytest.MonkeyPatch) -> Preflight:
-    preflight = Preflight()
-    monkeypatch.setattr(node_care, "check_nodes", preflight)
-    return preflight
 
 
 def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fewer: bool = False) -> int:
@@ -156,40 +132,6 @@ class UnheardKill(Ranks):
         AGENTS.silent_hosts = frozenset({"dead"})
         living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
         self.events.put(RanksExited(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
-
-
-@pytest.mark.parametrize("is_killed", [True, False])
-@pytest.mark.parametrize("first", ["node1", "dead"])
-def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
-    run: RunDir,
-    slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    preflight: Preflight,
-    first: str,
-    is_killed: bool,
-) -> None:
-    """Before, some nodes were never asked, and the run waited for them without end. They were the node of rank 0, and
-    all nodes of an attempt that was being killed. The death itself may be why other ranks crash. Where the batch host
-    is bad, rank 0 is on another node."""
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
-    monkeypatch.setattr(AGENTS, "silent_hosts", frozenset())
-    allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
-    preflight.bad = {} if first == "node1" else {"node1": "its disk is full"}
-
-    def falls_silent(ranks: Ranks) -> None:
-        ranks.report(step=10, step_start=0)
-        if is_killed:
-            ranks.events.put(RanksExited((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
-        else:
-            AGENTS.silent_hosts = frozenset({"dead"})
-
-    config = JobConfig()
-    config.cluster.spare_nodes = 2
-    config.retry.allow_fewer_nodes = True
-    ranks = UnheardKill(falls_silent, completes)
-    assert Supervisor(run, config, allocation, ranks, slurm, AGENTS).run() == 0
-    assert run.attempts()[0].nodes[0] == first
-    assert run.attempts()[0].lost_nodes == ("dead",)
 
 
 def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
@@ -613,65 +555,6 @@ def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir,
 # ---------------------------------------------------------------------------------------------------------- preflight
 
 
-def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
-    preflight.bad = {"node1": "the disk is full"}
-    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
-    assert preflight.asked == [(HOSTS, (1, 1, 0))]
-    assert run.attempts()[0].nodes == ("node2", "node3")
-    assert run.status().bad_nodes == {"node1": "the disk is full"}
-
-
-def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
-    run: RunDir, slurm: FakeSlurm, preflight: Preflight
-) -> None:
-    ranks = Ranks(completes)
-    preflight.bad = {"node1": "the disk is full"}
-    preflight.meanwhile = lambda: ranks.events.put(
-        NodeAnswered("node3", {"text": "", "began": 0.0, "ended": 0.0}, 0.0, 0.0)
-    )
-    assert supervise(run, slurm, ranks, spare=1) == 0
-    assert run.attempts()[0].nodes == ("node2", "node3")
-
-
-def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
-    run: RunDir, slurm: FakeSlurm, preflight: Preflight
-) -> None:
-    preflight.bad = {"node2": "its clock is off"}
-    assert supervise(run, slurm, Ranks()) == 75
-    (line,) = run.attempts()
-    assert (line.cause, line.decision) == ("node_failure", "requeue")
-    assert "node2: its clock is off" in line.line
-    assert slurm.excluded == {"1": "node2"}
-
-
-@pytest.mark.parametrize(
-    ("what", "cause", "code"),
-    [(FakeSlurm.cancel, "cancelled", 1), (FakeSlurm.preempt, "preempted", 75)],
-)
-def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
-    run: RunDir,
-    slurm: FakeSlurm,
-    preflight: Preflight,
-    what: Callable[[FakeSlurm, str], None],
-    cause: str,
-    code: int,
-) -> None:
-    def ends() -> None:
-        what(slurm, "1")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    preflight.bad = {"node2": "it did not answer", "node3": "it did not answer"}
-    preflight.meanwhile = ends
-    assert supervise(run, slurm, Ranks()) == code
-    (line,) = run.attempts()
-    assert (line.cause, line.step_end) == (cause, None)
-    assert run.status().bad_nodes == {}
-    assert slurm.excluded == {}
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
-
-
 @pytest.mark.parametrize(("is_preempted", "cause"), [(True, "preempted"), (False, "completed")])
 def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
     run: RunDir, slurm: FakeSlurm, is_preempted: bool, cause: str
@@ -858,30 +741,6 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch
     assert [line.cause for line in run.attempts()] == ["stopped"]
 
 
-def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
-    slurm.nodes_to_spare = 0
-    preflight.bad = {"node2": "its clock is off"}
-    codes = []
-    for _ in range(3):
-        codes.append(supervise(run, slurm, Ranks(completes)))
-        slurm.advance(200)
-        if slurm.show_job("1").state == "PENDING":
-            slurm.start("1", "node[1-3]")
-    assert codes == [75, 75, 0]
-    assert run.result().state == "completed"
-
-
-@pytest.mark.parametrize("is_dead", [True, False])
-def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
-    run: RunDir, slurm: FakeSlurm, preflight: Preflight, monkeypatch: pytest.MonkeyPatch, is_dead: bool
-) -> None:
-    preflight.unknown = ("node2",)
-    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
-    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
-    assert run.attempts()[0].nodes == ("node1", "node3" if is_dead else "node2")
-    assert list(run.status().bad_nodes) == (["node2"] if is_dead else [])
-
-
 def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -910,14 +769,6 @@ def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, sl
 
     assert supervise(run, slurm, Ranks(fails, completes)) == 0
     assert "no connection from node2 to node1" in run.attempts()[0].line
-
-
-def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
-    config = JobConfig()
-    config.cluster.preflight = False
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
-    assert preflight.asked == []
 
 
 def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
@@ -1019,24 +870,6 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
         entry.supervise(str(run.path), "slurm")
     slurm.finish(job, exit_code=EXIT_STOPPED)
     assert slurm.show_job(job).state == state
-
-
-@pytest.mark.parametrize("spare", [0, 1])
-def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, spare: int
-) -> None:
-    asked: list[Sequence[str]] = []
-
-    def slow_gpus(agents: object, job: Allocation, events: object) -> dict[str, str]:
-        asked.append(job.hosts)
-        return {}
-
-    monkeypatch.setattr(registry, "find", lambda kind, name: slow_gpus if name == "slow_gpus" else None)
-    config = JobConfig()
-    config.cluster.spare_nodes = spare
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus=(2,) * 3, job_id="1")
-    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
-    assert asked == [HOSTS] * spare
 
 
 def test_a_job_without_the_gpus_of_the_config_says_so(

@@ -13,11 +13,11 @@ from toolkit.base import logs
 from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest, speed
-from toolkit.health.verdict import NodesReport, judge, prevented
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import LineChannel, open_channel
-from toolkit.nodes.start.preflight import SharedFolder, command
+from toolkit.plugins.site.checks import FIRST_NODE, LAUNCHER, CheckRequest, speed
+from toolkit.plugins.site.checks.preflight import SharedFolder, command
+from toolkit.plugins.site.checks.verdict import NodesReport, judge, prevented
 from toolkit.plugins.site.proof import prove
 from toolkit.plugins.site.slurm_site import USED, missing_programs, read_site
 from toolkit.plugins.site.srun_checks import Start, ask_nodes

@@ -10,4 +10,5 @@ PLUGIN = Plugin(
         "init": "toolkit.plugins.site.commands.init",
         "resume-check": "toolkit.plugins.site.commands.resume_check",
     },
+    hooks={"check_nodes": "toolkit.plugins.site.checks.preflight:mark_bad_nodes"},
 )

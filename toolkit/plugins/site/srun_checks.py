@@ -12,12 +12,12 @@ from dataclasses import replace
 from queue import Empty
 
 from toolkit.base import hostlist
-from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
-from toolkit.health.verdict import Heard
 from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
-from toolkit.nodes.start.preflight import LIMIT_S
 from toolkit.nodes.start.srun import parse_srun_line
+from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, CheckRequest
+from toolkit.plugins.site.checks.preflight import LIMIT_S
+from toolkit.plugins.site.checks.verdict import Heard
 
 #: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0

@@ -30,7 +30,7 @@ from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run, wait_for_other_runs
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.node_care import NodeCare, mark_bad_nodes
+from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
@@ -132,7 +132,8 @@ class Supervisor:
         for preparation in preparations:
             preparation.begin()
         self._context.prepare_requeue()
-        mark_bad_nodes(self._context)
+        if check_nodes := registry.find("hooks", "check_nodes"):
+            check_nodes(self._context)
         plan = self._nodes.plan()  # without nodes that are bad
         for preparation in preparations:
             preparation.wait(() if plan is None else plan.hosts, self._events)

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from toolkit.base import fsio
-from toolkit.health import CheckAnswer, CheckRequest, Finding, ok, storage
-from toolkit.health.verdict import Heard, NodesReport, judge
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import preflight
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
-from toolkit.nodes.start.preflight import check_nodes
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok, preflight, storage
+from toolkit.plugins.site.checks.preflight import check_nodes
+from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 

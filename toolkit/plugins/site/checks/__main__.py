@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from toolkit.base import hostlist
-from toolkit.health import (
+from toolkit.plugins.site.checks import (
     ASKING_LIMIT_S,
     FIRST_NODE,
     LAUNCHER,

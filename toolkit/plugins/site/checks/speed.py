@@ -12,10 +12,10 @@ import hashlib
 import time
 from collections.abc import Callable
 
-from toolkit.health import Finding, ok
+from toolkit.plugins.site.checks import Finding, ok
 
 CORE, MEMORY = "core speed", "memory speed"
-#: The checks whose figures `toolkit.health.verdict` compares.
+#: The checks whose figures `toolkit.plugins.site.checks.verdict` compares.
 SPEEDS = (CORE, MEMORY)
 #: Bytes that no cache holds, and the seconds in which each speed is measured as often as possible. The best one counts.
 MEMORY_BYTES, FOR_S = 32 << 20, 0.25

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from toolkit import health
 from toolkit.base.errors import ToolkitError
-from toolkit.health import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
-from toolkit.health.host import Process, Use
+from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
+from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.slurm import network
 
 ROOT = Path(__file__).parents[3]
@@ -242,7 +243,7 @@ SMI = "".join(f"{index}, GPU-{index}a5c, {used}, 81559\n" for index, used in enu
 USED = SMI.replace("1, GPU-1a5c, 4,", "1, GPU-1a5c, 40000,")
 
 
-def smi(memory: str, apps: str = "") -> devices.Ask:
+def smi(memory: str, apps: str = "") -> health.Ask:
     return lambda arguments: memory if "memory" in arguments[0] else apps
 
 
@@ -355,7 +356,7 @@ def answer(**request: object) -> CheckAnswer:
     """Return what one node prints, run as on a node."""
     content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-S", "-P", "-m", "toolkit.health", json.dumps(content | request)],
+        [sys.executable, "-S", "-P", "-m", "toolkit.plugins.site.checks", json.dumps(content | request)],
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base import proc_stat
-from toolkit.health import Finding, Severity, ok
+from toolkit.plugins.site.checks import Finding, Severity, ok
 
 #: TCPStore looks up its peers' addresses, and each rank waits for that.
 LOOK_UP_WARNING_S = 1.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.health import Finding, ok
+from toolkit.health import Ask, ask_smi
+from toolkit.plugins.site.checks import Finding, ok
 from toolkit.slurm import network
 
 #: Shares of a GPU's memory. The driver itself takes some hundred MiB; more than these shares belongs to a process.
@@ -25,25 +25,6 @@ class Gpu:
     uuid: str
     used: float
     total: float
-
-
-Ask = Callable[[Sequence[str]], str | None]
-
-
-def ask_smi(arguments: Sequence[str]) -> str | None:
-    """Return what nvidia-smi prints; None if there is no nvidia-smi.
-
-    Raises OSError or subprocess.SubprocessError.
-    """
-    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
-    if program is None:
-        return None
-    command = [program, *arguments, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        words = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no word"]
-        raise subprocess.SubprocessError(f"nvidia-smi failed with exit code {done.returncode}: {words[0]}")
-    return done.stdout
 
 
 def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: Path = Path("/dev")) -> list[Finding]:

@@ -1,6 +1,7 @@
 """The preflight: each agent checks its node once, and their answers are compared.
 
 The checks run beside the import of torch on each node, so they do not delay a start where they end before it.
+The supervisor uses no node that they find bad, and one that they find slow only if there is no other.
 """
 
 from __future__ import annotations
@@ -8,22 +9,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from toolkit.base import fsio
-from toolkit.health import CheckAnswer, CheckRequest, Finding, bare_python, storage
-from toolkit.health.verdict import Heard, NodesReport, judge, prevented
+from toolkit import registry
+from toolkit.base import fsio, logs
+from toolkit.health import bare_python
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, storage
+from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
+from toolkit.run.attempt import verdict
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.stop_path import is_being_ended
 
 #: A node that has not answered within this time is unknown.
 LIMIT_S = 30.0
@@ -71,7 +78,7 @@ def check_nodes(
 
 def command(request: CheckRequest) -> list[str]:
     """Return the command that makes the checks of ``request`` on its own node."""
-    return bare_python("toolkit.health.__main__", json.dumps(asdict(request)))
+    return bare_python("toolkit.plugins.site.checks.__main__", json.dumps(asdict(request)))
 
 
 def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: float) -> tuple[list[Heard], list[str]]:
@@ -188,3 +195,35 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
     if isinstance(answer, OSError):
         raise answer
     return answer
+
+
+log = logs.get(__name__)
+
+
+def mark_bad_nodes(context: Context) -> None:
+    """Mark the nodes that the preflight finds bad as unusable.
+
+    A job that was requeued for bad nodes twice, in vain, takes what it gets: it may well run.
+    """
+    agents, nodes = context.agents, context.nodes
+    if not context.config.cluster.preflight or context.job.slurm is None or agents is None:
+        return
+    # Spare nodes are checked too, with no ranks on them.
+    job, spare = context.allocation, context.config.cluster.spare_nodes
+    checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
+    report = check_nodes(context.run.path, checked, agents, context.events)
+    if not report.is_fine and is_being_ended(context):
+        return  # what ends the job ended the checks, too: they say nothing about the nodes
+    for line in report.summary():
+        log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
+    if verdict.fruitless_requeues(context.journal.history()) >= verdict.MAX_FRUITLESS_REQUEUES:
+        return
+    nodes.doubt(report.slow)
+    # Slow GPUs only matter where a spare can take their place.
+    if spare and (slow_gpus := registry.find("hooks", "slow_gpus")) is not None:
+        nodes.doubt(slow_gpus(agents, job, context.events))
+    # A node that did not answer is bad only if its slurmd does not answer either.
+    dead = context.job.unreachable(report.unknown) if report.unknown else set()
+    bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
+    for host, why in bad.items():
+        nodes.condemn(host, why)

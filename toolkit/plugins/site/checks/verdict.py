@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.base import hostlist
-from toolkit.health import CheckAnswer, Finding, Severity, ok
-from toolkit.health.speed import SPEEDS
+from toolkit.plugins.site.checks import CheckAnswer, Finding, Severity, ok
+from toolkit.plugins.site.checks.speed import SPEEDS
 
 #: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
 #: refused.

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from toolkit.base import fsio
-from toolkit.health import Finding, ok
+from toolkit.plugins.site.checks import Finding, ok
 
 #: With NFS a node may see a new file this much later than the node that wrote it.
 SEEN_WITHIN_S = 3.0
