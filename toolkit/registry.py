@@ -36,20 +36,22 @@ BUILT_IN = (
     "inference",
     "init_from",
     "integrations",
-    "local_sgd",
     "live",
+    "local_sgd",
     "logs",
     "memory",
     "mpi",
     "muon",
     "new",
     "parameter_server",
-    "profile",
     "pipeline",
+    "profile",
     "pruning",
     "report",
     "second_place",
+    "silent_scripts",
     "site",
+    "spares",
     "staging",
     "sweep",
     "tokens",
@@ -102,20 +104,7 @@ class Plugin:
     * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
-    * ``hooks``: what the core calls where it is there. ``cause_of_end``: what ended a run, see
-      `toolkit.cli.run_facts`. ``shell_completion``: the words that a shell may complete, see `toolkit.cli.main`.
-      ``sweep_rows``: the rows of sweeps in a listing, ``may_start_again``: whether a run that has ended may come back,
-      ``watch_attempt``: ends runs that are worse than others (`toolkit.run.supervise.attempt_loop`).
-      ``check_nodes``: finds nodes that must not be used, see `toolkit.run.supervise.supervisor`.
-      ``prepare_nodes``: what is done on the nodes before the first attempt, see
-      `toolkit.run.supervise.supervisor.NodePreparation`; ``node_copies``: the agent's part of it, see
-      `toolkit.nodes.agent.node.CopyMaker`. ``fetch_weights``, ``tokenize``: see `toolkit.cli.commands.data`.
-      ``state_copies``, ``second_place``: see `toolkit.checkpoint.copies`. ``slow_gpus``: the nodes of a job with a GPU
-      that is slower than the others. In the loop: ``balance`` moves the shares of ranks, ``profile`` and ``trace``
-      record steps of a rank, ``muon`` makes that optimizer, ``prune`` the
-      masks of pruned weights (`toolkit.strategies.update.apply`),
-      ``initial_weights`` reads those of `model.init_from`,
-      ``on_request`` does what a user asks for, see `toolkit.train.lifecycle.Requests`.
+    * ``hooks``: functions and classes that the core asks for by name where it needs them. docs/plugins.md lists them.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
     """

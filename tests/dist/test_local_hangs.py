@@ -22,8 +22,8 @@ from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, nobody_left, wait_for
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.hang.watchdog import SilenceWatch, start_watch
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.silent_scripts.silence import NodesWatch, start_watch
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
@@ -174,7 +174,7 @@ ALIVE = {
 
 def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path) -> None:
     """Each is watched as a run of its own, so that none hides another. The watch ends with the silent one."""
-    watches: dict[str, SilenceWatch] = {}
+    watches: dict[str, NodesWatch] = {}
     processes = []
     try:
         for number, (name, code) in enumerate(ALIVE.items()):

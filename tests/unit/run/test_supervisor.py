@@ -674,6 +674,10 @@ class OutsideWatch(SilenceWatch):
         OutsideWatch.started += 1
         assert bound_s == 0.5
 
+    @property
+    def still_s(self) -> float:
+        return 0.6
+
     def is_stuck(self) -> bool:
         return self._is_first and len(self.silent) == 2
 
@@ -690,7 +694,7 @@ class OutsideWatch(SilenceWatch):
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
-    monkeypatch.setattr(watchdog, "start_watch", OutsideWatch)
+    monkeypatch.setattr(registry, "find", lambda kind, name: OutsideWatch if name == "watch_script" else None)
     monkeypatch.setattr(OutsideWatch, "started", 0)
     monkeypatch.setattr(OutsideWatch, "closed", 0)
     return OutsideWatch

@@ -42,7 +42,7 @@ def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
     """True if a job of ``nodes`` nodes goes on when one of them dies.
 
     Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
-    would be left to requeue the job, see `toolkit.run.requeue.batch_host_watch`.
+    would be left to requeue the job, see the hook ``watch_batch_host``.
     """
     return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 

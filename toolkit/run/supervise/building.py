@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
@@ -23,7 +24,6 @@ from toolkit.nodes.start.launcher import Launcher
 from toolkit.nodes.start.srun import SrunLauncher
 from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.records import ownership
-from toolkit.run.requeue import batch_host_watch
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Slurm, settings_of
 from toolkit.slurm.container import Container, outermost
@@ -57,9 +57,9 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     slurm = Slurm()
     allocation = Allocation.slurm(os.environ, slurm)
     container = _container(run, config, allocation)
-    watch = (
-        partial(batch_host_watch.command, run, allocation) if may_lose_nodes(config, len(allocation.hosts)) else None
-    )
+    watch = None
+    if may_lose_nodes(config, len(allocation.hosts)):
+        watch = partial(registry.needed("watch_batch_host", "a job with --no-kill"), run, allocation)
     agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):

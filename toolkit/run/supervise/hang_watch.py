@@ -15,6 +15,7 @@ from dataclasses import astuple
 from pathlib import Path
 from traceback import StackSummary
 
+from toolkit import registry
 from toolkit.base import fsio, hostlist, logs
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity, stack_digest, stacks, watchdog
@@ -77,7 +78,7 @@ class HangWatch:
         assert agents is not None
         agents.ask_for_unanswered()
         known: Mapping[str, Digest] = {}
-        if isinstance(watch, SilenceWatch):
+        if not isinstance(watch, Watchdog):
             ranks = self._by_host(watch.standings())
             watch.ask_for_stacks()
         else:
@@ -123,9 +124,10 @@ class HangWatch:
         attempt, context = self._attempt, self._context
         bound_s = STUCK_SHARE * context.config.dist.timeout_s
         late = time.time() - attempt.started > watchdog.START_AFTER_SHARE * bound_s
-        if self._silence is None and late:
+        start = registry.find("hooks", "watch_script") if self._silence is None and late else None
+        if start is not None:
             environ = context.rank_environ(attempt.number)
-            self._silence = watchdog.start_watch(context.run, attempt.number, attempt.plan, environ, bound_s)
+            self._silence = start(context.run, attempt.number, attempt.plan, environ, bound_s)
         return self._silence
 
     def close(self) -> None:

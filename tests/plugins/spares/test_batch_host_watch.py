@@ -14,12 +14,8 @@ from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.run.job import nodes
-from toolkit.run.job.slurm_job import fate_of_row
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.requeue import batch_host_watch, follow_up
-from toolkit.run.requeue.batch_host_watch import (
+from toolkit.plugins.spares import batch_host_watch
+from toolkit.plugins.spares.batch_host_watch import (
     ASK_SLURM_EVERY_S,
     LOOK_EVERY_S,
     SILENT_S,
@@ -27,6 +23,11 @@ from toolkit.run.requeue.batch_host_watch import (
     WatchedJob,
     WatchOver,
 )
+from toolkit.run.job import nodes
+from toolkit.run.job.slurm_job import fate_of_row
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.requeue import follow_up
 from toolkit.slurm.fake import FakeSlurm
 
 
@@ -161,7 +162,7 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
 import os, signal, threading
 from pathlib import Path
 from toolkit.slurm.fake import FakeSlurm
-from toolkit.run.requeue import batch_host_watch
+from toolkit.plugins.spares import batch_host_watch
 from toolkit.files.rundir import RunDir
 from toolkit.files.run_files import RunStatus
 

@@ -222,7 +222,7 @@ def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
 def command(run: RunDir, job: Allocation, address: str, port: int) -> list[str]:
     """Return the command that an agent starts. This process, the supervisor, listens at ``address`` and ``port``."""
     numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, os.getpid(), len(job.hosts)]
-    return [sys.executable, "-P", "-m", "toolkit.run.requeue.batch_host_watch", str(run.path), *map(str, numbers)]
+    return [sys.executable, "-P", "-m", "toolkit.plugins.spares.batch_host_watch", str(run.path), *map(str, numbers)]
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.hang.watchdog import SilenceWatch
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
+from toolkit.plugins.silent_scripts.silence import NodesWatch
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks
@@ -25,7 +25,7 @@ class Nodes(LineChannel):
         self.began = 0.0
         self.now = 1000.0
         self.asked: list[str] = []
-        self.watch = SilenceWatch(self, Allocation(("n1", "n2"), (2, 2), 1), BOUND_S, lambda: self.now)
+        self.watch = NodesWatch(self, Allocation(("n1", "n2"), (2, 2), 1), BOUND_S, lambda: self.now)
 
     def send(self, line: str) -> None:
         self.asked.append(line)

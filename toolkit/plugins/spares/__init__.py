@@ -1,0 +1,1 @@
+"""Jobs that outlive the loss of a node, their batch host's too."""
