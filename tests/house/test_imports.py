@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -272,6 +273,21 @@ def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize(("command", "most"), [("--help", 135), ("status", 46)])
+def test_a_command_of_the_login_node_imports_few_modules(tmp_path: Path, command: str, most: int) -> None:
+    """Each takes a part of a millisecond, on a shared file system several. Counted with all plugins, without runs."""
+    code = (
+        "import sys\nfrom toolkit.cli.main import main\n"
+        f"try:\n    main([{command!r}])\nexcept SystemExit:\n    pass\n"
+        "print(sum(name.startswith('toolkit') for name in sys.modules))"
+    )
+    environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert int(done.stdout.splitlines()[-1]) <= most
 
 
 def test_only_fsio_renames_files() -> None:

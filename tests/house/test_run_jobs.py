@@ -21,7 +21,7 @@ from toolkit.plugins.sweep import again, element
 from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings
-from toolkit.run.records import awaited, ownership, run_jobs, stop_request, submitted_run
+from toolkit.run.records import awaited, ownership, run_jobs, stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
@@ -57,7 +57,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     site = Site(tmp_path, monkeypatch)
-    for module in (executors, handle, submitted_run, commands):
+    for module in (executors, handle, commands):
         monkeypatch.setattr(module, "Slurm", lambda *_: site.slurm)
     script = ".submission_file_1a2b.sh"
     monkeypatch.setattr(

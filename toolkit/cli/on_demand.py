@@ -18,7 +18,6 @@ from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import user_request
 from toolkit.run.records.user_request import Answer, StackGroup, UserRequest
-from toolkit.run.submission.handle import attach
 
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
@@ -37,6 +36,8 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
     Raises RequestError for a run without ranks, for a request that is refused, and where there was no answer. The
     request is then withdrawn: it is not carried out later.
     """
+    from toolkit.run.submission.handle import attach  # commands that only print their help do without
+
     if not 0 < wait_s <= user_request.LONGEST_WAIT_S:
         raise RequestError(f"--wait {wait_s:g}: from 0 to {user_request.LONGEST_WAIT_S:.0f} seconds")
     refuse_unless_running(run)

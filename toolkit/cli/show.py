@@ -19,8 +19,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.run.attempt import advice
-from toolkit.run.records import changes, ownership, run_config, submitted_run
+from toolkit.run.records import changes, ownership, submitted_run
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.submitted_run import HEARD_S, RunStanding
 from toolkit.slurm import cluster_name
@@ -224,12 +223,15 @@ def _next(row: Mapping[str, Any]) -> list[Note]:
     state = str(row["state"])
     if state == RunState.COMPLETED or (state not in OVER and not state.startswith("lost")):
         return []
+    from toolkit.run.attempt import advice  # reads configs
+
     return [(row["run"], f"next: {advice.of(RunDir(Path(row['path'])), state)}")]
 
 
 def given_words(run: RunDir) -> str:
     """Return the arguments of a run's script, or the command of `toolkit exec`; empty for a run without any."""
     from toolkit import config as configs  # takes longer to import than the listing of many runs
+    from toolkit.run.records import run_config
 
     config = run_config.read(run)
     if config is None:

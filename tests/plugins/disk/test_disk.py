@@ -18,7 +18,6 @@ from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import submitted_run
 from toolkit.run.submission import handle
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
@@ -90,9 +89,8 @@ def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its job belongs to another cluster on the same file system."""
-    for module in (handle, submitted_run):
+    for module in (handle, commands):
         monkeypatch.setattr(module, "Slurm", FakeSlurm)
-    monkeypatch.setattr(commands, "Slurm", FakeSlurm)
     run.clear_result()
     now = time.time()
     run.write_owner(OwnerRecord(1, "token", "slurm", "node1", 1, now - 900, jobs=("777",), follow_ups=()))

@@ -22,10 +22,11 @@ from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.run.rank import main as rank
-from toolkit.run.records import ownership, submitted_run
+from toolkit.run.records import ownership
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
+from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.placement import Placement
 
@@ -116,7 +117,7 @@ def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_rank_alone_begins_no_run_that_another_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm()
-    for module in (handle, submitted_run):
+    for module in (handle, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
     run = make_run(tmp_path, state="running")
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -38,7 +38,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.records import changes, ownership, stop_request, submitted_run
+from toolkit.run.records import changes, ownership, stop_request
 from toolkit.run.records.changes import Change
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
@@ -57,7 +57,7 @@ JOB = "def main(config): ...\n"
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Return the Slurm that every command asks. It also gives submitit its job ids."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
-    for module in (executors, handle, submitted_run):
+    for module in (executors, handle, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
     monkeypatch.setattr(commands, "Slurm", lambda: slurm)
     monkeypatch.setattr(

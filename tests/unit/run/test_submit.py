@@ -20,12 +20,12 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import submitted_run
 from toolkit.run.submission import executors, handle, sbatch, submit
 from toolkit.run.submission import resume as resume_module
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
 from toolkit.run.submission.sbatch import sbatch_script
+from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
 
 GOLDEN = """\
@@ -389,7 +389,7 @@ def test_a_job_cancelled_in_the_queue_gets_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     slurm = FakeSlurm()
-    for module in (handle, submitted_run):
+    for module in (handle, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
     run = Run(make_run(tmp_path, state=state).dir, "slurm", slurm.sbatch(["job.sh"]))
     run.cancel()

@@ -164,7 +164,7 @@ def test_nothing_is_asked_of_a_run_that_has_ended_or_waits(run: RunDir) -> None:
 def test_without_an_answer_the_request_is_withdrawn(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write_status(RunStatus(state=RunState.RUNNING))
     handle = SimpleNamespace(statuses=lambda: iter([run.status()]))
-    monkeypatch.setattr(on_demand, "attach", lambda run: handle)
+    monkeypatch.setattr("toolkit.run.submission.handle.attach", lambda run: handle)
     with pytest.raises(RequestError, match="no answer within 1 s, the request is withdrawn"):
         on_demand.carry_out(run, request(), 1.0)
     assert list((run.path / "requests").iterdir()) == []

@@ -21,7 +21,6 @@ from toolkit.run.records import ownership, run_jobs
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
 from toolkit.run.records.stop_request import Intent
 from toolkit.slurm import states
-from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
 
@@ -197,6 +196,8 @@ class SubmittedRun:
 
     def standing(self, show_jobs: ShowJobs | None = None) -> RunStanding:
         """Return how the run stands, as far as it has no result. ``show_jobs`` is as in :meth:`is_over`."""
+        from toolkit.slurm.commands import Slurm  # a listing of runs does without
+
         jobs = self._jobs() if self.executor == "slurm" else None
         if jobs is None or not jobs.ids or ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             return without_job(self.dir, self.executor)
