@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 
 from tests.scale import Curve
-from tests.unit.run.test_ending import until_given_up
+from tests.unit.run.test_verdict import until_given_up
 
 RUNS = 20
 

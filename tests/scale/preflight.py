@@ -52,7 +52,7 @@ def check(nodes: int) -> Mapping[str, float]:
     hosts = [f"node{number}" for number in range(nodes)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, patch.object(preflight, "FOLDER_LIMIT_S", 60.0):
         job = Allocation(tuple(hosts), (8,) * nodes, 12)
-        report = preflight.check_nodes(Path(folder), job, agents, events, limit_s=600.0)
+        report = preflight.report_on_nodes(Path(folder), job, agents, events, limit_s=600.0)
     return {"bytes to nodes": agents.told_bytes, "bad": len(report.bad), "warnings": len(report.warnings)}
 
 

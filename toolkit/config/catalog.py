@@ -75,7 +75,7 @@ def sample_shape(config: DataConfig) -> tuple[int, int, int]:
 def check_datasets(config: DataConfig) -> None:
     """Check that the data set's files exist, on the login node, before anything is queued.
 
-    Raises :class:`DataMissingError`, which says what to run or where to put the files.
+    Raises :class:`~toolkit.base.errors.DataMissingError`, which says what to run or where to put the files.
     """
     check = entry_of(config.name).check
     if check is not None:

@@ -60,7 +60,7 @@ class ClusterConfig:
     spare_nodes: Annotated[int, Range(0, _SLURMS_MOST)] = 0
     #: a checkpoint is committed at least so long before the time limit
     signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
-    preflight: bool = True  #: check the nodes before the ranks start
+    preflight: bool = True  #: check the nodes before the ranks start (the plugin site does)
     #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
     stage: Annotated[str, OneOf("auto", "always", "never")] = "auto"
     #: the folder for copies on each node; null: a temporary one with room

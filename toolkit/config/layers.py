@@ -66,8 +66,8 @@ def load_config(
 
     The path of a script (``train.py``) stands for a config without keys that has the script as its ``job``. Without a
     path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values,
-    or a mapping of dotted keys to values. Keys, types and values are checked; :func:`validate` checks whether the
-    config fits a machine. Raises ConfigError.
+    or a mapping of dotted keys to values. Keys, types and values are checked; `validate()` checks whether the config
+    fits a machine. Raises ConfigError.
 
     ``params`` are checked against the class ``Params`` of the job's file, or of the file whose class it derives from.
     The job is looked for in ``project``, the current folder if None. With ``site=False`` and no ``project`` they are
@@ -140,7 +140,7 @@ def merged_layers(
 
 
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]]) -> type | None:
-    """Return the job's ``Params``. None where the job cannot be found or read: :func:`validate` reports that."""
+    """Return the job's ``Params``. None where the job cannot be found or read: `validate()` reports that."""
     try:
         source = None if job == FOREIGN_JOB else params_source(read_source(job_source(job, project)), project)
     except (ConfigError, OSError):

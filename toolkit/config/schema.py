@@ -176,7 +176,7 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """What to train. ``init_from``: where a new run's weights come from, see origin.py; ``init_weights``: which."""
+    """What to train. ``init_from``: where a new run's weights are, see files/origin.py; ``init_weights``: which."""
 
     name: str = "mlp"  #: of one of the job's models
     init_from: Annotated[str, PATH] | None = None  #: a run, a checkpoint or a file of weights

@@ -38,7 +38,7 @@ RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 RANK_VARIABLE = "TOOLKIT_EXEC_RANK"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
-#: Asks the ranks to record every step, and says how to disturb the run: see toolkit.plugins.profile.trace.
+#: Asks the ranks to record every step, and says how to disturb the run, for the hook ``trace``.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
 
 

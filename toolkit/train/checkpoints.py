@@ -21,6 +21,11 @@ from toolkit.strategies.protocol import REPLICA, InRounds
 from toolkit.train.saver import Saver
 from toolkit.train.state import MESH, Checkpointed, TrainingState
 
+#: The ``kind`` in the identity of a run whose loop is the user's own.
+USER_LOOP = "a loop of one's own"
+
+log = logs.get(__name__)
+
 
 class Checkpoints:
     """Resumes once from the newest good checkpoint. Its ``saver`` saves from then on, and its ``copies`` in memory."""
@@ -128,12 +133,6 @@ class Checkpoints:
         if self.copies is not None:
             self.copies.close()
         self.saver.close()
-
-
-log = logs.get(__name__)
-
-#: The ``kind`` in the identity of a run whose loop is the user's own.
-USER_LOOP = "a loop of one's own"
 
 
 def refuse_another_run(checkpoints: CheckpointFolder, state: TrainingState, world_size: int) -> None:

@@ -21,7 +21,7 @@ from toolkit.strategies.protocol import StepOutput
 class LossWindow:
     """Means of the global losses over the steps since the last :meth:`take`. They stay on the device until then.
 
-    ``by_rank`` is :meth:`Strategy.by_rank`.
+    ``by_rank`` is :meth:`toolkit.strategies.protocol.Strategy.by_rank`.
     """
 
     def __init__(

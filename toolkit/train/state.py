@@ -42,7 +42,7 @@ def identity(config: JobConfig) -> dict[str, Json]:
 
 
 def trace_if_asked(session: Session) -> Any:
-    """Return what records each step of this rank, see `toolkit.plugins.profile.trace`; None: nobody asks for it."""
+    """Return what records each step of this rank, by the hook ``trace``; None: nobody asks for it."""
     if TRACE_VARIABLE not in os.environ:
         return None
     return registry.needed("trace", TRACE_VARIABLE)(os.environ[TRACE_VARIABLE], session, conditions(session))

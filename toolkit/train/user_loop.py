@@ -1,4 +1,6 @@
-"""``toolkit.start()``: a user's own training loop that stops, saves and resumes as the Trainer's does.
+"""A user's own training loop: `TrainingRun`.
+
+It stops, saves and resumes as the Trainer's does.
 
     with toolkit.start() as run:
         model = DistributedDataParallel(Net().to(run.device))
@@ -43,7 +45,7 @@ from toolkit.train.loss_windows import gather_json, means_by_tag
 from toolkit.train.user_state import UserState
 from toolkit.train.user_steps import UserSteps
 
-#: Environment variable with the id of the process that has called :func:`start`.
+#: Environment variable with the id of the process that has called :func:`toolkit.train.start.start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)

@@ -48,7 +48,7 @@ class UserSteps:
         self._not_finite = 0  #: mean losses in a row that were not finite
         self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
         self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
-        self._phases = 0  #: calls of :meth:`epochs` in this attempt
+        self._phases = 0  #: calls of TrainingRun.epochs in this attempt
         self._phase, self._first_epoch = -1, 0  #: the last one that has begun in this run, and its first epoch
         self._total: int | None = None
         self._in_step = False
@@ -135,7 +135,7 @@ class UserSteps:
         try:
             self._life.boundary()
         except StoppedError as stopped:
-            self._stopped = stopped  # :meth:`finish` raises it again where the user's code has caught it
+            self._stopped = stopped  # TrainingRun.finish raises it again where the user's code has caught it
             raise
         self._activity.phase = activity.OWN_CODE
 

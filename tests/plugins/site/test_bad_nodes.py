@@ -18,7 +18,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import RanksExited
-from toolkit.plugins.site.checks import preflight as node_checks
+from toolkit.plugins.site.checks.preflight import mark_bad_nodes
 from toolkit.plugins.site.checks.verdict import NodesReport
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise import attempt_loop
@@ -44,7 +44,7 @@ class Preflight:
 @pytest.fixture(autouse=True)
 def preflight(monkeypatch: pytest.MonkeyPatch) -> Preflight:
     preflight = Preflight()
-    monkeypatch.setattr(node_checks, "check_nodes", preflight)
+    monkeypatch.setattr("toolkit.plugins.site.checks.preflight.report_on_nodes", preflight)
     return preflight
 
 
@@ -184,7 +184,7 @@ def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one(
         asked.append(job.hosts)
         return {}
 
-    hooks = {"slow_gpus": slow_gpus, "check_nodes": node_checks.mark_bad_nodes}
+    hooks = {"slow_gpus": slow_gpus, "check_nodes": mark_bad_nodes}
     monkeypatch.setattr(registry, "find", lambda kind, name: hooks.get(name))
     config = JobConfig()
     config.cluster.spare_nodes = spare

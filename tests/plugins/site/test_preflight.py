@@ -20,7 +20,7 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok, preflight, storage
-from toolkit.plugins.site.checks.preflight import check_nodes
+from toolkit.plugins.site.checks.preflight import report_on_nodes
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
 
 HOSTS = ["node1", "node2", "node3", "node4"]
@@ -86,7 +86,7 @@ def examined(
     events = SimpleQueue() if events is None else events
     agents: Any = Agents(plays, events)
     job = Allocation(tuple(hosts), tuple(tasks or [2] * len(hosts)), 1)
-    return check_nodes(tmp_path, job, agents, events, limit_s=limit_s)
+    return report_on_nodes(tmp_path, job, agents, events, limit_s=limit_s)
 
 
 def sick(*findings: Finding) -> Play:
@@ -210,7 +210,7 @@ def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkey
 def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents({}, events)
-    check_nodes(tmp_path, Allocation(tuple(HOSTS), (2, 1, 2, 0), 3), agents, events)
+    report_on_nodes(tmp_path, Allocation(tuple(HOSTS), (2, 1, 2, 0), 3), agents, events)
     assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 3, 6, 6]
 
 
@@ -274,7 +274,7 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     agents: Any = Many({}, events)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         job = Allocation(tuple(hosts), (8,) * nodes, 12)
-        report = check_nodes(Path(folder), job, agents, events, limit_s=0.1)
+        report = report_on_nodes(Path(folder), job, agents, events, limit_s=0.1)
         assert removed(Path(folder))
     assert (report.bad, report.common) == ({}, ())
     assert list(report.warnings) == hosts[:100]

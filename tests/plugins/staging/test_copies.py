@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.processes import NodeCopies
+from toolkit.nodes.agent.processes import CopiesInUse
 from toolkit.plugins.staging import node_side as copies
 
 ORDER = {"request": {}, "above": [], "is_above": False}
@@ -30,7 +30,7 @@ class Serving:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.helpers = Helpers(self.selector)
-        self.copies = NodeCopies()
+        self.copies = CopiesInUse()
         self.sent: list[Message] = []
         played: Any = self  # in place of Processes
         self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append, bytes(32))
@@ -69,7 +69,7 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
     agent = Serving()
     agent.keeper.stage({**ORDER, "wait_s": 60.0})
     agent.serve()
-    assert agent.copies == NodeCopies({}, None)  # the ranks need not wait
+    assert agent.copies == CopiesInUse({}, None)  # the ranks need not wait
     assert agent.sent[0]["copies"] == {}
     assert "the copying was killed" in agent.sent[0]["problems"][0]
     assert "the answer of a helper that is none was ignored" in caplog.text
@@ -96,6 +96,6 @@ def test_without_a_certain_answer_no_copy_is_used(
     # serve() has waited for the copying process already
     agent.helpers.pids.clear()
     agent.serve()
-    assert agent.copies == NodeCopies(left, None)
+    assert agent.copies == CopiesInUse(left, None)
     assert agent.sent[0] == {"is": "staged", **WHOLE}
     assert len(agent.sent) == (1 if left else 2)

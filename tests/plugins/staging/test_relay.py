@@ -21,7 +21,7 @@ from tests.plugins.staging.test_copying import content, killed_at, packed
 from tests.waiting import PATIENCE
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message, StrangerError
-from toolkit.nodes.agent.processes import NodeCopies
+from toolkit.nodes.agent.processes import CopiesInUse
 from toolkit.nodes.start.agent_launcher import CopyOrder
 from toolkit.plugins.staging import copying, relay, whole
 from toolkit.plugins.staging.copying import CopyRequest
@@ -68,7 +68,7 @@ class Node:
         self.cluster, self.name, self.disk = cluster, name, cluster.folder / name
         self.disk.mkdir()
         self.sent: list[Message] = []
-        self.copies = NodeCopies()
+        self.copies = CopiesInUse()
         played: Any = self  # in place of Processes
         self.keeper = CopyKeeper(cluster.helpers, played, self.sent.append, SECRET)
         cluster.keepers.append(self.keeper)

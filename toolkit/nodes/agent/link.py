@@ -3,8 +3,8 @@
 The caller has the socket. Each end sends 32 random bytes first. From both and the job's secret each derives a key for
 each direction. So no message of another connection, nor one sent back to its sender, is accepted as genuine. Every
 message is a frame: its length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32
-bytes), and the content, a JSON object in UTF-8, or a part of a package (:mod:`.relay`). Nothing is encrypted: secrets
-must not be sent.
+bytes), and the content, a JSON object in UTF-8, or a part of a package that one node copies from another. Nothing is
+encrypted: secrets must not be sent.
 
 A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
@@ -25,7 +25,7 @@ HEARTBEAT_S, SILENT_S = 1.0, 3.0
 #: The most bytes of a frame's content. Before the first genuine one a stranger could make this end keep that much.
 FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")
-#: The other end's role, by the role of one end: of supervisor and agent, and of two nodes (:mod:`.relay`).
+#: The other end's role, by the role of one end: of supervisor and agent, and of two nodes that copy packages.
 _OTHER_ROLE = {"supervisor": "agent", "agent": "supervisor", "giver": "taker", "taker": "giver"}
 
 Message = dict[str, Any]

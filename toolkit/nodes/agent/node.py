@@ -99,7 +99,7 @@ class Agent:
     def __init__(
         self, connect: Callable[[], socket.socket], secret: bytes, who: Message, inbox: Inbox, imports: Path | None
     ) -> None:
-        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`.
+        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`Processes`.
 
         ``who``: its host, and the number of the start by which it came, which the supervisor may have given up.
         """

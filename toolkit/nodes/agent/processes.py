@@ -30,6 +30,13 @@ from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, ope
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
 LEARN_AFTER_S = 20.0
+#: Room for what ``ps`` shows of a rank.
+TITLE_BYTES = 1024
+#: A zygote forks within milliseconds. While its answer is awaited the agent does nothing else.
+FORK_S = 10.0
+#: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
+IMPORT_S, STOPPED_S = 900.0, 10.0
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 log = logs.get(__name__)
 
@@ -61,7 +68,7 @@ class _Child:
 
 
 @dataclass
-class NodeCopies:
+class CopiesInUse:
     """The copies on this node that processes are started with, see :mod:`toolkit.base.staged`."""
 
     paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
@@ -98,7 +105,7 @@ class Processes:
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote for ranks, as soon as nothing is being copied
-        self.copies = NodeCopies()
+        self.copies = CopiesInUse()
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
@@ -387,14 +394,6 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
         pass
 
 
-#: Room for what ``ps`` shows of a rank.
-TITLE_BYTES = 1024
-#: A zygote forks within milliseconds. While its answer is awaited the agent does nothing else.
-FORK_S = 10.0
-#: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
-IMPORT_S, STOPPED_S = 900.0, 10.0
-
-
 class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
@@ -506,9 +505,6 @@ class ZygoteClient:
         """Kill the zygote."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-
-
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def for_tasks(

@@ -37,6 +37,16 @@ SILENT_S = 5.0
 LONGEST_LOOK_S = 2.0
 #: A longer report is not delivered.
 MAX_BYTES = 1 << 17
+#: The variable of a rank from which the names of its job's sockets are made.
+VARIABLE = "TOOLKIT_REPORTS"
+#: One call of :meth:`Inbox.take` reads no more than this, even if a sender never stops.
+MOST_ROUNDS = 1000
+#: Another user may bind the name of an agent that has ended. A job's agents on a node can lose this many names.
+NAMES = 64
+#: Connections that wait to be accepted, of all users.
+QUEUE = 4096
+_RETRY_S = 0.1
+_UCRED = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -185,18 +195,6 @@ class NodeProgress:
         now = self._clock()
         self._now += min(now - self._looked, LONGEST_LOOK_S)
         self._looked = now
-
-
-#: The variable of a rank from which the names of its job's sockets are made.
-VARIABLE = "TOOLKIT_REPORTS"
-#: One call of :meth:`Inbox.take` reads no more than this, even if a sender never stops.
-MOST_ROUNDS = 1000
-#: Another user may bind the name of an agent that has ended. A job's agents on a node can lose this many names.
-NAMES = 64
-#: Connections that wait to be accepted, of all users.
-QUEUE = 4096
-_RETRY_S = 0.1
-_UCRED = struct.Struct("3i")
 
 
 def token_of(secret: bytes) -> str:

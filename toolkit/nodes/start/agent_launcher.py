@@ -190,7 +190,7 @@ log = logs.get(__name__)
 
 
 class CopyingListener(Protocol):
-    """Hears of imports and copies, see :mod:`toolkit.plugins.staging.supervisor_side`. Called in the links' thread."""
+    """Hears of imports and copies, for the hook ``prepare_nodes``. Called in the links' thread."""
 
     def note_imported(self, host: str, message: Message) -> None:
         """Note that the zygote of ``host`` has imported what ranks import."""

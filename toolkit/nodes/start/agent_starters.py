@@ -19,7 +19,7 @@ from toolkit.slurm.srun_commands import SrunStep
 
 
 class LocalAgent:
-    """An agent on this machine, which dies with this process: an :class:`.AgentStarter`."""
+    """An agent on this machine, which dies with this process: an :class:`~.agents.AgentStarter`."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -55,7 +55,7 @@ class LocalAgent:
 
 
 class SrunAgents:
-    """An :class:`.AgentStarter` that runs the agents as one srun step of the job for all nodes with as many GPUs.
+    """An :class:`~.agents.AgentStarter`: the agents are one srun step of the job for all nodes with as many GPUs.
 
     A step has all resources of the job on its nodes. Its srun is killed, without notice to the step, as soon as all
     its agents have connected. When a batch host comes back just as Slurm has given it up, its slurmd ends the job's

@@ -53,7 +53,7 @@ class Choice(FileRecord):
 
 
 class Auto(Spmd):
-    """See :class:`~.protocol.Strategy`.
+    """See :class:`~toolkit.strategies.protocol.Strategy`.
 
     ``layout`` makes the layout of ddp, zero or fsdp; each rank has its own share in all three.
     """

@@ -1,5 +1,6 @@
-"""The layout of ddp with ``strategy.compression``; over NCCL with fp16 or bf16 gradients are sent during the backward
-pass.
+"""Chooses the layout of ddp with ``strategy.compression``, and has the one that sends during the backward pass.
+
+That one is for fp16 and bf16 over NCCL; all else is sent after it, see :mod:`.compressed`.
 
 DDP calls a hook for each bucket whose gradients are complete, in the same order on every rank. The hook only enqueues:
 on a stream of its own the GPU encodes the bucket, sends it, and decodes the mean, and the backward pass goes on beside
@@ -32,7 +33,7 @@ from toolkit.strategies.protocol import ModelFactory
 
 
 class Overlapped(Replicas):
-    """See :class:`~.Layout`."""
+    """See :class:`~toolkit.strategies.layouts.Layout`."""
 
     def __init__(self, session: Session, *, compression: str, **passes: Any) -> None:
         """Take the kind of compression; ``passes`` says how passes are made, see Replicas."""

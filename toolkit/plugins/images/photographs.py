@@ -52,7 +52,7 @@ class Photographs:
 
     ``read`` returns the pixels (h, w, c) uint8 of a file, and ``change`` those of an input. With probability ``erase``
     a rectangle of an image is erased, as by torchvision's RandomErasing. What is read is kept in ``cache_bytes`` of
-    memory. See :class:`~.workers.UnfinishedSamples`. Raises FileNotFoundError for a class without images.
+    memory. See :class:`~toolkit.data.workers.UnfinishedSamples`. Raises FileNotFoundError for a class without images.
     """
 
     def __init__(

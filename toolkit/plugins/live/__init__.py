@@ -1,1 +1,1 @@
-"""What users ask of ranks that train: other values of the config, and profiles, see docs/live.md."""
+"""What users ask of ranks that train: other values of the config, see docs/live.md."""

@@ -63,7 +63,7 @@ class Meeting(Protocol):
         """Turn the mean of the ranks' weights into the weights of the next round. The model holds that mean."""
 
     def enter(self, names: Collection[str]) -> None:
-        """Prepare for a checkpoint, see :class:`~.protocol.InRounds`.
+        """Prepare for a checkpoint, see :class:`~toolkit.strategies.protocol.InRounds`.
 
         Raises ConfigError if only the other kind of meeting can go on from it.
         """
@@ -147,7 +147,7 @@ class DiLoCo:
 
 
 class LocalSgd(Spmd):
-    """See :class:`~.protocol.Strategy` and :class:`~.protocol.InRounds`."""
+    """See :class:`~toolkit.strategies.protocol.Strategy` and :class:`~toolkit.strategies.protocol.InRounds`."""
 
     _weights: dict[str, Tensor]  #: what is trained, live
     _meeting: Meeting

@@ -59,7 +59,7 @@ class MemoryLoad:
         self._kv.set(self._key(self._slot.rank), json.dumps(address))
 
     def load(self, places: State | Callable[[Manifest], State], newer_than: int) -> Loaded | None:
-        """Fill ``places`` on all ranks, or return None or raise on all; see :meth:`Memory.load`."""
+        """Fill ``places`` on all ranks, or return None or raise on all; see :meth:`~.copies.Memory.load`."""
         rank, world_size = self._slot.rank, self._slot.world_size
         with nullcontext() if rank else failures_told(self._talk, "no state was loaded from memory"):
             agreed = self._agree(newer_than)

@@ -83,7 +83,7 @@ class Worker(Side):
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _pass(self, batch: Batch) -> PassFigures:
-        """Leave the gradient in ``.grad``. Return the fields of its :class:`~.ticket.Push` from the loss on."""
+        """Leave the gradient in ``.grad``. Return the fields of its :class:`~.mail.Push` from the loss on."""
         # No more micro-batches than the smallest share has samples.
         parts = min(self._train.accumulate, batch.global_count // self._count)
         passes: list[dict[str, Loss]] = []

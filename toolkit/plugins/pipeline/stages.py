@@ -5,9 +5,9 @@ passes, one in evaluation mode and one in training mode, so such a model needs n
 be the very tensor that the layer before it returned, and no random number may be drawn between them. A second argument
 may be the model's own input, which every rank of a pipeline has.
 
-Layers are the model's children. ``Sequential``, ``ModuleList`` and modules that hold blocks (see :mod:`.blocks`) are
-opened, a block is not. A stage calls its layers one after the other. The other layers are deleted from its model, so
-every name stays that of the whole model.
+Layers are the model's children. ``Sequential``, ``ModuleList`` and modules that hold blocks (strategies/models.py) are
+opened, a block is not. A stage calls its layers one after the other. The other layers are deleted from its model,
+so every name stays that of the whole model.
 """
 
 from __future__ import annotations

@@ -176,10 +176,7 @@ class Pipeline(CollectiveDefaults):
             return measured(measure, _OnePass(nothing), batch).uncounted()
 
     def state(self) -> dict[str, Entry]:
-        """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective.
-
-        See :mod:`.scattered`.
-        """
+        """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective."""
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
         return on_every_rank({**weights, **self._update.state()})

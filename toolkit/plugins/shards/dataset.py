@@ -96,7 +96,7 @@ class ShardedData:
         return f"{self._index.root / file.name}, {self._format.describe(file, inside, number)}"
 
     def fingerprint(self) -> str:
-        """Return what identifies the shards and the order that follows from them; see fingerprint.py."""
+        """Return what identifies the shards and the order that follows from them; see data/fingerprint.py."""
         return f"{self._format.name} shards {self._index.digest()} in {self._lanes} lanes"
 
     def block_order(self, seed: int, batch_size: int) -> BlockOrder:

@@ -1,6 +1,6 @@
 """Windows of one length from files that hold only token numbers, such as nanoGPT's.
 
-The files of ``toolkit data tokenize`` have an index and documents: tokens/windows.py reads them.
+The files of ``toolkit data tokenize`` have an index and documents: plugins/tokens/windows.py reads them.
 """
 
 from __future__ import annotations

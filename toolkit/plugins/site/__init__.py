@@ -1,1 +1,1 @@
-"""Diagnosis: the nodes below a run, and whether its resume is exact."""
+"""What a site is like: its checks, its defaults, the proof that runs come back there."""

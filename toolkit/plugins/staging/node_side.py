@@ -40,7 +40,7 @@ class CopyKeeper:
         self._seen_whole = 0.0  #: when, by time.monotonic()
 
     def listen(self, address: str) -> Message | None:
-        """Listen on ``address`` for nodes that take packages from this one; return the :class:`.NodeAddress`."""
+        """Listen on ``address`` for nodes that take packages from this one; return the :class:`~.relay.NodeAddress`."""
         with contextlib.suppress(OSError):  # without it they read the shared disk
             if self._listening is None:
                 self._listening = listen(address)

@@ -71,7 +71,7 @@ class RelayPeer:
     """A connection to another node. What arrives was sent by a process that knows the secret."""
 
     def __init__(self, connection: socket.socket, secret: bytes, role: str) -> None:
-        """Take an end of it, see :class:`.AuthenticatedLink`. All methods raise OSError or StrangerError."""
+        """Take an end of it, see :class:`AuthenticatedLink`. All methods raise OSError or StrangerError."""
         self._connection, self._link = connection, AuthenticatedLink(secret, role)
         self._arrived: deque[bytes] = deque()
         connection.sendall(self._link.greeting)

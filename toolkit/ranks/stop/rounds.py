@@ -1,4 +1,4 @@
-"""What an agreement needs of the store, a store for ranks that are threads, and the store's keys for a round."""
+"""The rounds of an agreement in the store that the ranks share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from toolkit.base import logs
+
+#: The one kind after which no round follows.
+STOP = "stop"
+#: Prefix of the gate's keys in the store.
+PREFIX = "toolkit/agree"
+#: In a hang one rank lists for all which ranks are missing: it has this long, and names at most this number.
+LIST_S = 4.0
+MOST_NAMED = 50
+
+log = logs.get(__name__)
 
 
 class Transport(Protocol):
@@ -92,17 +102,6 @@ class MemoryStore:
         """Return the keys, sorted."""
         with self._lock:
             return sorted(self._values)
-
-
-#: The one kind after which no round follows.
-STOP = "stop"
-#: Prefix of the gate's keys in the store.
-PREFIX = "toolkit/agree"
-#: In a hang one rank lists for all which ranks are missing: it has this long, and names at most this number.
-LIST_S = 4.0
-MOST_NAMED = 50
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)

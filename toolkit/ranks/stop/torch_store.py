@@ -75,7 +75,7 @@ class StoreTransport:
 
 
 def connector(store: Store) -> Callable[[], StoreTransport]:
-    """Return a function that makes clients of ``store``'s store, as :class:`Gate` takes it.
+    """Return a function that makes clients of ``store``'s store, as :class:`~toolkit.ranks.stop.gate.Gate` takes it.
 
     Each client has its own connection.
     """

@@ -21,6 +21,15 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import THEN_PRINTED, RankFailure
 from toolkit.slurm.network import plain_address
 
+#: So many logs are read, of the ranks that failed first.
+MOST_LOGS = 8
+#: A program that printed more lines than this after a traceback was not ended by it.
+MOST_LINES_AFTER = 20
+#: The most characters of a last line that are shown.
+SHOWN = 200
+#: The exit code of a program that refuses its arguments: argparse's and click's.
+EXIT_USAGE = 2
+
 _DIGITS = Leaf(
     "a time in seconds", lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,11}", value) is not None
 )
@@ -71,6 +80,11 @@ _UNREACHED = re.compile(
     r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
     r"|timed out connecting: .*?remote=\[?(?P<gloo>[\da-fA-F.:]+?)\]?:\d+"
 )
+_USAGE = re.compile(r"(?im)^usage: ")
+#: Lines that say nothing about the end: warnings, rules, sources under a warning, and what loggers print at any end.
+_NOISE = re.compile(r"\s|wandb: |\[\w+\]:\[|[WEIF]\d{4} |.*(?i:warn)|Exception ignored ")
+_WORDS = re.compile(r"[^\W\d_]")
+_REFUSAL = re.compile(r"(?i)(?:[^\n]{1,100}: )?error: \S")
 
 
 def is_consequence(how: str) -> bool:
@@ -120,21 +134,6 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),
         where=tracebacks.place(fields.get("traceback", "")),
     )
-
-
-#: So many logs are read, of the ranks that failed first.
-MOST_LOGS = 8
-#: A program that printed more lines than this after a traceback was not ended by it.
-MOST_LINES_AFTER = 20
-#: The most characters of a last line that are shown.
-SHOWN = 200
-#: The exit code of a program that refuses its arguments: argparse's and click's.
-EXIT_USAGE = 2
-_USAGE = re.compile(r"(?im)^usage: ")
-#: Lines that say nothing about the end: warnings, rules, sources under a warning, and what loggers print at any end.
-_NOISE = re.compile(r"\s|wandb: |\[\w+\]:\[|[WEIF]\d{4} |.*(?i:warn)|Exception ignored ")
-_WORDS = re.compile(r"[^\W\d_]")
-_REFUSAL = re.compile(r"(?i)(?:[^\n]{1,100}: )?error: \S")
 
 
 def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list[RankFailure]:

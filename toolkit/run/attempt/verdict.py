@@ -4,7 +4,7 @@ The verdict is a cause, a decision and one line. The facts have three sources. T
 the agents or srun, and from the ranks' error files; exit code 75 is a stop that was agreed and committed. The second is
 what rank 0 reported, the third one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of their
 strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, are in
-``tests/unit/run/test_ending.py``.
+``tests/unit/run/test_verdict.py``.
 
 Part of it is how much of the run's retry budgets its attempts have used: for failures, requeues and attempts without
 progress.

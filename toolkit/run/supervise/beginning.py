@@ -33,6 +33,9 @@ from toolkit.run.supervise.stop_path import Signalled, is_slurms_signal
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 
+LOOK_EVERY_S = 1.0
+_SILENT = "Slurm does not say how the jobs stand that are waited for"
+
 log = logs.get(__name__)
 
 
@@ -122,9 +125,6 @@ def close_interrupted(context: Context, earlier_death: str | None) -> None:
         raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")
 
 
-LOOK_EVERY_S = 1.0
-
-
 def wait_for_other_runs(context: Context) -> Verdict | None:
     """Wait for the other runs, and return None when this run may start.
 
@@ -170,9 +170,6 @@ def _look(context: Context, record: AfterRecord) -> Outlook | None:
     queue = shared_queue.of_user(Slurm())
     look = partial(awaited.outlook, record, partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
     return outages.ask(look, _SILENT, wait_s=0.0)
-
-
-_SILENT = "Slurm does not say how the jobs stand that are waited for"
 
 
 def _note(context: Context, state: RunState, record: AfterRecord) -> None:

@@ -12,13 +12,12 @@ from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.run.attempt import advice, error_files
-from toolkit.run.attempt import verdict as ending
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.attempt.notify import notify
-from toolkit.run.attempt.verdict import judge
+from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
 from toolkit.run.job import node_history
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
@@ -58,7 +57,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     note_lack_of_torch(context, attempt)
     job, nodes = context.job, context.nodes
     # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
-    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
+    if context.is_foreign or not has_completed(_facts(context, attempt)):
         is_cancelled = context.asked() is Intent.CANCEL
         attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
     if job.slurm is not None and attempt.silent_nodes:
@@ -69,7 +68,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     for node in attempt.lost_nodes:
         nodes.condemn(node, f"lost in attempt {attempt.number}")
     # Nodes that could not start ranks count as lost.
-    for node in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+    for node in unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
         nodes.condemn(node, f"ranks of attempt {attempt.number} could not be started there")
         attempt.lost_nodes.add(node)
     facts = _facts(context, attempt)

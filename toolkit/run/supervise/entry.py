@@ -32,6 +32,9 @@ from toolkit.run.requeue.requeue import forbid_expedited_requeue, give_back_afte
 from toolkit.run.supervise.building import build, open_endpoint
 from toolkit.slurm.commands import Slurm
 
+#: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.
+MAX_DEATHS = 3
+
 log = logs.get(__name__)
 
 
@@ -103,10 +106,6 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     except OSError as also:
         log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
     notify(run)
-
-
-#: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.
-MAX_DEATHS = 3
 
 
 class SupervisorKilledError(ToolkitError):

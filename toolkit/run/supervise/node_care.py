@@ -146,6 +146,6 @@ def for_dead_nodes(
 def for_drained_nodes(
     drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
 ) -> NodePoller:
-    """Return the poller that finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
+    """Return the poller that finds the reasons by host; ``drained`` is that of `toolkit.slurm.commands`."""
     first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
     return NodePoller(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)

@@ -36,7 +36,7 @@ class Update:
     """Owns the optimizer of this rank's part of the model. It also owns all else that changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
-    see :class:`~.parts.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
+    see :class:`~.gradients.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
     ``criterion/<name>``; those that the optimizer lacks become a group of their own. Raises ConfigError if the
     optimizer cannot skip a step where that is asked for, if it has a parameter of neither model nor criterion, if a
     ``state_dict()`` has copies, or if nothing can be pruned.
@@ -225,7 +225,7 @@ class Update:
             self._buffers.keep()
 
     def figures(self) -> dict[str, float]:
-        """Return what there is to log of the last step; see ``Strategy.figures``."""
+        """Return what there is to log of the last step; as `toolkit.strategies.protocol.Strategy.figures`."""
         found = {} if self._gradients is None else self._gradients.figures()
         return found if self._pruning is None else {**found, "train/sparsity": self._pruning.sparsity()}
 
@@ -256,7 +256,7 @@ class Update:
 
 
 def weights_and_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's parts as ``weights/<name>`` and ``buffers/<name>``; see ``Strategy.live``."""
+    """Return this rank's parts as ``weights/<name>`` and ``buffers/<name>``, see `toolkit.strategies.protocol`."""
     weights = {f"weights/{name}": local(value) for name, value in model.named_parameters()}
     return weights | {f"buffers/{name}": value for name, value in model.named_buffers()}
 

@@ -163,7 +163,7 @@ class Gradients:
 
     @torch.no_grad()
     def prepare(self) -> Tensor | None:
-        """Prepare the gradients in ``.grad`` for the optimizer. Return whether to skip the step, see verdict.py."""
+        """Prepare the gradients in ``.grad`` for the optimizer. Return whether to skip the step, see :class:`Judge`."""
         gradients = {p: local(p.grad) for p in self._parameters if p.grad is not None}
         self.norm = self._parts.norm(gradients, self._device)
         # The gradients still have the loss scale in them; one multiplication takes it out and clips.

@@ -1,4 +1,4 @@
-"""The preflight: each agent checks its node once, and their answers are compared.
+"""The preflight: each agent checks its node once, their answers are compared, and bad nodes are marked.
 
 The checks run beside the import of torch on each node, so they do not delay a start where they end before it.
 The supervisor uses no node that they find bad, and one that they find slow only if there is no other.
@@ -38,10 +38,11 @@ LIMIT_S = 30.0
 SPARES_LIMIT_S = 2.0
 #: The limit of the caller's own work on the shared folder.
 FOLDER_LIMIT_S = 4.0
+log = logs.get(__name__)
 T = TypeVar("T")
 
 
-def check_nodes(
+def report_on_nodes(
     folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S
 ) -> NodesReport:
     """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
@@ -197,9 +198,6 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
     return answer
 
 
-log = logs.get(__name__)
-
-
 def mark_bad_nodes(context: Context) -> None:
     """Mark the nodes that the preflight finds bad as unusable.
 
@@ -211,7 +209,7 @@ def mark_bad_nodes(context: Context) -> None:
     # Spare nodes are checked too, with no ranks on them.
     job, spare = context.allocation, context.config.cluster.spare_nodes
     checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
-    report = check_nodes(context.run.path, checked, agents, context.events)
+    report = report_on_nodes(context.run.path, checked, agents, context.events)
     if not report.is_fine and is_being_ended(context):
         return  # what ends the job ended the checks, too: they say nothing about the nodes
     for line in report.summary():
