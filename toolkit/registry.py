@@ -1,7 +1,8 @@
 """The plugins, and what each of them brings.
 
-The core imports no plugin. It asks here for a command, a backend or a hook by its name, and what stands behind the name
-is imported then. So a plugin may be absent: what it brings is missing, and the rest works.
+The core imports no plugin, but for the public names in ``toolkit/__init__.py``, on first use. It asks here for a
+command, a backend or a hook by its name, and what stands behind the name is imported then. So a plugin may be absent:
+what it brings is missing, and the rest works.
 
 A plugin is a module with a value ``PLUGIN``. It imports no torch, since any command may read it. The plugins that come
 with the toolkit are listed here, so that no start searches for them. Those of others are found by the entry-point group

@@ -1,1 +1,4 @@
-"""The plugins that come with the toolkit. Nothing outside imports them: see `toolkit.registry`."""
+"""The plugins that come with the toolkit.
+
+Nothing outside imports them but the public names of `toolkit`, on first use: see `toolkit.registry`.
+"""
