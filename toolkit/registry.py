@@ -53,6 +53,7 @@ BUILT_IN = (
     "silent_scripts",
     "site",
     "spares",
+    "srun",
     "staging",
     "sweep",
     "tokens",

@@ -16,12 +16,10 @@ from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import srun
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.nodes.start.agents import Agents, Endpoint
 from toolkit.nodes.start.launcher import Launcher
-from toolkit.nodes.start.srun import SrunLauncher
 from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.records import ownership
 from toolkit.run.supervise.supervisor import Supervisor
@@ -62,11 +60,10 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         watch = partial(registry.needed("watch_batch_host", "a job with --no-kill"), run, allocation)
     agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
-    if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        launcher = SrunLauncher(run, slurm, agents, container, srun.plugin(config, slurm))
-    else:
-        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
-    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
+    for_srun = registry.find("hooks", "launcher")
+    by_srun: Launcher | None = for_srun and for_srun(config, run, slurm, agents, container)
+    by_agents = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
+    return Supervisor(run, config, allocation, by_srun or by_agents, slurm, agents, container, token)
 
 
 def _config(run: RunDir, token: str | None) -> JobConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import DistConfig, JobConfig
-from toolkit.nodes.start import srun
+from toolkit.plugins.srun import launcher
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.fake import FakeSlurm
 
@@ -26,26 +26,26 @@ def test_each_kind_of_mpi_has_its_plugin(tmp_path: Path, library: str, plugin: s
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nprintf '%s\\n' '{library}'\n")
     python.chmod(0o755)
-    assert srun.of_library(str(python)) == plugin
+    assert launcher.of_library(str(python)) == plugin
 
 
 def test_the_mpi_that_is_installed_here_is_asked() -> None:
     wheels = {wheel.name for wheel in metadata.distributions()}
-    assert srun.of_library() == ("pmi2" if "mpich" in wheels else "pmix")
+    assert launcher.of_library() == ("pmi2" if "mpich" in wheels else "pmix")
 
 
 def test_it_is_asked_only_where_nobody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_MPI_TYPE", raising=False)
-    monkeypatch.setattr(srun, "of_library", lambda: "pmi2")
+    monkeypatch.setattr(launcher, "of_library", lambda: "pmi2")
     over_mpi, slurm = JobConfig(dist=DistConfig(backend="mpi")), FakeSlurm()
-    assert srun.plugin(over_mpi, slurm) == "pmi2"
-    assert srun.plugin(JobConfig(), slurm) is None
+    assert launcher.mpi_plugin(over_mpi, slurm) == "pmi2"
+    assert launcher.mpi_plugin(JobConfig(), slurm) is None
     monkeypatch.setattr(slurm, "settings", lambda: Settings(mpi_default="pmix"))
-    assert srun.plugin(over_mpi, slurm) is None
+    assert launcher.mpi_plugin(over_mpi, slurm) is None
     monkeypatch.setattr(slurm, "settings", Settings)
     monkeypatch.setenv("SLURM_MPI_TYPE", "cray_shasta")
-    assert srun.plugin(over_mpi, slurm) is None
+    assert launcher.mpi_plugin(over_mpi, slurm) is None
 
 
 def test_without_a_python_that_answers_it_is_pmix(tmp_path: Path) -> None:
-    assert srun.of_library(str(tmp_path / "none")) == "pmix"
+    assert launcher.of_library(str(tmp_path / "none")) == "pmix"

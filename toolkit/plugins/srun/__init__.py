@@ -1,0 +1,1 @@
+"""Ranks that srun starts: over MPI, and in containers of the site."""
