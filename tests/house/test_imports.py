@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -305,6 +306,12 @@ def test_only_three_modules_name_slurms_programs() -> None:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
                 assert node.elts[0].value not in programs, f"{path}: {ast.unparse(node)}"
+
+
+def test_files_of_tests_outside_of_packages_have_different_names() -> None:
+    """Pytest would collect one of two, and say so only where both are collected."""
+    loose = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert [name for name, count in Counter(path.name for path in loose).items() if count > 1] == []
 
 
 def test_names_of_tests_are_short_enough_to_read() -> None:
