@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 
 def output_of(*words: str) -> str:
     argv = [sys.executable, "-m", *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600).stdout
+    return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
 
 
 def rows_of(tmp_path: Path, *words: str) -> tuple[str, set[str]]:

@@ -122,7 +122,6 @@ def serve(nodes: int) -> Mapping[str, float]:
         before_kb = _resident_kb()
         agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)
         agents.open({}, events, user)
-        agents.links.start()
         began = time.monotonic()
         agents.links.call(lambda: agents.ensure(hosts))
         while user.there < nodes:
