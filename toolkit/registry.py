@@ -44,6 +44,7 @@ BUILT_IN = (
     "mpi",
     "muon",
     "new",
+    "notify",
     "parameter_server",
     "pipeline",
     "profile",
@@ -56,6 +57,7 @@ BUILT_IN = (
     "srun",
     "staging",
     "sweep",
+    "tensor",
     "tokens",
     "trackers",
     "watch",
@@ -103,7 +105,7 @@ class Plugin:
     * ``traits``: what holds of these strategies, as values. One without traits counts as ``custom`` where a config is
       checked.
     * ``checks``: a subclass of `toolkit.config.validation.StrategyChecks`: what else a strategy refuses in a config.
-    * ``layouts``: ``compressed``, for ddp with ``strategy.compression``, see `toolkit.strategies`.
+    * ``layouts``: for a strategy, or ``compressed`` for ddp, a function as `toolkit.strategies.build_layout` calls it.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
     * ``hooks``: functions and classes that the core asks for by name where it needs them. docs/plugins.md lists them.
@@ -137,7 +139,6 @@ _CORE_TRAITS = {
     "ddp":    StrategyTraits(True, True, True,  False, True,  ("replicas",)),
     "fsdp":   StrategyTraits(True, True, True,  True,  False, ("shards", "replicas")),
     "zero":   StrategyTraits(True, True, True,  True,  False, ("shards", "replicas")),
-    "tensor": StrategyTraits(True, True, False, True,  False, ("tensor", "replicas", "shards")),
     "dp":     StrategyTraits(True, True, False, False, False),
     "custom": StrategyTraits(),
 }
@@ -160,21 +161,14 @@ def names(kind: Kind) -> dict[str, str]:
 
 
 def where(kind: Kind, name: str) -> str | None:
-    """Return where this is; None if no plugin brings it. Other people's plugins are searched for last."""
-    for found in (lambda: (CORE,), built_in, plugins):  # the core's commands need no plugin
-        for plugin in found():
-            if name in (brought := _brought(plugin, kind)):
-                return brought[name]
-    return None
+    """Return where this is; None if no plugin brings it."""
+    return next((brought[name] for plugin in _in_order() if name in (brought := _brought(plugin, kind))), None)
 
 
 def traits(strategy: str) -> StrategyTraits:
-    """Return what holds of a strategy. Other people's plugins are searched for last."""
-    for found in (lambda: (CORE,), built_in, plugins):
-        for plugin in found():
-            if strategy in plugin.strategies:
-                return plugin.traits.get(strategy, StrategyTraits())
-    return StrategyTraits()
+    """Return what holds of a strategy."""
+    brought = (plugin.traits.get(strategy) for plugin in _in_order() if strategy in plugin.strategies)
+    return next(brought, None) or StrategyTraits()
 
 
 def with_trait(trait: str) -> tuple[str, ...]:
@@ -225,6 +219,13 @@ def load(path: str) -> Any:
     module, _, attribute = path.partition(":")
     found = import_module(module)
     return getattr(found, attribute) if attribute else found
+
+
+def _in_order() -> Iterator[Plugin]:
+    """Yield the core, the plugins that come with it, then other people's. What is not asked for is not imported."""
+    yield CORE
+    yield from built_in()[1:]
+    yield from plugins()[len(built_in()) :]
 
 
 @cache

@@ -161,6 +161,8 @@ LOGIN_NODE = [
         ),
     ),
 ]
+#: What the ranks run of a part of the login node.
+ON_RANKS = {"plugins/site/measure.py"}
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.
@@ -220,6 +222,7 @@ def way_to_heavy(names: Iterable[str]) -> str | None:
 def test_login_node_modules_never_import_torch(part: str) -> None:
     """Nor do they import a module that imports it, and so on."""
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
+    files = [path for path in files if str(path.relative_to(PACKAGE)) not in ON_RANKS]
     for path in files:
         assert not {m.split(".")[0] for m in imports_of(path)} & HEAVY, path
     assert way_to_heavy([".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]) is None
@@ -276,19 +279,24 @@ def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
-@pytest.mark.parametrize(("command", "most"), [("--help", 135), ("status", 46)])
+@pytest.mark.parametrize(("command", "most"), [("--help", 64), ("status", 46)])
 def test_a_command_of_the_login_node_imports_few_modules(tmp_path: Path, command: str, most: int) -> None:
-    """Each takes a part of a millisecond, on a shared file system several. Counted with all plugins, without runs."""
+    """Each takes a part of a millisecond, on a shared file system several. Counted without runs.
+
+    The two modules that declare a plugin do not count: one more plugin is not one more module to load for a command.
+    """
     code = (
         "import sys\nfrom toolkit.cli.main import main\n"
         f"try:\n    main([{command!r}])\nexcept SystemExit:\n    pass\n"
-        "print(sum(name.startswith('toolkit') for name in sys.modules))"
+        "print(*(name for name in sys.modules if name.startswith('toolkit')))"
     )
     environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, capture_output=True, text=True, timeout=60
     )
-    assert int(done.stdout.splitlines()[-1]) <= most
+    declares = re.compile(r"toolkit\.plugins(\.\w+(\.plugin)?)?")
+    loaded = [name for name in done.stdout.splitlines()[-1].split() if not declares.fullmatch(name)]
+    assert len(loaded) <= most, loaded
 
 
 def test_only_fsio_renames_files() -> None:

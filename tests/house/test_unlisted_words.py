@@ -29,12 +29,12 @@ from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.pipeline import schedules
 from toolkit.plugins.pipeline.stage_module import Grid
+from toolkit.plugins.tensor.plan import _torch_style
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
-from toolkit.strategies.layouts.plan import _torch_style
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.optim import build_optimizer

@@ -291,7 +291,7 @@ class JobConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     secrets: dict[str, str] = field(default_factory=dict)  #: variable of the ranks: env, or a file; docs/security.md
-    #: a command that is called at the end: run/attempt/notify.py
+    #: a command that is called at the end: of the plugin notify
     notify: Annotated[list[str], LINES, _COMMAND] = field(default_factory=list)
 
 

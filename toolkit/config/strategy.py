@@ -11,7 +11,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.limits import Count, OneOf, Range, Where, tensor_style
 
 T = TypeVar("T")
-#: Values in ``strategy.tensor_plan``: see strategies/layouts/plan.py.
+#: Values in ``strategy.tensor_plan``: see the plugin tensor.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")

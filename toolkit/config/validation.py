@@ -167,10 +167,12 @@ def check_places(config: JobConfig) -> None:
     for folder in config.cluster.container_mounts:
         if not fsio.expand(folder).is_dir():
             raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")
-    if config.notify and shutil.which(config.notify[0]) is None:
-        raise ConfigError(
-            f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
-        )
+    if config.notify:
+        if shutil.which(config.notify[0]) is None:
+            raise ConfigError(
+                f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
+            )
+        registry.needed("run_ended", "notify")
     if config.checkpoint.copy_to is not None:
         copy_to = fsio.expand(config.checkpoint.copy_to)
         there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
@@ -295,12 +297,6 @@ class StrategyChecks:
             raise ConfigError(
                 f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
                 f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
-            )
-        if config.train.compile and config.strategy.name == "tensor" and size // ranks // config.train.accumulate < 2:
-            raise ConfigError(
-                "train.compile: with torch 2.15 compiled layers that are cut fail, or train to wrong weights, where a "
-                f"part of a batch is a single sample (data.global_batch_size {size} on {ranks} {who} in "
-                f"train.accumulate {config.train.accumulate} parts); use more samples, fewer parts, or set it to false"
             )
 
 

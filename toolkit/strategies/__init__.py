@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_section, check_step, mesh_of
+from toolkit.config import StrategyConfig, TrainConfig, check_section, check_step, mesh_of
 from toolkit.limits import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
@@ -95,19 +95,8 @@ def build_layout(name: str, config: StrategyConfig, session: Session, train: Tra
             how |= {"reshard_after_forward": name == "fsdp", "cpu_offload": config.cpu_offload}
             how["prefetch_blocks"] = config.prefetch_blocks
             return Shards(session, sizes, compression=config.compression, **how)
-        case "tensor":
-            return _tensor(config, session, sizes, how)
-    raise ConfigError(f"strategy.name: {name} has no layout")
-
-
-def _tensor(config: StrategyConfig, session: Session, sizes: MeshConfig, how: dict[str, Any]) -> Layout:
-    # Modules of a single strategy are imported when it is chosen.
-    from toolkit.strategies.layouts.plan import TensorPlan
-    from toolkit.strategies.layouts.tensor import TensorParallel
-
-    refuse_gloo_on_gpus("tensor", session)
-    # The plan says which layers are cut. With strategy.mesh.shards the cut layers are sharded over ranks as well.
-    plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
-    if sizes.shards == 1:
-        return TensorParallel(session, sizes, plan, **how)
-    return Shards(session, sizes, plan=plan, **how)
+    build = registry.find("layouts", name)
+    if build is None:
+        raise ConfigError(f"strategy.name: {name} has no layout")
+    layout: Layout = build(config, session, train, how)
+    return layout

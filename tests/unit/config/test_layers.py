@@ -199,7 +199,6 @@ def _words(overrides: str) -> list[str]:
             ["train.pruning.amount=0.5", "train.pruning.start_step=9", "train.pruning.end_step=8"],
             ["train.pruning.end_step", "start_step 9"],
         ),
-        (["train.skip_bad_steps=true", "strategy.name=tensor"], ["train.skip_bad_steps", "adamw"]),
     ],
 )
 def test_what_cannot_happen_to_a_step_is_refused_with_key_and_remedy(overrides: list[str], words: list[str]) -> None:
@@ -269,10 +268,6 @@ def test_every_default_is_valid() -> None:
         ("fsdp", {}, 8, (1, 8, 1)),
         ("fsdp", {"replicas": 2}, 8, (2, 4, 1)),
         ("zero", {"shards": 2}, 8, (4, 2, 1)),
-        ("tensor", {}, 8, (1, 1, 8)),
-        ("tensor", {"tensor": 2}, 8, (4, 1, 2)),
-        ("tensor", {"tensor": 2, "shards": 4}, 8, (1, 4, 2)),
-        ("tensor", {"shards": 2}, 8, (1, 2, 4)),
         ("auto", {}, 8, (8, 1, 1)),
     ],
 )
@@ -281,39 +276,6 @@ def test_what_a_mesh_leaves_open_is_what_is_left(
 ) -> None:
     found = configs.mesh_of(StrategyConfig(name, mesh=MeshConfig(**given)), ranks)
     assert (found.replicas, found.shards, found.tensor) == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["strategy.mesh={replicas: 2, shards: 2, tensor: 3}"],
-            "strategy.mesh: 2 replicas x 2 shards x 3 tensor = 12, and there are 8 ranks: the product must be",
-        ),
-        (["strategy.mesh.tensor=3"], "strategy.mesh: 3 tensor = 3, and there are 8 ranks: 3 must divide their number"),
-        (
-            ["strategy.name=ddp", "strategy.sequence_parallel=false"],
-            "strategy.mesh.tensor: strategy.name ddp has no such",
-        ),
-        (
-            ["strategy.name=ddp", "strategy.sequence_parallel=true"],
-            "strategy.sequence_parallel: only strategy.name ten",
-        ),
-        (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
-        (["strategy.cpu_offload=true"], "strategy.cpu_offload: only fsdp"),
-        (["strategy.prefetch_blocks=2"], "strategy.prefetch_blocks: only fsdp and zero gather weights"),
-        (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
-        (["train.compile=true", "train.accumulate=5"], "train.compile: with torch 2.15 compiled layers that are cut"),
-        (["train.accumulate=9"], "train.accumulate: 9 parts of a share of 8 samples"),
-    ],
-)
-def test_a_mesh_or_a_plan_that_cannot_be_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
-    config = load_config(
-        ROOT / "configs/gpt_tensor.yaml", ["data.name=digits", "strategy.mesh.replicas=null", *overrides]
-    )
-    with pytest.raises(ConfigError) as caught:
-        validate(config, ranks=8)
-    assert says in str(caught.value)
 
 
 def test_groups_of_layers_merge_by_pattern_and_keep_their_types(tmp_path: Path) -> None:

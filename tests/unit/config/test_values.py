@@ -153,7 +153,6 @@ def test_a_value_that_cannot_be_meant_is_refused_with_its_key(override: str, say
         "cluster.exclude='n[01-04,07],login'",
         "cluster.exclude=/etc/hosts",
         "cluster.gpu_type=nvidia_a100_1g.5gb",
-        'notify=[sh, -c, "echo done\\nmail me"]',
         "checkpoint.copy_to=/tmp/not/there/yet",
         "cluster.account='日本 語'",
         "optim={name: mine.Lion, arguments: {betas: [0.9, 0.99], use: fast}, groups: {head.*: {rho: 0.1}}}",

@@ -567,7 +567,7 @@ def test_a_best_state_that_may_not_be_saved_does_not_count_as_kept(checkpoints: 
 
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
-    for strategy in ("fsdp", "tensor", "zero", "dp"):
+    for strategy in ("fsdp", "zero", "dp"):
         saved: dict[str, Json] = {"strategy.name": "ddp", "strategy.mesh": {}}
         refuse_other_identity(saved, {"strategy.name": strategy, "strategy.mesh": {"replicas": 2}}, Path("here"))
     refuse_other_identity({"strategy.compression": "bf16"}, {"strategy.compression": "none"}, Path("here"))

@@ -59,7 +59,7 @@ def main() -> None:
 
 def _measure(run: Any) -> None:
     """Measure with all ranks. Rank 0 submits the follow-up job, and writes the record."""
-    from toolkit.ranks import measure
+    from toolkit.plugins.site import measure
 
     scratch = run.dir / SCRATCH
     if run.rank == 0:

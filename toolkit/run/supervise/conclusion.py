@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files.run_files import STOPPED_PHASE, RunState
@@ -16,7 +17,6 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.attempt.notify import notify
 from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
 from toolkit.run.job import node_history
 from toolkit.run.job.slurm_job import JobFate
@@ -207,7 +207,7 @@ def end_before_start(context: Context) -> int:
     """Write the result of a run that a user ended before it started again. Return the job's exit code."""
     state = stop_request.end_state(context.asked())
     outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
-    notify(context.run)
+    registry.call("run_ended", context.run)
     return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
 
 

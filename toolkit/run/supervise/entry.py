@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from toolkit import registry
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
 from toolkit.files.run_files import RunState
@@ -26,7 +27,6 @@ from toolkit.nodes.agent import die_with_parent
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.start.agents import Endpoint
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.attempt.notify import notify
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.requeue.requeue import forbid_expedited_requeue, give_back_after_deaths, give_back_if_full
 from toolkit.run.supervise.building import build, open_endpoint
@@ -105,7 +105,7 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
         outages.persist(lambda: write_ended(run, RunState.FAILED, why), run.path)
     except OSError as also:
         log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
-    notify(run)
+    registry.call("run_ended", run)
 
 
 class SupervisorKilledError(ToolkitError):

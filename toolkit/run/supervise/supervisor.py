@@ -24,7 +24,6 @@ from toolkit.nodes.start.launcher import Events, Launcher
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
-from toolkit.run.attempt.notify import notify
 from toolkit.run.records.ownership import Claim
 from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run, wait_for_other_runs
@@ -102,7 +101,7 @@ class Supervisor:
         # The run is over for good: cancel its follow-up jobs.
         if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
             self._context.requeue.dismiss()
-        notify(self._run)
+        registry.call("run_ended", self._run)
         return _exit_code(verdict)
 
     # ------------------------------------------------------------------------------------------------- the beginning

@@ -1,4 +1,4 @@
-"""How a model lies on the ranks. ddp, fsdp, zero and tensor differ only in that."""
+"""How a model lies on the ranks. ddp, fsdp and zero differ only in that, and tensor of the plugin."""
 
 from __future__ import annotations
 

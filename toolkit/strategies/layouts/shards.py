@@ -7,14 +7,13 @@ which saves a third of what is sent and costs the memory of the whole weights. (
 https://arxiv.org/abs/1910.02054, except that between steps the weights lie sharded in both.)
 
 With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts. Weights are gathered within a
-copy only, and the summed parts of the gradients are then summed once over the copies (hybrid sharding). With a plan of
-tensor parallelism the layers are cut first, and a rank's part of them is what is sharded.
+copy only, and the summed parts of the gradients are then summed once over the copies (hybrid sharding).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,10 +27,8 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import MeshConfig, choose
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
-from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients
 from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
@@ -61,16 +58,11 @@ class Shards(Layout):
         cpu_offload: bool = False,
         compression: str = "none",
         prefetch_blocks: int = 1,
-        plan: TensorPlan | None = None,
     ) -> None:
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)
         self._session = session
         self._sizes = sizes
-        self._plan = plan
-        self._cut: CutLayers | None = None
-        self._group: DeviceMesh | None = None  #: the tensor group
-        self._unchecked: DeviceMesh | None = None  #: the same, until its gradients have been checked
         self._offloads = cpu_offload
         self._device = session.device
         self._bf16 = choose("train.precision", precision, {"fp32": False, "bf16": True})
@@ -88,9 +80,7 @@ class Shards(Layout):
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._refuse(model)
-        if self._plan is not None:
-            self._unchecked = self._group = part_of(mesh, "tensor")
-            self._cut = self._plan.cut(model, self._group, trial)
+        self.cut(model, mesh, trial)
         data = part_of(mesh, "replicas", "shards")
         assert data is not None
         self._shard(model, data)
@@ -103,13 +93,9 @@ class Shards(Layout):
         hand_out(whole, model, self._device, self.uncut)
         return model
 
-    def compare(self) -> None:
-        if self._cut is not None and self._group is not None:
-            self._cut.compare(self._model, self._group, bf16=self._bf16)  # type: ignore[arg-type]
-            self.rest()
-
-    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-        return entries if self._cut is None else self._cut.uncut(entries)
+    def cut(self, model: nn.Module, mesh: DeviceMesh, trial: TrialPass) -> None:
+        """Cut layers that ranks compute together, before a rank's part of them is sharded: none here."""
+        return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)  # type: ignore[operator]
@@ -124,12 +110,6 @@ class Shards(Layout):
         finally:
             self._model.set_requires_gradient_sync(True)
             self._model.set_reshard_after_backward(True)
-
-    def average(self) -> None:
-        """Check the first gradients of a tensor group; the backward pass has averaged them."""
-        if self._unchecked is not None:
-            refuse_partial_gradients(self._model, self._unchecked)  # type: ignore[arg-type]
-            self._unchecked = None
 
     def precision(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -13,14 +13,16 @@ import pytest
 from tests.unit.run.test_supervisor import Ranks, completes, ended, quick, supervise  # noqa: F401
 from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio
+from toolkit.base.errors import ConfigError
 from toolkit.base.logs import LOGGER
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.attempt import notify
+from toolkit.plugins.notify import notify
 from toolkit.run.attempt.facts import Verdict
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
@@ -188,3 +190,13 @@ def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatc
     run.write_result(RunResult.from_json({"state": "completed"}))
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1, restart_count=1), Ranks(), None).run()
     assert said(tmp_path) == []
+
+
+def test_a_command_of_several_lines_is_taken_and_one_without_the_plugin_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configs.load_config(None, ['notify=[sh, -c, "echo done\\nmail me"]'])
+    configs.validate(config)
+    monkeypatch.setattr(registry, "find", lambda kind, name: None)
+    with pytest.raises(ConfigError, match="notify needs a plugin that is not installed"):
+        configs.validate(config)

@@ -1,17 +1,18 @@
 """tensor: ranks of a group compute each layer together.
 
-With more ranks there are copies of such groups (see plan.py, mesh.py).
+With more ranks there are copies of such groups (see plan.py, and mesh.py of the layouts).
 
 Why it is right: the ranks of a group get the same samples and the same random numbers, so all that is not cut is equal
 on them, bit for bit, and stays equal. Where each rank sees only a part of a sequence, the gradients of what is not cut
 are parts of a sum, which is taken once a step. Between the copies gradients are averaged after the backward pass, in a
-fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as well: that is shards.py with a plan.
+fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as well (:class:`CutShards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +21,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.base import logs
-from toolkit.config import MeshConfig
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, mesh_of
+from toolkit.plugins.tensor.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
+from toolkit.strategies import build_layout, refuse_gloo_on_gpus
 from toolkit.strategies.layouts import Layout, autocast, local
 from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
-from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.layouts.shards import Shards
 from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.objective import TrialPass
-from toolkit.strategies.protocol import ModelFactory
+from toolkit.strategies.protocol import ModelFactory, Strategy
+from toolkit.strategies.spmd import Spmd
 
 log = logs.get(__name__)
+
+
+def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    """Return the strategy tensor. Raises ConfigError for a mesh that does not match the number of ranks."""
+    return Spmd(session, build_layout("tensor", config, session, train), train)
+
+
+def build(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
+    """Return its layout, see `toolkit.strategies.build_layout`. Raises ConfigError."""
+    refuse_gloo_on_gpus("tensor", session)
+    sizes = mesh_of(replace(config, name="tensor"), session.world_size)
+    plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
+    return (TensorParallel if sizes.shards == 1 else CutShards)(session, sizes, plan, **how)
 
 
 class TensorParallel(Layout):
@@ -127,3 +144,33 @@ class TensorParallel(Layout):
 
     def precision(self) -> AbstractContextManager[object]:
         return autocast(self._device, self._precision)
+
+
+class CutShards(Shards):
+    """Layers that are cut first, and a rank's parts of them sharded over the ranks of other groups."""
+
+    _cut: CutLayers
+    _group: DeviceMesh
+
+    def __init__(self, session: Session, sizes: MeshConfig, plan: TensorPlan, **how: Any) -> None:
+        """Take the plan. ``how`` is as for :class:`Shards`."""
+        super().__init__(session, sizes, **how)
+        self._plan, self._is_bf16 = plan, how["precision"] == "bf16"
+        self._is_checked = False
+
+    def cut(self, model: nn.Module, mesh: DeviceMesh, trial: TrialPass) -> None:
+        self._group = mesh["tensor"]
+        self._cut = self._plan.cut(model, self._group, trial)
+
+    def compare(self) -> None:
+        self._cut.compare(self._model, self._group, bf16=self._is_bf16)  # type: ignore[arg-type]
+        self.rest()
+
+    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        return self._cut.uncut(entries)
+
+    def average(self) -> None:
+        """Check the first gradients; the backward pass has averaged them."""
+        if not self._is_checked:
+            refuse_partial_gradients(self._model, self._group)  # type: ignore[arg-type]
+            self._is_checked = True
