@@ -26,6 +26,7 @@ INTERFACE = 1
 GROUP = "toolkit.plugins"
 #: The plugins that come with the toolkit, each a package below ``toolkit.plugins``.
 BUILT_IN = (
+    "after",
     "auto",
     "balance",
     "checkpoints",
@@ -210,7 +211,7 @@ def needed(hook: str, what: str) -> Any:
     """Return the hook that ``what`` needs, such as a key of the config. Raises ConfigError where there is none."""
     found = find("hooks", hook)
     if found is None:
-        raise ConfigError(f"{what} needs a plugin that is not installed")
+        raise ConfigError(f"{what} needs a plugin that is not installed: the one with the hook {hook!r}")
     return found
 
 

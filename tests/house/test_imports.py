@@ -23,7 +23,8 @@ PACKAGE = ROOT / "toolkit"
 #: its own. docs/contributing.md has the same order.
 FLOORS = [
     ["base"],
-    ["chaos", "files", "registry"],
+    ["registry"],
+    ["chaos", "files"],
     ["limits"],
     ["slurm"],
     ["config", "health"],

@@ -17,11 +17,12 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.after import awaited
 from toolkit.plugins.sweep import again, element
 from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings
-from toolkit.run.records import awaited, ownership, run_jobs, stop_request
+from toolkit.run.records import ownership, run_jobs, stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
@@ -174,7 +175,7 @@ def test_no_run_waits_for_another_clusters_job(site: Site) -> None:
     site.go("beta")
     send()
     with pytest.raises(RequestError, match=r"has its job on the cluster alpha, for which a job of this cluster cannot"):
-        awaited.find(first.id, "slurm", site.slurm.show_jobs)
+        awaited.find([first.id], "slurm", site.slurm.show_jobs)
 
 
 @pytest.mark.parametrize(

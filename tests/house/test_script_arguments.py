@@ -20,7 +20,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.start import foreign
 from toolkit.plugins.sweep import element, request, submission
 from toolkit.plugins.sweep.request import Options
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.slurm.fake import FakeSlurm

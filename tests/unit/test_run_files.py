@@ -27,7 +27,7 @@ from toolkit.files.run_files import (
 )
 from toolkit.files.rundir import RunDir
 from toolkit.run.job import nodes
-from toolkit.run.records import after, stop_request
+from toolkit.run.records import stop_request
 
 
 @pytest.fixture
@@ -237,11 +237,11 @@ def test_a_damaged_key_of_what_a_run_waits_for_is_named(run: RunDir, key: str) -
     assert AFTER.keys() == shape_of(AfterRecord).keys.keys(), "a key has no example here"
     fsio.write_json(run.path / "after.json", {**AFTER, key: [[]]})
     damage: list[str] = []
-    record = after.record_of(run, damage)
+    record = run.after(damage)
     assert key in damage[0]
     assert (record is None) == (key != "version"), "a part of it would let the run start early"
     fsio.write_json(run.path / "after.json", AFTER)
-    assert AfterRecord.load(AFTER) == after.record_of(run)
+    assert AfterRecord.load(AFTER) == run.after()
 
 
 #: Every key of owner.json and of submission.json.

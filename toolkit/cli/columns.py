@@ -12,8 +12,7 @@ from typing import Any
 from toolkit.base.durations import as_clock, in_units
 from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import run_rows
-from toolkit.files.run_files import state_word
-from toolkit.run.records import after
+from toolkit.files.run_files import state_word, waits_until
 from toolkit.slurm import states
 
 Row = dict[str, Any]
@@ -33,7 +32,7 @@ def _job(row: Row) -> str:
 def _waits_for(row: Row) -> str | None:
     reason = row["reason"] if row["slurm"] == "PENDING" else None
     if row["after"] and reason in (None, "None", "Dependency"):
-        return after.sentence(row["after"])
+        return waits_until(row["after"])
     return states.in_words(reason) if reason else None
 
 

@@ -9,14 +9,13 @@ from toolkit import registry
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import given_words, loss_remark, status_rows
-from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
 from toolkit.run.job import node_history, nodes
-from toolkit.run.records import after
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     known = status.state if result is None else result.state
     state = row["state"] if is_over else known or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
-    waits_for = after.sentence(row["after"]) or None
+    waits_for = waits_until(row["after"]) or None
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end

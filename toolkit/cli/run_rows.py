@@ -22,7 +22,7 @@ from toolkit.cli import slow
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import efficiency, goodput
-from toolkit.run.records import after, changes, run_jobs, stop_request
+from toolkit.run.records import changes, run_jobs, stop_request
 
 #: The files that a row of an ended run is made of, and those of one that may go on.
 _ENDED_FILES = ("status.json", "result.json")
@@ -77,6 +77,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
     if not run.config.exists():
         damage.append(f"{run.config} is missing")
     progress, state = status.progress, status.state if result is None else result.state
+    waits_for = run.after(damage) if result is None else None
     row: dict[str, Any] = {
         "run": run.id,
         "name": run.name,
@@ -85,7 +86,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "cluster": status.cluster,
         "follow_ups": [],
         "asked": None,
-        "after": after.names(after.record_of(run, damage)) if result is None else [],
+        "after": waits_for.names() if waits_for is not None else [],
         "executor": "slurm" if status.job_id else "local",
         "attempt": status.attempt or 0,
         "restarts": max(0, ((result.attempts if result is not None else 0) or status.attempt or 1) - 1),

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base.errors import RequestError, RunNotFoundError, nearest
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
@@ -46,12 +47,9 @@ def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
         except RunNotFoundError as error:
             if error.sweep is None:
                 raise
-            from toolkit.run.records import sweep_folder
-
-            sweep = sweep_folder.of_name(error.sweep)
-            sweeps.append(sweep.path)
-            points = sweep_folder.newest(sweep.arrays(), [])
-            runs += [run for point, _, _ in points.values() if (run := sweep.run_of(point)).config.exists()]
+            folder, started = registry.needed("sweep_rows", f"the sweep {error.sweep!r}").started(error.sweep)
+            sweeps.append(folder)
+            runs += started
     return runs, sweeps
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
@@ -411,6 +412,17 @@ class AfterRecord(FileRecord):
 
     runs: tuple[str, ...]  #: their folders
     sweeps: tuple[str, ...]  #: their folders
+
+    def names(self) -> list[str]:
+        """Return the names of what is waited for: ``run NAME/ID``, ``sweep NAME``."""
+        runs = (f"run {path.parent.name}/{path.name}" for path in map(Path, self.runs))
+        return [*runs, *(f"sweep {Path(path).name}" for path in self.sweeps)]
+
+
+def waits_until(names: Sequence[str]) -> str:
+    """Return what :meth:`AfterRecord.names` tells as a sentence; empty if it names nothing."""
+    verb = "has" if len(names) == 1 else "have"
+    return f"waits until {' and '.join(names)} {verb} completed" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------------ trackers/*.json

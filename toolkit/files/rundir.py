@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -16,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit import registry
 from toolkit.base import fsio, trust
 from toolkit.base.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.files import records
 from toolkit.files.run_files import (
+    AfterRecord,
     AttemptRecord,
     AttemptStatus,
     OwnerRecord,
@@ -167,6 +168,19 @@ class RunDir:
     def point(self, damage: list[str] | None = None) -> SweepPoint | None:
         """Return the run's point in its sweep; None for a run that belongs to none."""
         return SweepPoint.read_or_none(self.path / "point.json", damage)
+
+    @property
+    def after_path(self) -> Path:
+        """Return the file that says what the run waits for."""
+        return self.path / "after.json"
+
+    def after(self, damage: list[str] | None = None) -> AfterRecord | None:
+        """Return what the run waits for before it starts, or None.
+
+        Raises DamagedFileError for a damaged file, unless ``damage`` is there to get it.
+        """
+        path = self.after_path
+        return AfterRecord.read(path) if damage is None else AfterRecord.read_or_none(path, damage)
 
     def left_over(self) -> AttemptStatus | None:
         """Return the status of an attempt that was never closed, or None. Its supervisor died before it did so.
@@ -389,20 +403,14 @@ def find(text: str, root: Path | None = None) -> RunDir:
         return by_id[0]
     by_name = [run for run in runs if run.name == text]
     root = root or runs_root()
-    if (sweep := _sweep_of(text, by_name, root)) is not None:
-        raise RunNotFoundError(
-            f"{text!r} names the points of sweep {sweep}: `toolkit sweep status {sweep}` lists their runs, and "
-            f"`toolkit sweep stop {sweep}` ends them; one of them is named by its last eight digits",
-            sweep,
-        )
+    if (root / SWEEPS).is_dir():
+        refuse_points = registry.find("hooks", "refuse_points")
+        if refuse_points is not None:
+            refuse_points(text, by_name, root)
+        elif (root / SWEEPS / text / "sweep.json").exists():
+            registry.needed("refuse_points", f"the sweep {text!r}")
     if by_name:
         return by_name[-1]
-    if (point := _point_to_start(text, root)) is not None:
-        sweep, run_id = point
-        raise RunNotFoundError(
-            f"run {run_id} is a point of sweep {sweep} that has not started; `toolkit sweep status {sweep}` says what "
-            "it waits for"
-        )
     if not runs:
         why = f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
     else:
@@ -412,35 +420,13 @@ def find(text: str, root: Path | None = None) -> RunDir:
     raise RunNotFoundError(why)
 
 
-#: The folder of the sweeps among the runs. `run.records.sweep_folder` says what is in one.
+#: The folder of the sweeps among the runs.
 SWEEPS = ".sweeps"
 
 
 def sweep_paths(root: Path | None = None) -> list[Path]:
     """Return the folder of every sweep."""
     return sorted(path.parent for path in ((root or runs_root()) / SWEEPS).glob("*/sweep.json"))
-
-
-def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:
-    """Return the sweep that a config's name means, None if it means a single run. ``runs`` have that name."""
-    newest = runs[-1] if runs else None
-    if newest is not None and (point := newest.point([])) is not None:
-        return point.sweep
-    # A sweep has the config's name if it was given no other. It may be that none of its points has started.
-    try:
-        stamp = str(json.loads((root / SWEEPS / name / "sweep.json").read_bytes())["stamp"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return name if newest is None or stamp > newest.id else None
-
-
-def _point_to_start(text: str, root: Path) -> tuple[str, str] | None:
-    """Return the sweep and the run id of a point without a folder, by its id, its beginning or last eight digits."""
-    for path in sorted((root / SWEEPS).glob("*/arrays/*.jsonl")):
-        for found in re.finditer(r'"run": ?"([^"]+)/([^"/]+)"', path.read_text(errors="replace")):
-            if found[2].startswith(text) or text in (found[2][-8:], f"{found[1]}/{found[2]}"):
-                return path.parents[1].name, found[2]
-    return None
 
 
 # ---------------------------------------------------------------------------------- finding the run of a requeued job

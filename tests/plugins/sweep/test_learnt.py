@@ -12,10 +12,9 @@ import pytest
 from tests.plugins.sweep.test_submission import SlurmOnDisk, killed, project, submit
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunResult, RunState
-from toolkit.plugins.sweep import learnt
+from toolkit.plugins.sweep import learnt, sweep_folder
+from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import sweep_folder
-from toolkit.run.records.sweep_folder import Point, SweepDir
 from toolkit.slurm.fake import FakeSlurm
 
 pytest.importorskip("optuna")

@@ -18,11 +18,12 @@ from toolkit.cli import show
 from toolkit.cli.main import main
 from toolkit.files.run_files import AfterRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.sweep import again, local, request, submission
+from toolkit.plugins.after import awaited
+from toolkit.plugins.sweep import again, local, request, submission, sweep_folder
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding, standings
-from toolkit.run.records import awaited, ownership, sweep_folder
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.run.records import ownership
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 

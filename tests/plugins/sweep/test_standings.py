@@ -16,12 +16,12 @@ from toolkit.cli import show
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.sweep import again, element, states
+from toolkit.plugins.sweep import again, element, states, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding, standings
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.nodes import Nodes, remembered
-from toolkit.run.records import ownership, stop_request, sweep_folder
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.records import ownership, stop_request
 from toolkit.run.submission import handle
 from toolkit.slurm import commands, shared_queue
 from toolkit.slurm.fake import FakeSlurm, Sent
@@ -142,7 +142,7 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.
         assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
     # An earlier version has written such results. Its job has the run still.
     write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
-    for module in (handle, commands):
+    for module in (again, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
     monkeypatch.setattr(element, "ENDING_S", 0.0)
     retry_all(sent.sweep, slurm)
@@ -273,7 +273,7 @@ def test_a_point_that_its_sweep_is_to_run_again_can_be_told_not_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     slurm = FakeSlurm()
-    for module in (handle, commands):
+    for module in (again, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
     sent = submit(slurm, "train.seed=0..1")
     runs = [sent.sweep.run_of(point) for point in sent.sweep.arrays()[0].points()]

@@ -18,12 +18,12 @@ from toolkit import config as configs
 from toolkit.base.errors import ConfigError, DamagedFileError, RequestError
 from toolkit.files.run_files import RunState
 from toolkit.plugins import testing
-from toolkit.plugins.sweep import element, points, request, submission
+from toolkit.plugins.sweep import element, points, request, submission, sweep_folder
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.submission import Submitted
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import ownership, sweep_folder
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.run.records import ownership
 from toolkit.slurm.fake import FakeSlurm
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.unit.run.test_supervisor import Ranks, completes, quick
 from toolkit import config as configs
-from toolkit.base import fsio
+from toolkit.base import fsio, outages
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -18,6 +19,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
 from toolkit.run.records import stop_request
+from toolkit.run.supervise import building
 from toolkit.run.supervise.supervisor import Supervisor
 
 __all__ = ["quick"]
@@ -82,3 +84,17 @@ def test_a_damaged_intent_is_named_where_it_is_asked_for(run: RunDir) -> None:
     damage: list[str] = []
     assert stop_request.asked(run, damage) is stop_request.Intent.STOP
     assert f"{run.path / 'intent.json'} is damaged: it holds NUL bytes only; taken for a stop" in damage[0]
+
+
+def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server is away when its job starts: the config, the owner and all else seem to be missing."""
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 30)
+    hidden = run.path.with_name("hidden")
+    run.path.rename(hidden)
+    monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(run.path))
+    assert building.build(run, "local", None).run is not None
+    run.path.rename(hidden)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0)
+    with pytest.raises(FileNotFoundError):
+        building.build(run, "local", None)

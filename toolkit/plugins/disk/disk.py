@@ -20,7 +20,6 @@ from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
 from toolkit.slurm import shared_queue
@@ -92,7 +91,7 @@ def used_origins() -> dict[Path, str]:
         with contextlib.suppress(ToolkitError):  # it is gone already
             found.update({origin.find(str(text)).path.resolve(): user} if text else {})
     for run in going:
-        waits_for = after.record_of(run, [])
+        waits_for = run.after([])
         found |= {Path(path).resolve(): run.id for path in (waits_for.runs if waits_for is not None else ())}
     return found
 

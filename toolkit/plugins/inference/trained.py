@@ -20,12 +20,10 @@ from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import awaited
 from toolkit.run.requeue.follow_up import is_for_one_job
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.handle import Run
-from toolkit.run.submission.submit import submit_foreign
-from toolkit.slurm.commands import Slurm
+from toolkit.run.submission.submit import awaited, submit_foreign
 
 #: The columns of predictions as CSV.
 COLUMNS = ("file", "class", "probability")
@@ -86,7 +84,7 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
     words += [*(["--trust"] if args.trust else []), "--keep"]
     command = [str(staged.origin(sys.executable)), "-m", "toolkit", "evaluate", str(run.path), *words]
     chosen = choose_executor("auto")
-    return submit_foreign(config, command, chosen, awaited.find(str(run.path), chosen, Slurm().show_jobs))
+    return submit_foreign(config, command, chosen, awaited(str(run.path), chosen))
 
 
 def page(told: Mapping[str, Any]) -> str:

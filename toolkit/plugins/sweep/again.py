@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.sweep import local, submission
+from toolkit.plugins.sweep import local, submission, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, run_jobs, stop_request
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.run.submission.handle import attach
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
@@ -91,6 +91,24 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
             has_job = bool(jobs.get(each.point.id))
             _end_without_job(each.run if has_job else sweep.make_run(each.point, time.time()), each.executor)
     return len(waiting), len(working)
+
+
+def withdraw_retry(run: RunDir) -> bool:
+    """Withdraw the submission by which the sweep is to start an ended run again. False if there is none that waits."""
+    retried = sweep_folder.retry_of(run)
+    if retried is None:
+        return False
+    array, job = retried
+    if job is None:  # without Slurm, or not sent yet
+        if not sweep_folder.is_again(run, array, array.record([])):
+            return False
+        (run.path / "result.json").touch()  # the process that starts the points goes by its time
+        return True
+    slurm = Slurm()
+    waiting = [id_ for id_, status in job.ask(slurm.show_jobs).items() if status is not None and not status.is_over]
+    for id_ in waiting:
+        slurm.cancel(id_)
+    return bool(waiting)
 
 
 def _refuse_elsewhere(sweep: SweepDir, jobs: Sequence[RunJobs]) -> None:

@@ -15,9 +15,9 @@ from toolkit.base import fsio, logs
 from toolkit.base.errors import DamagedFileError
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep.sweep_folder import Array, SweepDir
 from toolkit.run.job import nodes
 from toolkit.run.records import ownership, stop_request
-from toolkit.run.records.sweep_folder import Array, SweepDir
 from toolkit.run.submission.handle import attach
 
 #: A stopped run's job may take this long to end after its result is written; it is asked for this often.

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunState, is_halved
+from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values, refuse_many
-from toolkit.run.records import sweep_folder
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 
 
 class Tried(NamedTuple):

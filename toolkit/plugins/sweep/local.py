@@ -15,10 +15,11 @@ from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import TakenError, ToolkitError
 from toolkit.files.run_files import RunState
+from toolkit.plugins.sweep import sweep_folder
+from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.prepare import snapshot
-from toolkit.run.records import ownership, sweep_folder
-from toolkit.run.records.sweep_folder import Point, SweepDir
+from toolkit.run.records import ownership
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume

@@ -7,6 +7,9 @@ PLUGIN = Plugin(
     commands={"sweep": "toolkit.plugins.sweep.command"},
     hooks={
         "sweep_rows": "toolkit.plugins.sweep.rows",
+        "refuse_points": "toolkit.plugins.sweep.names:refuse_points",
+        "unfinished_points": "toolkit.plugins.sweep.states:unfinished_points",
+        "withdraw_retry": "toolkit.plugins.sweep.again:withdraw_retry",
         "may_start_again": "toolkit.plugins.sweep.states:may_start_again",
         "watch_attempt": "toolkit.plugins.sweep.halving:Halving",
     },

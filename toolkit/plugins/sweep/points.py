@@ -25,7 +25,7 @@ from toolkit.plugins.sweep.axes import Axis, Discrete, Values
 from toolkit.plugins.sweep.learnt import Tried
 from toolkit.plugins.sweep.request import SweepRequest
 from toolkit.run.prepare import new_run as prepare
-from toolkit.run.records import awaited
+from toolkit.run.submission.submit import begins_with
 
 #: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
 #: The same point with more time or memory is the same point.
@@ -165,7 +165,7 @@ class _PointReader:
 
     def _check(self, config: JobConfig) -> bool:
         """Check a whole config. Return whether it begins with the weights of a run that is waited for."""
-        goes_on = awaited.begin_with(config, self._waits_for)
+        goes_on = begins_with(config, self._waits_for)
         prepare.check_submittable(config, self._executor, self._project, goes_on=goes_on)
         return goes_on
 

@@ -12,8 +12,9 @@ from toolkit.cli import selection
 from toolkit.cli.run_rows import EMPTY
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.states import LOST, NOT_SUBMITTED, REMOVED, Ask, PointStanding, RowsOfRuns, standings
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
 
@@ -43,6 +44,13 @@ def fold(runs: Sequence[RunDir], sweeps: Sequence[Path]) -> tuple[list[RunDir], 
     # Few other runs begin with a stamp, and only of these a file is read.
     stamps = {stamp for stamp, _ in stamped}
     return [run for run in runs if run.id.rpartition("-")[0] not in stamps or run.point([]) is None], stamped
+
+
+def started(name: str) -> tuple[Path, list[RunDir]]:
+    """Return the folder of a sweep, and the runs of its points that have started."""
+    sweep = sweep_folder.of_name(name)
+    points = sweep_folder.newest(sweep.arrays(), [])
+    return sweep.path, [run for point, _, _ in points.values() if (run := sweep.run_of(point)).config.exists()]
 
 
 def ask_shared(jobs: Iterable[str]) -> Mapping[str, JobStatus | None]:

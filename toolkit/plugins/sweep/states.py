@@ -5,21 +5,23 @@ Runs are read from their own files. One question to Slurm is about all points th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from toolkit.base.errors import SlurmError
+from toolkit.base.errors import DamagedFileError, SlurmError
 from toolkit.base.process_identity import Life
-from toolkit.files.run_files import RunState, is_halved, state_word
+from toolkit.files.run_files import RunResult, RunState, is_halved, state_word, waits_until
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, submitted_run, sweep_folder
+from toolkit.plugins.sweep import sweep_folder
+from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
+from toolkit.run.records import run_jobs, submitted_run
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.submitted_run import RunStanding
-from toolkit.run.records.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.slurm import cluster_name, states
 from toolkit.slurm import states as slurm_states
-from toolkit.slurm.jobs import JobStatus
+from toolkit.slurm.jobs import JobStatus, base_id
 from toolkit.slurm.states import Phase
 
 #: Asks Slurm about jobs. A job that Slurm does not know is None in the answer.
@@ -86,11 +88,11 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
         executor = "slurm" if record is None else record.executor
         # Without Slurm's answer a run that may still work keeps its own state.
         if row and not (is_again and (is_answered or row["state"] in _ENDED)):
-            state, why = row["state"], row["why"] or after.sentence(row["after"]) or None
+            state, why = row["state"], row["why"] or waits_until(row["after"]) or None
             if row["job_id"]:
                 job_id, executor = row["job_id"], row["executor"]
         elif point.after is not None and state == RunState.QUEUED and why in (None, "Dependency"):
-            why = after.sentence(after.names(point.after))
+            why = waits_until(point.after.names())
         elif state == RunState.QUEUED and why is not None:
             why = states.in_words(why)
         elif not row and id_ in begun and sweep.was_removed(point):
@@ -162,3 +164,35 @@ def _waiting_state(
         return (RunState.CANCELLED.value, None) if status.state == "CANCELLED" else (LOST, why)
     is_waiting = slurm_states.phase(status.state) is Phase.PENDING
     return ("queued", status.reason) if is_waiting else (RunState.STARTING.value, None)
+
+
+class UnfinishedPoint(NamedTuple):
+    """A point that another run waits for, and what may still bring it to its end."""
+
+    run: RunDir
+    result: RunResult | None
+    jobs: Sequence[RunJobs]
+    is_again: bool  #: whether the sweep has submitted it again: then its result is not final
+    works_here: bool  #: whether a process on this machine will start it
+
+
+def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
+    """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
+    sweep, damage = SweepDir(path), list[str]()
+    newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
+    if damage or not newest:
+        raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {damage[0] if damage else sweep.path}")
+    works_here = sweep.works_here()
+    for point, array, index in newest.values():
+        run = sweep.run_of(point)
+        result, listed = run.result(), array.record()
+        is_here = works_here and listed is not None and listed.executor == "local"
+        is_done = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
+        if is_done or (point.id in begun and sweep.was_removed(point)):
+            continue
+        # Ids of whole arrays: there may be thousands of points.
+        of_point = [job for job in (array.job_of(point, index, listed), run_jobs.of(run)) if job is not None]
+        jobs = tuple(replace(job, ids=tuple(dict.fromkeys(map(base_id, job.ids)))) for job in of_point)
+        is_again = result is not None and sweep_folder.is_again(run, array, listed)
+        works_here = is_here and (result is None or is_again)
+        yield UnfinishedPoint(run, result, () if works_here and result is None else jobs, is_again, works_here)

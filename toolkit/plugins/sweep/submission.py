@@ -21,22 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio, logs
 from toolkit.base.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord
-from toolkit.plugins.sweep import learnt, points
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep import learnt, points, sweep_folder
 from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options, SweepRequest
+from toolkit.plugins.sweep.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import refuse_unfit
-from toolkit.run.records import after as waiting
-from toolkit.run.records import awaited, ownership, sweep_folder
-from toolkit.run.records.sweep_folder import Array, ArrayRecord, Point, SweepDir, SweepRecord
+from toolkit.run.records import ownership
 from toolkit.run.submission import sbatch
 from toolkit.run.submission.executors import choose_executor
+from toolkit.run.submission.submit import awaited
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 
@@ -113,12 +115,12 @@ def submit(
     """
     chosen = choose_executor(executor)
     slurm = slurm or Slurm()
-    waits_for = awaited.find(after, chosen, slurm.show_jobs)
+    waits_for = awaited(after, chosen, slurm.show_jobs)
     found = check(request, project, chosen, waits_for)
     config = _config(request, project, found)
     sweep = _sweep(request, config)
     if waits_for is not None:
-        awaited.refuse_circle(waits_for, sweep)
+        _refuse_circle(waits_for, sweep)
     if chosen == "local":
         return _submit_locally(request, project, sweep, found, waits_for)
     with sweep.locked():
@@ -377,6 +379,29 @@ def _jobs_awaited_by(points: Iterable[Point], sweep: SweepDir, slurm: SlurmComma
     if point is None or point.after is None:
         return []
     run = sweep.run_of(point)
-    if run.config.exists() and waiting.record_of(run, []) is None:  # it has waited long enough, and runs again
+    if run.config.exists() and run.after([]) is None:  # it has waited long enough, and runs again
         return []
-    return list(awaited.outlook(point.after, slurm.show_jobs).jobs)
+    return list(registry.needed("after", "--after").outlook(point.after, slurm.show_jobs).jobs)
+
+
+def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
+    """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
+    way, seen = [*record.sweeps, *record.runs], set[str]()
+    while way:
+        path = way.pop()
+        if path == str(sweep.path):
+            raise RequestError(
+                f"--after: {record.names()[0]} would wait for itself: the points are to be added to sweep "
+                f"{sweep.name}, for which it waits; use another --name"
+            )
+        if path in seen:
+            continue
+        seen.add(path)
+        # What the run, or the points of the sweep, in this folder wait for.
+        if Path(path).parent.name == rundir.SWEEPS:
+            points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
+            others = [point.after for point, _, _ in points.values()]
+        else:
+            others = [RunDir(Path(path)).after([])]
+        for other in others:
+            way += [] if other is None else [*other.sweeps, *other.runs]

@@ -20,14 +20,14 @@ from toolkit.base.terminal import say
 from toolkit.cli import show
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
-from toolkit.plugins.sweep import again, request, submission
+from toolkit.plugins.sweep import again, request, submission, sweep_folder
 from toolkit.plugins.sweep.points import CheckedPoint
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.rows import count_states
 from toolkit.plugins.sweep.states import REMOVED, PointStanding, standings
-from toolkit.run.records import awaited, sweep_folder
-from toolkit.run.records.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
+from toolkit.run.submission.submit import awaited
 from toolkit.slurm import shared_queue
 
 #: A longer table is shown in part, without ``--all``.
@@ -46,7 +46,7 @@ def submit(args: Namespace) -> None:
     # A dry run makes all checks of a submission, also of the runs that it would wait for.
     if args.dry_run:
         executor = choose_executor(args.executor)
-        waits_for = awaited.find(args.after, executor, shared_queue.of_user().show_jobs)
+        waits_for = awaited(args.after, executor, shared_queue.of_user().show_jobs)
         points = submission.check(asked, Path.cwd(), executor, waits_for)
         rows = [{"point": point.id, **point.values} for point in points]
         print(show.as_json(rows) if args.json else _plan(points))

@@ -19,6 +19,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import fsio, logs, terminal
 from toolkit.base.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
 from toolkit.config import JobConfig
@@ -28,7 +29,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import profile_here
-from toolkit.run.records import after, awaited, ownership
+from toolkit.run.records import ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.requeue import forbid_expedited_requeue
 from toolkit.run.submission import sbatch
@@ -119,8 +120,9 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             if _may_expedite(config):
                 flags["requeue"] = "expedite"
             # Wait for the present jobs of the runs that come first. Whether that is enough, the run finds out itself.
-            waits_for = after.record_of(run)
-            jobs = [] if waits_for is None else awaited.outlook(waits_for, Slurm().show_jobs).jobs
+            waits_for = run.after()
+            awaited = None if waits_for is None else registry.needed("after", run.after_path.name)
+            jobs = [] if awaited is None else awaited.outlook(waits_for, Slurm().show_jobs).jobs
             if jobs:
                 flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)

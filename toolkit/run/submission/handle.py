@@ -17,6 +17,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from toolkit import registry
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
 from toolkit.base.process_identity import Life
@@ -292,22 +293,8 @@ def withdraw_retry(run: RunDir) -> bool:
     """
     if run.point([]) is None:
         return False
-    from toolkit.run.records import sweep_folder  # reads configs, which takes longer to import than all that is here
-
-    retry = sweep_folder.retry_of(run)
-    if retry is None:
-        return False
-    array, job = retry
-    if job is None:  # without Slurm, or not sent yet
-        if not sweep_folder.is_again(run, array, array.record([])):
-            return False
-        (run.path / "result.json").touch()  # the process that starts the points goes by its time
-        return True
-    slurm = Slurm()
-    waiting = [id_ for id_, status in job.ask(slurm.show_jobs).items() if status is not None and not status.is_over]
-    for id_ in waiting:
-        slurm.cancel(id_)
-    return bool(waiting)
+    withdraw = registry.find("hooks", "withdraw_retry")
+    return withdraw is not None and bool(withdraw(run))
 
 
 def attach(run: RunDir) -> Run:

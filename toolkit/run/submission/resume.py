@@ -16,6 +16,7 @@ from typing import Any
 from yaml import MappingNode
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError
 from toolkit.checkpoint.folder import CheckpointFolder, committed
@@ -30,7 +31,7 @@ from toolkit.run.attempt import advice
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import absolute, check_submittable, refuse_unfit
-from toolkit.run.records import after, awaited, changes, ownership, run_config, stop_request
+from toolkit.run.records import changes, ownership, run_config, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
 from toolkit.slurm.commands import Slurm
@@ -56,8 +57,8 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
-    if (record := after.record_of(run)) is not None:
-        awaited.refuse_ended(record, Slurm().show_jobs)
+    if (record := run.after()) is not None:
+        registry.needed("after", run.after_path.name).refuse_ended(record, Slurm().show_jobs)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.

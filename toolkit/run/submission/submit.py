@@ -13,15 +13,16 @@ from itertools import takewhile
 from pathlib import Path
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio
 from toolkit.base.errors import RequestError, SlurmError, nearest
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord
+from toolkit.files.run_files import AfterRecord, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import check_submittable, load, new_run, refuse_unfit
-from toolkit.run.records import awaited, ownership
-from toolkit.run.records.after import names, sentence, write
+from toolkit.run.records import ownership
+from toolkit.run.records.run_jobs import ShowJobs
 from toolkit.run.submission import executors, inside_allocation
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.handle import Run
@@ -53,7 +54,7 @@ def submit(
     """
     began_s, folder = time.monotonic(), Path(project).resolve()
     chosen = choose_executor(executor)
-    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    waits_for = awaited(after, chosen)
     loaded = _checked(config, _with_arguments(overrides, args), folder, chosen, waits_for)
     return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
 
@@ -63,7 +64,7 @@ def dry_run(
 ) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen = choose_executor(executor)
-    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    waits_for = awaited(after, chosen)
     loaded = _checked(config, overrides, Path.cwd(), chosen, waits_for)
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
@@ -72,7 +73,7 @@ def dry_run(
     if chosen == "slurm":
         script = sbatch_script(loaded, run)
     if waits_for is not None:
-        script = f"{script.rstrip()}\n\n# {sentence(names(waits_for))}"
+        script = f"{script.rstrip()}\n\n# {waits_until(waits_for.names())}"
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
 
 
@@ -89,9 +90,21 @@ def _checked(
 ) -> JobConfig:
     """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
     loaded = load(config, overrides, folder)
-    origin_is_awaited = awaited.begin_with(loaded, waits_for)
-    check_submittable(loaded, executor, folder, goes_on=origin_is_awaited)
+    check_submittable(loaded, executor, folder, goes_on=begins_with(loaded, waits_for))
     return loaded
+
+
+def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | None = None) -> AfterRecord | None:
+    """Return what a new run, or a sweep, is to wait for; None for nothing. Raises RequestError if it cannot wait."""
+    names = [after] if isinstance(after, str) else [*after]
+    find = registry.needed("after", "--after").find if names else None
+    found: AfterRecord | None = find and find(names, executor, show_jobs or Slurm().show_jobs)
+    return found
+
+
+def begins_with(config: JobConfig, waits_for: AfterRecord | None) -> bool:
+    """True if the config begins with the weights of a run that is waited for. Its path is written there."""
+    return waits_for is not None and bool(registry.needed("after", "--after").begin_with(config, waits_for))
 
 
 def submit_command(
@@ -104,7 +117,7 @@ def submit_command(
 ) -> Run:
     """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
     chosen = choose_executor(executor)
-    waits_for = awaited.find(after, chosen, Slurm().show_jobs)
+    waits_for = awaited(after, chosen)
     return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
 
 
@@ -160,7 +173,7 @@ def _send_new(
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     try:
         if waits_for is not None:
-            write(run, waits_for)
+            fsio.write_json(run.after_path, waits_for.to_file())
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
     except (SlurmError, OSError):

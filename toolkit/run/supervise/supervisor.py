@@ -26,7 +26,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
 from toolkit.run.records.ownership import Claim
 from toolkit.run.supervise.attempt_loop import run_attempt
-from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run, wait_for_other_runs
+from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.node_care import NodeCare
@@ -117,7 +117,9 @@ class Supervisor:
             self._events.put(Signalled(signal.SIGTERM))
         close_interrupted(self._context, earlier_death)
         self._journal.announce()
-        ended = wait_for_other_runs(self._context)
+        ended: Verdict | None = None
+        if self._run.after() is not None:
+            ended = registry.needed("wait_for_other_runs", self._run.after_path.name)(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         # The agents import torch while this process does the rest.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,14 +24,14 @@ from toolkit.files import rundir
 from toolkit.files.run_files import HALVED, AfterRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.after import awaited, waiting
 from toolkit.plugins.sweep import again, element, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import after, awaited, ownership, stop_request
+from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import resume, submit
-from toolkit.run.supervise import beginning, building
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
@@ -42,8 +41,8 @@ from toolkit.slurm.fake import FakeSlurm
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.05)
-    monkeypatch.setattr(beginning, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(beginning, "FILES_LAG_S", 0.05)
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(waiting, "FILES_LAG_S", 0.05)
 
 
 def new_run(name: str) -> RunDir:
@@ -77,7 +76,7 @@ def waiting_for(slurm: FakeSlurm, *others: RunDir | str) -> RunDir:
     names = [other if isinstance(other, str) else other.id for other in others]
     record = awaited.find(names, "slurm", slurm.show_jobs)
     assert record is not None
-    after.write(run, record)
+    fsio.write_json(run.after_path, record.to_file())
     slurm.start(ownership.jobs_of(run)[0])
     return run
 
@@ -112,7 +111,7 @@ def test_a_run_whose_predecessor_has_completed_starts_and_waits_no_more() -> Non
     complete(first, slurm)
     assert start_job(run, slurm, Ranks(completes)) == 0
     assert run.result().state is RunState.COMPLETED
-    assert after.record_of(run) is None
+    assert run.after() is None
     # Slurm may start it again when the first run was resumed to more epochs: it does not wait a second time.
     run.clear_result()
     first.clear_result()
@@ -178,7 +177,7 @@ def test_a_run_whose_predecessor_did_not_complete_ends_and_names_it(
     )
     assert run.attempts() == []
     with pytest.raises(RequestError, match=rf"run second/{run.id} is failed \(never started\); `toolkit resume"):
-        awaited.find(run.id, "slurm", slurm.show_jobs)
+        awaited.find([run.id], "slurm", slurm.show_jobs)
     for command in ("why", "status"):
         cli.main([command, run.id])
         assert f"run first/{first.id} is {state} (a bad sample)" in capsys.readouterr().out
@@ -198,7 +197,7 @@ def test_a_result_that_arrives_late_counts(monkeypatch: pytest.MonkeyPatch) -> N
     first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
-    monkeypatch.setattr(beginning, "FILES_LAG_S", 60.0)
+    monkeypatch.setattr(waiting, "FILES_LAG_S", 60.0)
     late = threading.Timer(0.1, write_ended, (first, RunState.COMPLETED, "completed"))
     late.start()
     assert start_job(run, slurm, Ranks(completes)) == 0
@@ -237,7 +236,7 @@ def test_a_damaged_after_json_does_not_let_the_run_start_early() -> None:
 
 def test_a_local_run_waits_for_the_result_and_is_stopped_by_a_request() -> None:
     first, run = local_run("first"), new_run("second")
-    after.write(run, AfterRecord(runs=(str(first.path),), sweeps=()))
+    fsio.write_json(run.after_path, AfterRecord(runs=(str(first.path),), sweeps=()).to_file())
 
     def supervise(ranks: Ranks) -> int:
         return Supervisor(run, JobConfig(), Allocation(("here",), (1,), 1), ranks, None).run()
@@ -260,7 +259,7 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
     slurm = FakeSlurm()
     sent = submit_sweep(slurm, "train.seed=0..2")
     run = waiting_for(slurm, "mine")
-    assert after.names(after.record_of(run)) == ["sweep mine"]
+    assert run.after().names() == ["sweep mine"]
     assert start_job(run, slurm) == 75
     (job,) = ownership.jobs_of(run)
     assert slurm.depends == {job: (sent.jobs[0],)}
@@ -272,7 +271,7 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
         write_ended(sent.sweep.run_of(point), *ends[index])
         slurm.start(f"{sent.jobs[0]}_{index}")
         slurm.finish(f"{sent.jobs[0]}_{index}")
-    record = after.record_of(run)
+    record = run.after()
     assert awaited.outlook(record, slurm.show_jobs).ended
     shutil.rmtree(sent.sweep.run_of(array.points()[2]).path)
     assert awaited.outlook(record, slurm.show_jobs).is_met
@@ -287,7 +286,7 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[sent.jobs[0]]
     (array,) = sent.sweep.arrays()
     run = element.claim(array, 0, array.record().token)
-    assert after.names(after.record_of(run)) == [f"run first/{first.id}"]
+    assert run.after().names() == [f"run first/{first.id}"]
     # Its job looks as that of any other run does, and goes back behind the first run's job.
     slurm.start(f"{sent.jobs[0]}_0")
     assert start_element(run, slurm, f"{sent.jobs[0]}_0", array.record().token) == 75
@@ -330,32 +329,32 @@ def test_what_cannot_be_waited_for_is_refused_before_anything_is_made(monkeypatc
     slurm = FakeSlurm()
     find = awaited.find
     with pytest.raises(RunNotFoundError, match="--after: no run 'nobody'"):
-        find("nobody", "slurm", slurm.show_jobs)
+        find(["nobody"], "slurm", slurm.show_jobs)
     failed = submitted("failed", slurm)
     write_ended(failed, RunState.FAILED, "a bad sample")
     with pytest.raises(RequestError, match=rf"--after: run failed/{failed.id} is failed \(a bad sample\)"):
-        find("failed", "local", slurm.show_jobs)
+        find(["failed"], "local", slurm.show_jobs)
     lost = submitted("lost", slurm)
     slurm.cancel(*ownership.jobs_of(lost))
     with pytest.raises(RequestError, match=f"run lost/{lost.id} is lost"):
-        find("lost", "slurm", slurm.show_jobs)
+        find(["lost"], "slurm", slurm.show_jobs)
     going = submitted("going", slurm)
     with pytest.raises(RequestError, match="debug"):
-        find("going", "debug", slurm.show_jobs)
-    assert find(going.id, "slurm", slurm.show_jobs).runs == (str(going.path),)
+        find(["going"], "debug", slurm.show_jobs)
+    assert find([going.id], "slurm", slurm.show_jobs).runs == (str(going.path),)
     done = submitted("done", slurm)
     complete(done, slurm)
     assert find(["done"], "slurm", slurm.show_jobs) is None
     give(STRANGER, [going.path], monkeypatch)  # another user could write its result
     with pytest.raises(RequestError, match=f"--after: others could say how {going.id} has ended"):
-        find("going", "slurm", slurm.show_jobs)
+        find(["going"], "slurm", slurm.show_jobs)
 
 
 def test_a_job_of_slurm_cannot_wait_for_a_run_without_slurm() -> None:
     local_run("here")
     with pytest.raises(RequestError, match="on a machine without Slurm"):
-        awaited.find("here", "slurm", FakeSlurm().show_jobs)
-    assert awaited.find("here", "local", FakeSlurm().show_jobs) is not None
+        awaited.find(["here"], "slurm", FakeSlurm().show_jobs)
+    assert awaited.find(["here"], "local", FakeSlurm().show_jobs) is not None
 
 
 def test_a_sweep_that_would_wait_for_itself_is_refused() -> None:
@@ -422,18 +421,3 @@ def test_status_says_what_a_run_waits_for(capsys: pytest.CaptureFixture[str], mo
     slurm.finish(ownership.jobs_of(first)[0])
     assert cli.main(["rm", first.id]) == 2
     assert f"run {run.id}, which has not ended, needs run {first.id}" in capsys.readouterr().err
-
-
-def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server is away when its job starts: the config, the owner and all else seem to be missing."""
-    run = new_run("seen")
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 30)
-    hidden = run.path.with_name("hidden")
-    run.path.rename(hidden)
-    monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(run.path))
-    assert building.build(run, "local", None).run is not None
-    run.path.rename(hidden)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0)
-    with pytest.raises(FileNotFoundError):
-        building.build(run, "local", None)

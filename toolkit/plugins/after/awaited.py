@@ -2,7 +2,7 @@
 
 A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
 job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
-their results when the waiting job starts, see `toolkit.run.supervise.beginning`.
+their results when the waiting job starts, see `toolkit.plugins.after.waiting`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit import registry
 from toolkit.base import trust
-from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError
+from toolkit.base.errors import RequestError, RunNotFoundError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, RunResult, RunState, is_halved
+from toolkit.files.run_files import AfterRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, ownership, run_jobs, submitted_run, sweep_folder
+from toolkit.run.records import ownership, run_jobs, submitted_run
 from toolkit.run.records.run_jobs import RunJobs, ShowJobs
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
-from toolkit.run.records.sweep_folder import SweepDir
 from toolkit.slurm import cluster_name
-from toolkit.slurm.jobs import base_id
+
+#: Begins the cause of a run that has failed because it waited in vain.
+NEVER_STARTED = "never started"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
             state, why = each.result.state, each.result.why or ""
             how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
             # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
-            why = after.NEVER_STARTED if why.startswith(after.NEVER_STARTED) else why
+            why = NEVER_STARTED if why.startswith(NEVER_STARTED) else why
             how += f" ({why})" if why and why != state else ""
             ended.append(f"{name} {how}; `toolkit resume {each.run.id}` goes on with it")
         elif each.run.path.is_dir():
@@ -95,8 +97,13 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
             yield UnfinishedRun(run, result)
         elif result is None:
             yield _at_work(run, [run_jobs.of(run)])
-    for path in record.sweeps:
-        yield from _unfinished_points(SweepDir(Path(path)))
+    for sweep in map(Path, record.sweeps):
+        points = registry.needed("unfinished_points", f"--after: the sweep {sweep.name!r}")(sweep)
+        for run, result, jobs, is_again, works_here in points:
+            if result is None and not works_here:
+                yield _at_work(run, jobs)
+            else:
+                yield UnfinishedRun(run, result, jobs, is_again, works_here)
 
 
 def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
@@ -108,53 +115,24 @@ def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
     return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
 
 
-def _unfinished_points(sweep: SweepDir) -> Iterator[UnfinishedRun]:
-    """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
-    damage: list[str] = []
-    newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
-    if damage or not newest:
-        raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {damage[0] if damage else sweep.path}")
-    works_here = sweep.works_here()
-    for point, array, index in newest.values():
-        run = sweep.run_of(point)
-        result, listed = run.result(), array.record()
-        is_here = works_here and listed is not None and listed.executor == "local"
-        is_done = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
-        if is_done or (point.id in begun and sweep.was_removed(point)):
-            continue
-        # Ids of whole arrays: there may be thousands of points.
-        of_point = [job for job in (array.job_of(point, index, listed), run_jobs.of(run)) if job is not None]
-        jobs = tuple(replace(job, ids=tuple(dict.fromkeys(map(base_id, job.ids)))) for job in of_point)
-        if result is not None:
-            is_again = sweep_folder.is_again(run, array, listed)
-            yield UnfinishedRun(run, result, jobs, is_again, works_here=is_again and is_here)
-        elif is_here:
-            yield UnfinishedRun(run, None, works_here=True)
-        else:
-            yield _at_work(run, jobs)
-
-
 # ---------------------------------------------------------------------------------------------------------- submitting
 
 
-def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
+def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
     """Return the record of these runs and sweeps; None if all have completed.
 
     It is for a run or a sweep that is submitted now. Raises RequestError for a name that cannot be waited for: it is
     unknown, has ended without having completed, could be changed by other users, or runs where Slurm does not see it.
     """
-    texts = [wanted] if isinstance(wanted, str) else list(wanted)
-    if not texts:
-        return None
     if executor == "debug":
         raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
-    found = [_find(text) for text in texts]
+    found = [_find(name) for name in names]
     # Another user who can write to the folder could forge its result.
     for each in found:
-        trust.refuse_of_others(each.path, f"--after: others could say how {each.path.name} has ended")
+        trust.refuse_of_others(each, f"--after: others could say how {each.name} has ended")
+    sweeps = [path for path in found if path.parent.name == rundir.SWEEPS]
     record = AfterRecord(
-        runs=tuple(str(each.path) for each in found if isinstance(each, RunDir)),
-        sweeps=tuple(str(each.path) for each in found if isinstance(each, SweepDir)),
+        runs=tuple(str(path) for path in found if path not in sweeps), sweeps=tuple(str(path) for path in sweeps)
     )
     stands = refuse_ended(record, show_jobs)
     # Slurm's dependencies know jobs only: a job cannot wait for a process outside Slurm.
@@ -173,12 +151,12 @@ def find(wanted: str | Sequence[str], executor: str, show_jobs: ShowJobs) -> Aft
     return None if stands.is_met else record
 
 
-def begin_with(config: JobConfig, record: AfterRecord | None) -> bool:
+def begin_with(config: JobConfig, record: AfterRecord) -> bool:
     """True if ``model.init_from`` names a run that is waited for; write its path there.
 
     That run needs no checkpoint yet. A name must not come to mean an older run that has one.
     """
-    if record is None or config.model.init_from is None:
+    if config.model.init_from is None:
         return False
     with contextlib.suppress(RunNotFoundError):
         path = str(rundir.find(config.model.init_from).path)
@@ -196,35 +174,12 @@ def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     return stands
 
 
-def _find(text: str) -> RunDir | SweepDir:
-    """Return the sweep of this name, else the run. A sweep's runs mostly have its name."""
-    sweep = sweep_folder.of_name(text)
-    if "/" not in text and (sweep.path / "sweep.json").exists():
+def _find(name: str) -> Path:
+    """Return the folder of the sweep of this name, else of the run. A sweep's runs mostly have its name."""
+    sweep = rundir.runs_root() / rundir.SWEEPS / name
+    if "/" not in name and (sweep / "sweep.json").exists():
         return sweep
     try:
-        return rundir.find(text)
+        return rundir.find(name).path
     except RunNotFoundError as error:
         raise RunNotFoundError(f"--after: {error}") from None
-
-
-def refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
-    """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
-    way, seen = [*record.sweeps, *record.runs], set[str]()
-    while way:
-        path = way.pop()
-        if path == str(sweep.path):
-            raise RequestError(
-                f"--after: {after.names(record)[0]} would wait for itself: the points are to be added to sweep "
-                f"{sweep.name}, for which it waits; use another --name"
-            )
-        if path in seen:
-            continue
-        seen.add(path)
-        # What the run, or the points of the sweep, in this folder wait for.
-        if Path(path).parent.name == rundir.SWEEPS:
-            points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
-            others = [point.after for point, _, _ in points.values()]
-        else:
-            others = [after.record_of(RunDir(Path(path)), [])]
-        for other in others:
-            way += [] if other is None else [*other.sweeps, *other.runs]

@@ -20,7 +20,7 @@ from toolkit.files import records, rundir
 from toolkit.files.json_record import FileRecord
 from toolkit.files.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import after, ownership
+from toolkit.run.records import ownership
 from toolkit.run.records.run_jobs import RunJobs
 
 
@@ -203,7 +203,7 @@ class SweepDir:
         fsio.write_json(run.path / "point.json", place.to_file())
         run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
         if point.after is not None:
-            after.write(run, point.after)
+            fsio.write_json(run.after_path, point.after.to_file())
         # The config comes last: a folder that has one is a whole run.
         fsio.write_atomic(run.config, configs.dump_config(config))
         self._mark_begun(point)

@@ -1,0 +1,1 @@
+"""`--after`: runs that wait until other runs, or sweeps, have completed."""
