@@ -42,6 +42,7 @@ BUILT_IN = (
     "local_sgd",
     "logs",
     "memory",
+    "monitor",
     "mpi",
     "muon",
     "new",

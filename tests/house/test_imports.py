@@ -27,7 +27,7 @@ FLOORS = [
     ["chaos", "files"],
     ["limits"],
     ["slurm"],
-    ["config", "health"],
+    ["config"],
     ["nodes"],
     ["hang"],
     ["ranks"],
@@ -153,12 +153,12 @@ def room_of(parts: Sequence[str], rooms: Iterable[str]) -> str:
 
 
 LOGIN_NODE = [
-    *("base", *FLOORS[1], "limits", "config", "hang", "slurm", "health", "nodes", "run"),
+    *("base", *FLOORS[1], "limits", "config", "hang", "slurm", "nodes", "run"),
     *(
         "cli",
         *(
             f"plugins/{name}"
-            for name in ("completion", "report", "site", "staging", "sweep", "trackers", "watch", "why")
+            for name in ("completion", "monitor", "report", "site", "staging", "sweep", "trackers", "watch", "why")
         ),
     ),
 ]
@@ -243,7 +243,7 @@ def test_checks_of_a_node_start_without_site_packages() -> None:
 
     What they load must come with Python or with the toolkit.
     """
-    for path in (*(PACKAGE / "health").glob("*.py"), *(PACKAGE / "plugins/site/checks").glob("*.py")):
+    for path in (*(PACKAGE / "plugins/monitor").glob("*.py"), *(PACKAGE / "plugins/site/checks").glob("*.py")):
         if path.stem == "preflight":  # it runs in the supervisor
             continue
         foreign = {module.split(".")[0] for module in imports_of(path)} - {*sys.stdlib_module_names, "toolkit"}

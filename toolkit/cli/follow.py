@@ -18,12 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
+from toolkit import registry
 from toolkit.base import terminal
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.files.run_files import RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
 from toolkit.run.records import run_config
 from toolkit.run.submission.handle import Run
@@ -201,7 +202,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")
         lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
-        lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
+        lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
         lines.append(f"  run folder: {_short(run.dir.path)}")
         if any(run.dir.tensorboard.iterdir()):
             lines.append(f"  TensorBoard: `{_command()} tensorboard {run.id}`")
@@ -213,7 +214,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         lines.append(f"  reached step {result.step}")
     if told := goodput.sentence(result.goodput):
         lines.append(f"  {told}")
-    lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
+    lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
     lines += [f"  logs: {_short(run.dir.logs)}", f"  next: {advice.of(run.dir)}"]
     _say(console, "\n".join(lines), "red", str(result.state))
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED

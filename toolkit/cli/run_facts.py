@@ -11,7 +11,7 @@ from toolkit.cli import slow
 from toolkit.cli.show import given_words, loss_remark, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, waits_until
 from toolkit.files.rundir import RunDir
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
@@ -53,7 +53,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "attempts": attempts,
         "goodput": goodput.of_files(run, damage),
         "start_up": _start_up(attempts, status),
-        "efficiency": efficiency.of_files(run, damage),
+        "efficiency": (result and result.efficiency)
+        or registry.call("efficiency", run.usage(damage), attempts, False, status.progress),
         "ailing_nodes": status.ailing_nodes,
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},

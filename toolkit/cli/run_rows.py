@@ -19,9 +19,9 @@ from typing import Any
 from toolkit.base import fsio
 from toolkit.base.user_cache import cache_dir
 from toolkit.cli import slow
-from toolkit.files.run_files import RunState
+from toolkit.files.run_files import JobUsage, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import goodput
 from toolkit.run.records import changes, run_jobs, stop_request
 
 #: The files that a row of an ended run is made of, and those of one that may go on.
@@ -103,7 +103,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "stragglers": slow.stragglers(status),
         "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
         "usage": status.usage and status.usage.to_json(),
-        "using": efficiency.remark(status.usage),
+        "using": _using(status.usage),
         "pid": status.pid,
         "host": status.host,
         "birth": status.birth,
@@ -126,6 +126,19 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         row["executor"] = row["executor"] if sent is None else sent.executor
         row["submitted"] = row["submitted"] or (sent.time if sent is not None else None)
     return row
+
+
+def _using(usage: JobUsage | None) -> str:
+    """Say in a line what the job uses now; empty where nothing is known."""
+    if usage is None or not usage.cpu_held_s:
+        return ""
+    limit = "" if usage.memory_bytes is None else f" of {fsio.size_text(usage.memory_bytes)}"
+    memory = f"{fsio.size_text(usage.used_bytes)}{limit} of memory a node"
+    parts = [f"{usage.busy_cpus:.1f} of {usage.cpus} CPUs", memory]
+    if usage.gpu_held_s:
+        gpus = usage.gpus_per_node * usage.nodes
+        parts.append(f"{usage.busy_gpus:.1f} of {gpus} GPUs at {usage.power_w:.0f} W")
+    return f"uses {', '.join(parts)}" + "".join(f"; {gpu} is unused" for gpu in usage.unused_gpus)
 
 
 #: A row without facts, which also names all keys.

@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from toolkit import registry
 from toolkit.base import hostlist
 from toolkit.files.run_files import AttemptRecord, RunProgress, Start
 from toolkit.files.rundir import RunDir
-from toolkit.metrics import efficiency, goodput
+from toolkit.metrics import goodput
 from toolkit.metrics.goodput import PARTS, Timesheet
 from toolkit.ranks.session import Session
 
@@ -63,7 +64,7 @@ class History:
             return {}
         self._read_usage_at = time.monotonic() + USAGE_EVERY_S
         try:
-            return efficiency.scalars(self._run.status().usage)
+            return registry.call("usage_curves", self._run.status().usage) or {}
         except OSError:  # the disk is away, which ends no training
             return {}
 

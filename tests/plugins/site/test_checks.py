@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import health
 from toolkit.base.errors import ToolkitError
+from toolkit.base.node_programs import Ask
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
 from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.slurm import network
@@ -243,7 +243,7 @@ SMI = "".join(f"{index}, GPU-{index}a5c, {used}, 81559\n" for index, used in enu
 USED = SMI.replace("1, GPU-1a5c, 4,", "1, GPU-1a5c, 40000,")
 
 
-def smi(memory: str, apps: str = "") -> health.Ask:
+def smi(memory: str, apps: str = "") -> Ask:
     return lambda arguments: memory if "memory" in arguments[0] else apps
 
 

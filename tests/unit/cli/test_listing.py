@@ -18,7 +18,7 @@ from toolkit.cli import run_rows, show
 from toolkit.cli.run_rows import RowCache, read_config, read_row
 from toolkit.cli.selection import parse_since
 from toolkit.files import rundir
-from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.run_files import JobUsage, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.fake import FakeSlurm
@@ -58,6 +58,16 @@ def test_all_runs_are_listed_and_the_damaged_one_says_what_it_has(
     out = capsys.readouterr().out
     assert "61 runs: " in out
     assert f"{damaged['run']}: damaged: " in out
+
+
+def test_what_a_job_uses_now_is_a_line_of_its_row(root: Path) -> None:
+    run = rundir.all_runs(root)[7]
+    used = JobUsage("7", nodes=2, cpus=8, cpu_held_s=80.0, busy_cpus=2.0, used_bytes=1 << 30, memory_bytes=16 << 30)
+    run.write_status(run.status().replace(usage=used))
+    assert read_row(run)["using"] == "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node"
+    gpus = {"gpus_per_node": 4, "gpu_held_s": 80.0, "busy_gpus": 2.4, "power_w": 1234.5, "unused_gpus": ("GPU 3 of b",)}
+    run.write_status(run.status().replace(usage=used.replace(**gpus)))
+    assert read_row(run)["using"].endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
 
 
 def test_a_run_whose_config_is_gone_is_a_row_with_its_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,36 +267,6 @@ def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
 
 
 #: Stands for the agent's program: one whose node is found sick at once.
-SICK_AGENT = """
-import sys
-from toolkit.nodes.agent import node
-SICK = '''echo a driver says something; echo 3; echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
-node.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
-node.MONITOR_AFTER_S = 0.0
-node.main(sys.argv[1:])
-"""
-
-
-def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note = tmp_path / "pid"
-    command = [sys.executable, "-P", "-c", SICK_AGENT.format(note=note)]
-    usual = agent_starters._command
-    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
-    site = Site(tmp_path)
-    site.start("exit 0")
-    await_true(lambda: site.agents.sick_hosts == {"here": "hot, full"})
-    assert site.next() == AllRanksEnded(0)
-    site.store.close()  # the last of the node's processes: what they have left is ended now
-    watch = int(note.read_text())
-    site.start("exit 3")
-    site.next()
-    assert not gone(watch)
-    site.close()
-    await_true(lambda: gone(watch))
-
-
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path)
     site.start("true", PYTHONHOME="/nowhere")

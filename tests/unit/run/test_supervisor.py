@@ -25,7 +25,6 @@ from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunS
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stack_digest, stacks, watchdog
 from toolkit.hang.watchdog import SilenceWatch
-from toolkit.health.usage import NodeUsage
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, RankReport, Standing
@@ -134,7 +133,7 @@ class NodeAgents:
     silent_hosts: frozenset[str] = frozenset()
     heard_hosts: frozenset[str] = frozenset()
     sick_hosts: Mapping[str, str] = {}
-    usages: Mapping[tuple[str, float], NodeUsage] = {}
+    usages: Mapping[tuple[str, float], Message] = {}
     ready: Mapping[tuple[str, str], float] = {}
     has_torch: Mapping[str, bool] = {}
 

@@ -540,3 +540,18 @@ def test_jobs_of_a_list_that_slurm_has_forgotten_are_no_error(stubs: Stubs) -> N
 def test_a_comment_cannot_name_an_array() -> None:
     (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x ArrayJobId=5 ArrayTaskId=3 "))
     assert row.requeue_id == row.job_id
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NumNodes=2 \n   AllocTRES=cpu=8,mem=3G,node=2", 3 << 29),  # Slurm 23.11 and later
+        ("NumNodes=2-4 \n   TRES=cpu=8,mem=1500M,node=2", 750 << 20),
+        ("NumNodes=1 \n   TRES=cpu=1,node=1\n   MinMemoryNode=500M", 500 << 20),
+        ("NumNodes=1 \n   TRES=cpu=1,mem=0,node=1", None),
+        ("NumNodes=1 \n   MinMemoryNode=?", None),
+    ],
+)
+def test_slurms_answer_about_a_job_tells_the_memory_of_a_node(text: str, expected: int | None) -> None:
+    (row,) = parse_jobs(f"JobId=7\n   JobState=RUNNING\n   {text}\n")
+    assert row.memory_bytes == expected

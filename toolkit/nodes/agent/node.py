@@ -24,10 +24,9 @@ The messages that it receives (``do``) and sends (``is``):
   ``wait_s`` for that.
 * ``leave``: end.
 
-It sends ``alive`` every second, with a digest of the ranks' progress, and what the job uses here, if that was sampled
-since the last time. It sends at once which ranks are ``reporting`` for the first time, and every ``report`` of rank 0.
-It reports each thing that makes its node ``sick`` once, and how long a zygote has ``imported``. What is sick, and what
-the job uses, tells a process of its own (:mod:`toolkit.health.monitor`).
+It sends ``alive`` every second, with a digest of the ranks' progress, and what its monitor adds. It sends at once which
+ranks are ``reporting`` for the first time, and every ``report`` of rank 0. The monitor reports each thing that makes
+the node ``sick`` once. The agent also sends how long a zygote has ``imported``.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from typing import Protocol
 
 from toolkit import registry
 from toolkit.base import disks, fsio, logs
-from toolkit.health.monitor import MONITOR_COMMAND
 from toolkit.nodes.agent import connections, gpus, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
@@ -93,6 +91,16 @@ class CopyMaker(Protocol):
         """See that the copies are still whole. To be called before processes are started."""
 
 
+class NodeMonitor(Protocol):
+    """The hook ``monitor_node``: looks at this node while ranks work.
+
+    Made with helpers, and a function that sends the supervisor a message, such as one that is ``sick``.
+    """
+
+    def at_heartbeat(self) -> Message:
+        """Return what the next ``alive`` is to have as well: what the job uses here as ``usage``, or nothing."""
+
+
 class Agent:
     """Serves one supervisor, and each that comes after it."""
 
@@ -115,7 +123,7 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor = NodeMonitor(self._helpers, self._send)
+        self._monitor: NodeMonitor | None = registry.call("monitor_node", self._helpers, self._send)
         self._processes = Processes(self._selector, self._send, imports)
         maker = registry.find("hooks", "node_copies")
         self._copies: CopyMaker | None = maker and maker(self._helpers, self._processes, self._send, secret)
@@ -151,9 +159,8 @@ class Agent:
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_S
                     digest = self._progress.digest()
-                    sample = self._monitor.take_sample()
-                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **sample})
-                    self._monitor.look_at_the_clock()
+                    more = {} if self._monitor is None else self._monitor.at_heartbeat()
+                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **more})
                     self._processes.look_at_the_clock()
         finally:
             self._processes.end_all()
@@ -390,67 +397,6 @@ def main(arguments: Sequence[str]) -> None:
         Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
-
-
-#: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
-MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
-
-
-class NodeMonitor:
-    """Starts the monitor, and takes what it prints."""
-
-    def __init__(self, helpers: Helpers, send: Callable[[Message], None]) -> None:
-        """Take ``send`` for what makes the node sick."""
-        self._helpers, self._send = helpers, send
-        self._start_at = time.monotonic() + MONITOR_AFTER_S
-        self._usage: Message | None = None  #: a sample that has not been taken
-        self._rest = b""  #: the beginning of a line
-        self._silence = 0  #: heartbeats since its last line
-
-    def take_sample(self) -> Message:
-        """Return the newest sample of usage under ``usage``; empty if there is no new one."""
-        usage, self._usage = self._usage, None
-        return {} if usage is None else {"usage": usage}
-
-    def look_at_the_clock(self) -> None:
-        """Start the monitor when it is due, and report one that hangs. To be called at each heartbeat.
-
-        Heartbeats are counted, not time: a suspended job stops both processes.
-        """
-        self._silence += 1
-        if self._silence == MONITOR_HANGS:
-            self._send({"is": "sick", "what": "its monitor hangs: a disk or the GPUs' driver does not answer"})
-        if time.monotonic() >= self._start_at:
-            self._start_at = math.inf
-            try:
-                self._helpers.start(MONITOR_COMMAND, self._take)
-            except OSError as error:  # no memory or no processes are left: the ranks may go on
-                self._note_end(str(error))
-
-    def _note_end(self, why: str) -> None:
-        log.warning("the node's monitor has ended: what the job uses here is no longer known: %s", why)
-        self._silence = -sys.maxsize
-
-    def _take(self, data: bytes) -> bool:
-        if not data:
-            self._note_end("it has closed its output")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._silence = 0
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            match message:
-                case {"usage": usage}:
-                    self._usage = usage
-                case {"sick": what}:
-                    self._send({"is": "sick", "what": what})
-                case {"log": text}:
-                    log.warning("%s", text)
-                case _:  # a library of the driver may print, too
-                    log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
-        return True
 
 
 if __name__ == "__main__":

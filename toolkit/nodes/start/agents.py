@@ -22,7 +22,6 @@ from typing import Protocol
 
 from toolkit.base import fsio, logs, outages
 from toolkit.files.rundir import RunDir
-from toolkit.health.usage import NodeUsage
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
 from toolkit.nodes.agent.reports import Digest
@@ -196,9 +195,9 @@ class Agents:
     """One agent on each node of the job.
 
     ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. ``sick_hosts`` tells
-    what is wrong with a node (:mod:`toolkit.health.monitor`), ``usages`` what the job uses there. With
-    ``watch_command`` each agent but that of the batch host runs the command that it returns for the address and the
-    port at which the agents are awaited. It watches the batch host.
+    what is wrong with a node, ``usages`` what the job uses there, as its monitor has sent it. With ``watch_command``
+    each agent but that of the batch host runs the command that it returns for the address and the port at which the
+    agents are awaited. It watches the batch host.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class Agents:
         self.silent_hosts: frozenset[str] = frozenset()
         self.heard_hosts: frozenset[str] = frozenset()
         self.sick_hosts: Mapping[str, str] = {}
-        self.usages: dict[tuple[str, float], NodeUsage] = {}  #: by host and begin of its agent
+        self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
         self.relays: dict[str, Message | None] = {}  #: where other nodes take packages, by host
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
@@ -403,8 +402,7 @@ class Agents:
                 if message["progress"] is not None:
                     self._events.put(Progress(host, Digest(**message["progress"])))
                 if "usage" in message:
-                    usage = NodeUsage.parse(message["usage"])
-                    self.usages[host, usage.since] = usage
+                    self.usages[host, message["usage"]["since"]] = message["usage"]
             case "reporting":
                 self._events.put(FirstReports(message["attempt"], host, tuple(message["ranks"])))
             case "report":

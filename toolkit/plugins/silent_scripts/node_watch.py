@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit import health
 from toolkit.base import proc_stat
+from toolkit.base.node_programs import Ask, ask_smi
 from toolkit.base.proc_stat import ProcessStat
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.hang import outside_stacks
@@ -209,7 +209,7 @@ def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:
 class GpuUse:
     """Asks nvidia-smi, in a thread: with a faulty driver it does not answer."""
 
-    def __init__(self, ask: health.Ask = health.ask_smi) -> None:
+    def __init__(self, ask: Ask = ask_smi) -> None:
         self._ask = ask
         self._thread: threading.Thread | None = None
         self._is_busy = False

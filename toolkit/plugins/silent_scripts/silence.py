@@ -14,8 +14,8 @@ from queue import Empty
 from typing import Any
 
 from toolkit.base import logs
+from toolkit.base.node_programs import bare_python
 from toolkit.files.rundir import RunDir
-from toolkit.health import bare_python
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel

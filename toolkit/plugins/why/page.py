@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import tracebacks
 from toolkit.cli import slow
 from toolkit.cli.show import table
 from toolkit.files.run_files import AttemptRecord, RunState
-from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.metrics import goodput, start_up
 from toolkit.plugins.why import cause
 from toolkit.run.attempt.facts import Cause
 from toolkit.run.records import changes
@@ -47,7 +48,7 @@ def page(told: dict[str, Any]) -> str:
     lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", table(_attempt_rows(attempts[-12:]))]
-    if used := efficiency.lines(told["efficiency"]):
+    if used := registry.call("efficiency_lines", told["efficiency"]):
         lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])
 

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
 from toolkit.files.rundir import RunDir
-from toolkit.metrics import efficiency, goodput, start_up
+from toolkit.metrics import goodput, start_up
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Decision, Past, Verdict
@@ -183,10 +184,7 @@ class Journal:
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
             more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
-        is_done = state is RunState.COMPLETED
-        trained = is_done or efficiency.has_trained(lines)
-        used = efficiency.of_usage(self._run.usage(), has_completed=is_done, has_trained=trained)
-        if used is not None:
+        if used := registry.call("efficiency", self._run.usage(), lines, state is RunState.COMPLETED):
             more["efficiency"] = used
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any, Protocol
 
+from toolkit import registry
 from toolkit.base import logs, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
+from toolkit.files.run_files import JobUsage
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
 from toolkit.nodes.allocation import Allocation
@@ -17,7 +21,6 @@ from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.foreign import without_snapshot
 from toolkit.nodes.start.launcher import Events
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.job_usage import UsageRecorder
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
 from toolkit.run.job.slurm_job import SlurmJob
@@ -27,8 +30,31 @@ from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
+from toolkit.slurm.jobs import JobRow
 
 log = logs.get(__name__)
+
+
+class UsageRecorder(Protocol):
+    """The hook ``job_usage``: keeps in the run what its job uses.
+
+    Made with the run, the allocation, the prices of the config, and the variables of the supervisor.
+    """
+
+    slow_links: Mapping[str, str]  #: the nodes with a GPU whose link is slower than the others', with the reason
+
+    def update(
+        self,
+        messages: Mapping[tuple[str, float], Mapping[str, Any]],
+        attempt: Attempt,
+        row: JobRow | None,
+        *,
+        is_last: bool = False,
+    ) -> JobUsage | None:
+        """Return what the job has used so far; None if that is not known. ``row`` is the job in Slurm.
+
+        ``messages``: the newest ``usage`` of each agent, by its host and its begin.
+        """
 
 
 @dataclass
@@ -44,7 +70,7 @@ class Context:
     nodes: Nodes
     journal: Journal
     events: Events
-    usage: UsageRecorder
+    usage: UsageRecorder | None
     requeue: JobRequeue | None  #: None without Slurm
     claim: Claim = field(init=False)  #: once the run is this job's
 
@@ -71,7 +97,7 @@ class Context:
             nodes=nodes,
             journal=Journal(run, allocation, nodes),
             events=SimpleQueue(),
-            usage=UsageRecorder(run, allocation, config.cluster.price, os.environ),
+            usage=registry.call("job_usage", run, allocation, config.cluster.price, os.environ),
             requeue=None if slurm is None else JobRequeue(run, allocation, slurm, nodes),
         )
 
@@ -82,9 +108,9 @@ class Context:
 
     def note_usage(self, attempt: Attempt, *, is_last: bool = False) -> None:
         """Have the journal write what the job uses, as far as the agents have told."""
-        if self.agents is not None:
-            samples = dict(self.agents.usages)  # another thread adds to it
-            self.journal.usage = self.usage.update(samples, attempt, self.job.row, is_last=is_last)
+        if self.agents is not None and self.usage is not None:
+            messages = dict(self.agents.usages)  # another thread adds to it
+            self.journal.usage = self.usage.update(messages, attempt, self.job.row, is_last=is_last)
 
     def note_ready(self, attempt: Attempt) -> None:
         """Note when the agents were ordered, and when that of rank 0's node was ready.

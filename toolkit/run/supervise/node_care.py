@@ -62,7 +62,8 @@ class NodeCare:
         if self._drained is not None:
             self._drained.look(self._context.allocation.hosts)
             drained = self._drained.found
-        nodes.note(sick={**self._context.usage.slow_links, **agents.sick_hosts}, drained=drained)
+        slow = {} if self._context.usage is None else self._context.usage.slow_links
+        nodes.note(sick={**slow, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
         is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.health import Ask, ask_smi
+from toolkit.base.node_programs import Ask, ask_smi
 from toolkit.plugins.site.checks import Finding, ok
 from toolkit.slurm import network
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from toolkit import registry
 from toolkit.base import fsio, logs
-from toolkit.health import bare_python
+from toolkit.base.node_programs import bare_python
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events

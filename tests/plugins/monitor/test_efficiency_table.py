@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.attempts import attempt
-from toolkit.files import rundir
-from toolkit.files.run_files import JobUsage, PriceRecord, RunUsage
-from toolkit.metrics import efficiency
+from toolkit.files.run_files import JobUsage, PriceRecord, RunProgress, RunUsage
+from toolkit.plugins.monitor import efficiency
 
 GIB = 1 << 30
 #: Two nodes for an hour, four CPUs and 16 GiB each.
@@ -99,7 +97,7 @@ def test_the_peak_of_a_node_that_mostly_started_is_not_below_its_average() -> No
 
 
 def test_the_table_fits_a_terminal_and_tells_what_seff_tells() -> None:
-    told = efficiency.of_usage(RunUsage(jobs=(JOB,)), has_completed=True)
+    told = efficiency.of_run(RunUsage(jobs=(JOB,)), (), has_completed=True)
     lines = efficiency.lines(told)
     print("\n".join(lines))
     *table, command = lines
@@ -116,7 +114,7 @@ def test_the_table_fits_a_terminal_and_tells_what_seff_tells() -> None:
 
 def test_gpus_their_energy_and_the_price_are_told() -> None:
     price = PriceRecord(cpu_hour=0.1, gpu_hour=2.0, currency="EUR")
-    told = efficiency.of_usage(RunUsage(jobs=(JOB.replace(**GPUS),), price=price), has_completed=True)
+    told = efficiency.of_run(RunUsage(jobs=(JOB.replace(**GPUS),), price=price), (), has_completed=True)
     assert told is not None
     assert (told.cost, told.currency) == (8 * 0.1 + 8 * 2.0, "EUR")
     assert told.idle_cost == pytest.approx(6 * 0.1 + 6.5 * 2.0)
@@ -131,29 +129,25 @@ def test_the_jobs_of_a_run_are_taken_together() -> None:
     both = efficiency.together((JOB, second))
     assert (both.cpu_s, both.wall_s, both.most_cpus) == (14_400.0, 5400.0, 2.5)
     assert (both.most_bytes, both.most_bytes_host, both.memory_bytes) == (3 * GIB, "node2", 8 * GIB)
-    told = efficiency.of_usage(RunUsage(jobs=(JOB, second)), has_completed=True)
+    told = efficiency.of_run(RunUsage(jobs=(JOB, second)), (), has_completed=True)
     assert told is not None
     assert told.jobs == 2
     assert options(told.sbatch or "")["time"] == "80", "one job of the run took an hour at most"
 
 
 def test_a_run_of_seconds_is_told_without_a_next_request() -> None:
-    told = efficiency.of_usage(RunUsage(jobs=(replace(JOB, cpu_held_s=8 * 5.0),)), has_completed=True)
+    told = efficiency.of_run(RunUsage(jobs=(replace(JOB, cpu_held_s=8 * 5.0),)), (), has_completed=True)
     assert told is not None
     assert told.sbatch is None
     assert efficiency.lines(None) == []
-    assert efficiency.of_usage(RunUsage(), has_completed=True) is None
+    assert efficiency.of_run(RunUsage(), (), has_completed=True) is None
 
 
-def test_what_is_used_now_is_a_line_and_curves() -> None:
+def test_what_is_used_now_is_curves() -> None:
     now = JOB.replace(**GPUS, busy_gpus=2.4, power_w=1234.5)
-    assert efficiency.remark(now) == (
-        "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node, 2.4 of 8 GPUs at 1234 W; GPU 3 of node2 is unused"
-    )
-    assert efficiency.scalars(now)["usage/gpu_energy_kwh"] == 2.0
-    assert "usage/gpus_busy" not in efficiency.scalars(JOB)
-    assert efficiency.remark(None) == ""
-    assert efficiency.scalars(None) == {}
+    assert efficiency.curves(now)["usage/gpu_energy_kwh"] == 2.0
+    assert "usage/gpus_busy" not in efficiency.curves(JOB)
+    assert efficiency.curves(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -168,12 +162,20 @@ def test_what_is_used_now_is_a_line_and_curves() -> None:
     ],
 )
 def test_only_a_run_that_trained_tells_what_is_enough(
-    tmp_path: Path, steps: list[tuple[int, int | None]], cause: str, tells: bool
+    steps: list[tuple[int, int | None]], cause: str, tells: bool
 ) -> None:
-    run = rundir.create("digits", tmp_path)
-    for number, (start, end) in enumerate(steps, 1):
-        run.add_attempt(attempt(number, cause, "give_up", step_start=start, step_end=end))
-    run.write_usage(RunUsage(jobs=(JOB,)))
-    found = efficiency.of_files(run)
+    attempts = [
+        attempt(number, cause, "give_up", step_start=start, step_end=end)
+        for number, (start, end) in enumerate(steps, 1)
+    ]
+    found = efficiency.of_run(RunUsage(jobs=(JOB,)), attempts, has_completed=False)
+    assert found is not None
+    assert (found.sbatch is not None) is tells
+
+
+@pytest.mark.parametrize(("step", "tells"), [(41, True), (40, False), (None, False)])
+def test_an_attempt_that_makes_steps_tells_what_is_enough_before_it_ends(step: int | None, tells: bool) -> None:
+    at = RunProgress(step=step, step_start=40)
+    found = efficiency.of_run(RunUsage(jobs=(JOB,)), (), has_completed=False, at=at)
     assert found is not None
     assert (found.sbatch is not None) is tells

@@ -8,10 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.health.conftest import FakeDriver
-from toolkit.health import monitor
-from toolkit.health.monitor import FULL_LOOKS, HOT_LOOKS, LOOK_EVERY_S, LOOKS_PER_GPU_LOOK, SLOW_GPU_LOOKS, Sickness
-from toolkit.health.nvml import Nvml, NvmlError
+from tests.plugins.monitor.conftest import FakeDriver
+from toolkit.plugins.monitor import sickness
+from toolkit.plugins.monitor.gpus import Condition, Gpus, GpusError, Load, WatchedGpu
+from toolkit.plugins.monitor.nvml import Nvml
+from toolkit.plugins.monitor.sickness import (
+    FULL_LOOKS,
+    HOT_LOOKS,
+    LOOK_EVERY_S,
+    LOOKS_PER_GPU_LOOK,
+    SLOW_GPU_LOOKS,
+    Sickness,
+)
+from toolkit.plugins.monitor.usage import JobProcesses, NodeSampler
 
 #: What two GPUs tell that are well, and work.
 WELL = {
@@ -25,12 +34,12 @@ WELL = {
 class Node:
     """A node's counters, and the figures of its GPUs."""
 
-    def __init__(self, root: Path, nvml: Nvml | None = None) -> None:
+    def __init__(self, root: Path, gpus: Gpus | None = None) -> None:
         self._devices = root / "sys/devices/system"
         (root / "tmp").mkdir()
         self.heat(0)
         self.write("edac/mc/mc0/ue_count", 2)
-        self.sickness = Sickness(root, nvml)
+        self.sickness = Sickness(root, gpus)
 
     def write(self, name: str, value: int | str) -> None:
         path = self._devices / name
@@ -159,18 +168,52 @@ def test_xid_errors_of_the_hardware_are_told_and_those_of_programs_are_not(gpu_n
     ]
 
 
+class OtherGpus:
+    """One GPU of a vendor that says little."""
+
+    gpus = (WatchedGpu(0, handle="card0", model="MI300X"),)
+
+    def __init__(self) -> None:
+        self.joules = 0.0
+
+    def load(self, gpu: WatchedGpu) -> Load:
+        self.joules += 100.0
+        return Load(busy=0.5, memory_bytes=7, power_w=None, energy_j=self.joules)
+
+    def condition(self, gpu: WatchedGpu) -> Condition:
+        return Condition(needs="needs a reset", is_slowed=True)
+
+    def link(self, gpu: WatchedGpu) -> tuple[int, int]:
+        return 5, 16
+
+    def faults(self) -> list[str]:
+        return ["GPU 0: fabric error"]
+
+
+def test_gpus_of_another_vendor_are_a_class(tmp_path: Path) -> None:
+    gpus = OtherGpus()
+    assert Node(tmp_path, gpus).look(MINUTES) == [
+        "GPU 0: fabric error",
+        "GPU 0 needs a reset",
+        "GPU 0 slowed down by heat or power",
+    ]
+    sampler = NodeSampler(JobProcesses(os.getpid(), {}), gpus)
+    (used,) = sampler.sample().gpus
+    assert (used.model, used.busy, used.energy_j, used.link) == ("MI300X", 0.5, 100.0, (5, 16))
+
+
 def test_only_the_jobs_own_gpus_are_watched(tmp_path: Path, driver: FakeDriver) -> None:
     for visible, indices in {None: [0, 1], "1": [1], "GPU-00000000": [0], "": [], "MIG-7": [0, 1]}.items():
         assert [gpu.index for gpu in Nvml(visible, driver.library).gpus] == indices
-    with pytest.raises(NvmlError, match="libnone"):
+    with pytest.raises(GpusError, match="libnone"):
         Nvml(None, "libnone.so")
     driver.tell({"init": (1, 1)})
-    with pytest.raises(NvmlError, match="code 9"):
+    with pytest.raises(GpusError, match="code 9"):
         Nvml(None, driver.library)
 
 
 def test_a_disk_that_stays_full_is_told(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    free = monitor.LEAST_FREE_BYTES
+    free = sickness.LEAST_FREE_BYTES
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=free // 512, f_frsize=512))
     assert node.look(2 * FULL_LOOKS) == []
     free -= 512

@@ -1,7 +1,4 @@
-"""What a node is asked while ranks work: what the job uses there, and what is wrong with it.
-
-The programs of this package start without site-packages, so they use the standard library only.
-"""
+"""Programs that look at a node: those of the toolkit, which start without site-packages, and nvidia-smi."""
 
 from __future__ import annotations
 

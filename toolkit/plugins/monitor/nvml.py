@@ -1,8 +1,6 @@
 """Asks NVIDIA's driver about GPUs, by its library NVML. Needs no root and makes no CUDA context.
 
-Function names, structures and constants are those of ``nvml.h``, as in NVIDIA's own Python module (nvidia-ml-py). What
-a GPU or a driver does not support is None. A call may wait for ever for a lost GPU: only a process of its own may make
-it.
+Function names, structures and constants are those of ``nvml.h``, as in NVIDIA's own Python module (nvidia-ml-py).
 """
 
 from __future__ import annotations
@@ -10,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p
-from dataclasses import dataclass
 from typing import Any
+
+from toolkit.plugins.monitor.gpus import Condition, GpusError, Load, WatchedGpu
 
 LIBRARY = "libnvidia-ml.so.1"
 #: Return codes.
@@ -26,6 +25,31 @@ RECOVERY_ACTION = 230
 XID_EVENT = 0x08
 #: The most Xid events that are read at once.
 MOST_EVENTS = 100
+#: What a GPU needs before it works again, nvmlDeviceGpuRecoveryAction_t. After an action that is not listed it is told
+#: by its number. The headers disagree on 5: in nvidia-ml-py 13.580 it is a reset of the bus, in 13.615 that is 6.
+RECOVERY_ACTIONS = {
+    1: "needs a reset",
+    2: "needs a reboot of the node",
+    3: "must be drained of peer traffic",
+    4: "must be drained and reset",
+    5: "needs its IMEX domain recovered, or a reset of its bus, by the driver's version",
+    6: "needs a reset of its bus",
+    7: "needs a reboot of the system",
+}
+#: Xid errors that lie with the GPU, its memory, its links or its firmware. Most others are the fault of a program
+#: (13, 31, 43, 45, 69), or are seen by another figure here (63: a row to be remapped, 154: an action). From NVIDIA's
+#: catalogue of Xid errors.
+XIDS = {
+    48: "uncorrected memory error",
+    62: "internal micro-controller halted",
+    64: "memory row could not be remapped",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    95: "uncontained memory error",
+    119: "firmware does not answer",
+    120: "firmware error",
+    140: "unrecovered memory error",
+}
 
 
 class _Utilization(Structure):
@@ -62,66 +86,30 @@ class _Event(Structure):
     )
 
 
-class NvmlError(Exception):
-    """NVML cannot be used."""
-
-
-@dataclass(frozen=True)
-class NvidiaGpu:
-    """A GPU that this process may use. ``index`` is its place among all that NVML shows."""
-
-    index: int
-    uuid: str
-    handle: c_void_p
-    model: str = ""  #: such as NVIDIA H100 80GB HBM3; empty where the driver does not tell
-
-
-@dataclass(frozen=True)
-class Load:
-    """How much a GPU works now. ``energy_j`` is counted since the driver was loaded."""
-
-    busy: float | None  #: the share of the last second or less in which a kernel ran
-    memory_bytes: int | None
-    power_w: float | None
-    energy_j: float | None
-
-
-@dataclass(frozen=True)
-class Condition:
-    """How well a GPU is."""
-
-    is_lost: bool = False  #: it answers no more, or only after a reset
-    recovery_action: int | None = None  #: 0 for none; nvmlDeviceGpuRecoveryAction_t
-    uncorrected_errors: int | None = None  #: of its memory, since the driver was loaded
-    remapped_rows: int | None = None  #: of its memory, after uncorrected errors
-    has_remap_failed: bool | None = None
-    slow_reasons: int | None = None
-    link_width: int | None = None  #: lanes of PCIe, now and at most
-    most_link_width: int | None = None
-    link_generation: int | None = None
-    most_link_generation: int | None = None
-
-
 class Nvml:
-    """The library, opened. ``visible`` is the value of CUDA_VISIBLE_DEVICES: other GPUs are another job's."""
+    """NVIDIA's GPUs: :class:`toolkit.plugins.monitor.gpus.Gpus`.
+
+    ``visible`` is the value of CUDA_VISIBLE_DEVICES: other GPUs are another job's.
+    """
 
     def __init__(self, visible: str | None, library: str = LIBRARY) -> None:
-        """Open the library. Raises NvmlError where there is none, or no driver that works."""
+        """Open the library. Raises GpusError where there is none, or no driver that works."""
         try:
             self._library = ctypes.CDLL(library)
             code = self._library.nvmlInit_v2()
         except (OSError, AttributeError) as error:
-            raise NvmlError(str(error)) from error
+            raise GpusError(str(error)) from error
         if code != SUCCESS:
-            raise NvmlError(f"nvmlInit_v2 failed with code {code}")
-        self.gpus = [gpu for gpu in self._all() if is_visible(gpu, visible)]
+            raise GpusError(f"nvmlInit_v2 failed with code {code}")
+        self.gpus = [gpu for gpu, uuid in self._all() if is_visible(gpu.index, uuid, visible)]
         self._events: c_void_p | None = c_void_p()
         if self._call("nvmlEventSetCreate", byref(self._events)) != SUCCESS:
             self._events = None
         for gpu in self.gpus if self._events is not None else ():
             self._call("nvmlDeviceRegisterEvents", gpu.handle, c_ulonglong(XID_EVENT), self._events)
 
-    def _all(self) -> Iterator[NvidiaGpu]:
+    def _all(self) -> Iterator[tuple[WatchedGpu, str]]:
+        """Yield the GPUs that NVML shows, each with its UUID."""
         count = c_uint()
         self._call("nvmlDeviceGetCount_v2", byref(count))
         for index in range(count.value):
@@ -131,9 +119,9 @@ class Nvml:
             self._call("nvmlDeviceGetUUID", handle, uuid, c_uint(len(uuid)))
             name = ctypes.create_string_buffer(96)
             self._call("nvmlDeviceGetName", handle, name, c_uint(len(name)))
-            yield NvidiaGpu(index, uuid.value.decode(), handle, name.value.decode(errors="replace"))
+            yield WatchedGpu(index, handle, name.value.decode(errors="replace")), uuid.value.decode()
 
-    def load(self, gpu: NvidiaGpu) -> Load:
+    def load(self, gpu: WatchedGpu) -> Load:
         """Return how much ``gpu`` works."""
         use = self._get("nvmlDeviceGetUtilizationRates", gpu, _Utilization)
         memory = self._get("nvmlDeviceGetMemoryInfo", gpu, _GpuMemory)
@@ -146,7 +134,7 @@ class Nvml:
             None if millijoules is None else millijoules / 1000,
         )
 
-    def condition(self, gpu: NvidiaGpu) -> Condition:
+    def condition(self, gpu: WatchedGpu) -> Condition:
         """Return how well ``gpu`` is."""
         # This call's code also tells whether the GPU answers at all.
         errors = c_ulonglong()
@@ -162,40 +150,40 @@ class Nvml:
             reasons = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, c_ulonglong)
         action = _FieldValue(field=RECOVERY_ACTION)
         knows_action = self._call("nvmlDeviceGetFieldValues", gpu.handle, c_int(1), byref(action)) == SUCCESS
+        number = action.value.unsigned if knows_action and action.code == SUCCESS else 0
         return Condition(
-            recovery_action=action.value.unsigned if knows_action and action.code == SUCCESS else None,
+            needs=RECOVERY_ACTIONS.get(number, f"needs recovery action {number}") if number else None,
             uncorrected_errors=errors.value if code == SUCCESS else None,
             remapped_rows=rows.value if knows_rows else None,
             has_remap_failed=bool(has_failed.value) if knows_rows else None,
-            slow_reasons=reasons,
+            is_slowed=bool((reasons or 0) & (HW_SLOWDOWN | HW_THERMAL | HW_POWER_BRAKE)),
             link_width=self._number("nvmlDeviceGetCurrPcieLinkWidth", gpu, c_uint),
             most_link_width=self._number("nvmlDeviceGetMaxPcieLinkWidth", gpu, c_uint),
             link_generation=self._number("nvmlDeviceGetCurrPcieLinkGeneration", gpu, c_uint),
             most_link_generation=self._number("nvmlDeviceGetMaxPcieLinkGeneration", gpu, c_uint),
         )
 
-    def link(self, gpu: NvidiaGpu) -> tuple[int, int]:
+    def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""
         names = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
         generation, lanes = (self._number(name, gpu, c_uint) or 0 for name in names)
         return generation, lanes
 
-    def xids(self) -> list[tuple[str, int]]:
-        """Return the Xid errors since the last call, as GPU index and number. ``?``: an unknown GPU."""
-        found: list[tuple[str, int]] = []
+    def faults(self) -> Iterator[str]:
+        """Yield the Xid errors of the hardware since the last call. ``GPU ?``: an unknown one."""
         event = _Event()
-        while self._events is not None and len(found) < MOST_EVENTS:
+        for _ in range(MOST_EVENTS if self._events is not None else 0):
             if self._call("nvmlEventSetWait_v2", self._events, byref(event), c_uint(0)) != SUCCESS:
                 break
             index = next((str(gpu.index) for gpu in self.gpus if gpu.handle.value == event.device), "?")
-            found.append((index, event.data))
-        return found
+            if event.data in XIDS:
+                yield f"GPU {index}: {XIDS[event.data]} (Xid {event.data})"
 
-    def _number(self, name: str, gpu: NvidiaGpu, kind: type[Any]) -> int | None:
+    def _number(self, name: str, gpu: WatchedGpu, kind: type[Any]) -> int | None:
         value = self._get(name, gpu, kind)
         return None if value is None else int(value.value)
 
-    def _get(self, name: str, gpu: NvidiaGpu, kind: type[Any]) -> Any:
+    def _get(self, name: str, gpu: WatchedGpu, kind: type[Any]) -> Any:
         value = kind()
         return value if self._call(name, gpu.handle, byref(value)) == SUCCESS else None
 
@@ -205,9 +193,9 @@ class Nvml:
         return -1 if function is None else int(function(*arguments))
 
 
-def is_visible(gpu: NvidiaGpu, visible: str | None) -> bool:
+def is_visible(index: int, uuid: str, visible: str | None) -> bool:
     """True if CUDA_VISIBLE_DEVICES names the GPU. The name of a part of a GPU (MIG) does not tell of which."""
     if visible is None or "MIG" in visible:
         return True
     words = [word.strip() for word in visible.split(",")]
-    return any(word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word)) for word in words)
+    return any(word == str(index) or (word.startswith("GPU-") and uuid.startswith(word)) for word in words)

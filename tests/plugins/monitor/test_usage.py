@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.health.conftest import FakeDriver
-from toolkit.health import monitor
-from toolkit.health.nvml import Nvml
-from toolkit.health.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
+from tests.plugins.monitor.conftest import FakeDriver
+from toolkit.plugins.monitor import program
+from toolkit.plugins.monitor.node_monitor import MONITOR_COMMAND
+from toolkit.plugins.monitor.nvml import Nvml
+from toolkit.plugins.monitor.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
 
 HELD = 96 << 20
 #: Uses a second of processor time, half of it in a child that ends, and holds memory of its own beside a file that only
@@ -207,7 +208,7 @@ def test_a_gpu_that_counts_no_energy_is_reckoned_by_its_power(tmp_path: Path, dr
 
 
 def test_the_monitor_is_a_small_process_that_prints_samples() -> None:
-    with subprocess.Popen(monitor.MONITOR_COMMAND, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(MONITOR_COMMAND, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         usage = json.loads(process.stdout.readline())["usage"]
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -224,8 +225,8 @@ def test_samples_cost_less_than_a_thousandth_of_a_processor_in_the_long_run() ->
         number = 0
         while elapsed_s < 86_400:
             cost_s += each_s
-            elapsed_s += monitor.wait_s(number, cost_s, elapsed_s)
+            elapsed_s += program.wait_s(number, cost_s, elapsed_s)
             number += 1
         assert cost_s / elapsed_s <= 0.001
-    assert number * 2 > 86_400 / monitor.RAREST_SAMPLE_S
-    assert [monitor.wait_s(number, 0.0, 0.0) for number in range(6)] == [1, 2, 4, 8, 15, 15]
+    assert number * 2 > 86_400 / program.RAREST_SAMPLE_S
+    assert [program.wait_s(number, 0.0, 0.0) for number in range(6)] == [1, 2, 4, 8, 15, 15]

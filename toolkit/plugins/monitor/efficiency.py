@@ -17,8 +17,7 @@ from typing import TypeAlias
 
 from toolkit.base.durations import in_units
 from toolkit.base.fsio import size_text
-from toolkit.files.run_files import AttemptRecord, Efficiency, JobUsage, RunUsage
-from toolkit.files.rundir import RunDir
+from toolkit.files.run_files import AttemptRecord, Efficiency, JobUsage, RunProgress, RunUsage
 
 #: Margins of the next request.
 CPU_MARGIN, MEMORY_MARGIN, TIME_MARGIN, TIME_MORE_S = 1.1, 1.25, 1.25, 120.0
@@ -35,17 +34,22 @@ _SUMS = (
 _MAXIMA = ("most_cpus", "most_gpus", "most_gpu_bytes")
 
 
-def of_usage(run: RunUsage, *, has_completed: bool, has_trained: bool = True) -> Efficiency | None:
+def of_run(
+    run: RunUsage, attempts: Sequence[AttemptRecord], has_completed: bool, at: RunProgress | None = None
+) -> Efficiency | None:
     """Return the efficiency of a run; None where nothing was measured.
 
-    Only what a run used that ``has_trained`` says how much is enough, see :func:`has_trained`.
+    Only what a run used that has trained says how much is enough, see :func:`has_trained`. ``at``: how far an attempt
+    is that has not ended.
     """
     if not run.jobs:
         return None
     total = together(run.jobs)
     longest_s = max(job.wall_s for job in run.jobs) if has_completed else None
+    is_training = at is not None and (at.step or 0) > (at.step_start or 0)
+    tells = has_completed or is_training or has_trained(attempts)
     sbatch = None
-    if has_trained and total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
+    if tells and total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
         sbatch = sbatch_line(total, longest_s)
     price = run.price
     if price is None or not (price.cpu_hour or price.gpu_hour):
@@ -53,16 +57,6 @@ def of_usage(run: RunUsage, *, has_completed: bool, has_trained: bool = True) ->
     cost = (total.cpu_held_s * price.cpu_hour + total.gpu_held_s * price.gpu_hour) / 3600
     used = (total.cpu_s * price.cpu_hour + total.gpu_s * price.gpu_hour) / 3600
     return Efficiency(len(run.jobs), total, sbatch, round(cost, 4), round(max(0.0, cost - used), 4), price.currency)
-
-
-def of_files(run: RunDir, damage: list[str] | None = None) -> Efficiency | None:
-    """Return the efficiency by the run's own files. ``damage`` as in :meth:`RunDir.status`."""
-    result = run.result(damage)
-    if result is not None and result.efficiency is not None:
-        return result.efficiency
-    attempts, at = run.attempts(damage), run.status(damage).progress
-    is_training = (at.step or 0) > (at.step_start or 0)
-    return of_usage(run.usage(damage), has_completed=False, has_trained=is_training or has_trained(attempts))
 
 
 def has_trained(attempts: Sequence[AttemptRecord]) -> bool:
@@ -171,7 +165,7 @@ def rows(used: JobUsage) -> list[Row]:
     return found
 
 
-def scalars(usage: JobUsage | None) -> dict[str, float]:
+def curves(usage: JobUsage | None) -> dict[str, float]:
     """Return what the job uses now for TensorBoard; empty where nothing is known."""
     if usage is None:
         return {}
@@ -192,18 +186,6 @@ def scalars(usage: JobUsage | None) -> dict[str, float]:
             "usage/gpu_energy_kwh": usage.energy_j / 3.6e6,
         }
     return values
-
-
-def remark(usage: JobUsage | None) -> str:
-    """Say in a line what the job uses now; empty where nothing is known."""
-    if usage is None or not usage.cpu_held_s:
-        return ""
-    limit = "" if usage.memory_bytes is None else f" of {size_text(usage.memory_bytes)}"
-    parts = [f"{usage.busy_cpus:.1f} of {usage.cpus} CPUs", f"{size_text(usage.used_bytes)}{limit} of memory a node"]
-    if usage.gpu_held_s:
-        gpus = usage.gpus_per_node * usage.nodes
-        parts.append(f"{usage.busy_gpus:.1f} of {gpus} GPUs at {usage.power_w:.0f} W")
-    return f"uses {', '.join(parts)}" + "".join(f"; {gpu} is unused" for gpu in usage.unused_gpus)
 
 
 def _share(part: float, whole: float) -> str:

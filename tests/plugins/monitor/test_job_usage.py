@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit.config.cluster import PriceConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.health.usage import GpuUsage, NodeUsage
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.attempt import job_usage
+from toolkit.plugins.monitor import job_usage
+from toolkit.plugins.monitor.job_usage import JobUsageRecorder, Samples, slow_links, unused_gpus
+from toolkit.plugins.monitor.usage import GpuUsage, NodeUsage
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.job_usage import UsageRecorder, slow_links, unused_gpus
 from toolkit.slurm.jobs import parse_jobs
 
 PLAN = Allocation(("n1", "n2"), (2, 2), 2, gpus=(2, 2), job_id="7")
@@ -36,8 +38,13 @@ def attempt(number: int = 1, age_s: float = 600.0) -> Attempt:
     return Attempt(number, time.time() - age_s, PLAN)
 
 
-def recorder(run: RunDir) -> UsageRecorder:
-    return UsageRecorder(run, PLAN, PriceConfig(cpu_hour=1.0), ENVIRON)
+def recorder(run: RunDir) -> JobUsageRecorder:
+    return JobUsageRecorder(run, PLAN, PriceConfig(cpu_hour=1.0), ENVIRON)
+
+
+def sent(samples: Samples) -> dict[tuple[str, float], Any]:
+    """Return the samples as the agents send them."""
+    return {agent: json.loads(json.dumps(asdict(sample))) for agent, sample in samples.items()}
 
 
 def test_the_nodes_samples_are_summed_up_with_what_slurm_was_asked_for(run: RunDir) -> None:
@@ -45,7 +52,7 @@ def test_the_nodes_samples_are_summed_up_with_what_slurm_was_asked_for(run: RunD
         "JobId=7 JobName=x\n   JobState=RUNNING TimeLimit=30:00\n   NumNodes=2\n   TRES=cpu=8,mem=3G,node=2"
     )
     busier = replace(NODE, cpu_s=250.0, most_cpus=3.5, most_memory_bytes=90, gpus=(GPU, replace(GPU, index=1)))
-    used = recorder(run).update({("n1", 100.0): NODE, ("n2", 100.0): busier}, attempt(), row, is_last=True)
+    used = recorder(run).update(sent({("n1", 100.0): NODE, ("n2", 100.0): busier}), attempt(), row, is_last=True)
     assert used is not None
     assert (used.cpus, used.memory_bytes, used.time_limit_s) == (8, 3 << 29, 1800.0)
     assert (used.cpu_s, used.cpu_held_s, used.most_cpus, used.busy_cpus) == (400.0, 800.0, 3.5, 3.0)
@@ -58,18 +65,18 @@ def test_the_nodes_samples_are_summed_up_with_what_slurm_was_asked_for(run: RunD
 
 def test_an_agent_that_has_ended_counts_with_its_last_sample(run: RunDir) -> None:
     again = replace(NODE, since=300.0, until=310.0, cpu_s=5.0, cpus=0.5)
-    used = recorder(run).update({("n1", 100.0): NODE, ("n1", 300.0): again}, attempt(), None, is_last=True)
+    used = recorder(run).update(sent({("n1", 100.0): NODE, ("n1", 300.0): again}), attempt(), None, is_last=True)
     assert used is not None
     assert (used.cpu_s, used.cpu_held_s, used.busy_cpus) == (155.0, 440.0, 0.5)
 
 
 def test_each_job_of_a_run_has_its_entry_and_a_supervisor_that_takes_over_adds_none(run: RunDir) -> None:
     first = {("n1", 100.0): NODE}
-    assert recorder(run).update({}, attempt(), None, is_last=True) is None
-    recorder(run).update(first, attempt(), None, is_last=True)
-    recorder(run).update({("n1", 100.0): replace(NODE, cpu_s=160.0)}, attempt(), None, is_last=True)
+    assert recorder(run).update(sent({}), attempt(), None, is_last=True) is None
+    recorder(run).update(sent(first), attempt(), None, is_last=True)
+    recorder(run).update(sent({("n1", 100.0): replace(NODE, cpu_s=160.0)}), attempt(), None, is_last=True)
     assert [job.cpu_s for job in run.usage().jobs] == [160.0]
-    recorder(run).update({("n1", 900.0): replace(NODE, since=900.0, until=950.0)}, attempt(), None, is_last=True)
+    recorder(run).update(sent({("n1", 900.0): replace(NODE, since=900.0, until=950.0)}), attempt(), None, is_last=True)
     assert [job.since for job in run.usage().jobs] == [100.0, 900.0]
 
 
@@ -77,14 +84,14 @@ def test_a_damaged_or_unwritable_file_costs_no_more_than_itself(
     run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run.path / "usage.json").write_text("{")
-    assert recorder(run).update({("n1", 100.0): NODE}, attempt(), None, is_last=True) is not None
+    assert recorder(run).update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True) is not None
     assert len(run.usage().jobs) == 1
 
     def full(usage: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunDir, "write_usage", lambda self, usage: full(usage))
-    assert recorder(run).update({("n1", 100.0): NODE}, attempt(), None, is_last=True) is not None
+    assert recorder(run).update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True) is not None
     assert "usage.json cannot be written" in caplog.text
 
 
@@ -94,9 +101,9 @@ def test_a_file_server_that_is_away_costs_one_writing(
     recording = recorder(run)
     with monkeypatch.context() as away:
         away.setattr(Path, "read_bytes", lambda self: fails(self))
-        assert recording.update({("n1", 100.0): NODE}, attempt(), None, is_last=True) is not None
+        assert recording.update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True) is not None
     assert "usage.json cannot be written" in caplog.text
-    recording.update({("n1", 100.0): NODE}, attempt(), None, is_last=True)
+    recording.update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True)
     assert len(run.usage().jobs) == 1
 
 
@@ -112,12 +119,12 @@ def test_a_job_counts_once_whichever_agents_a_next_supervisor_hears(
 ) -> None:
     """The agent of n2 may have ended with the supervisor that knew it."""
     agents = {("n1", 120.0): replace(NODE, since=120.0), ("n2", 100.0): NODE}
-    recorder(run).update(agents, attempt(), None, is_last=True)
+    recorder(run).update(sent(agents), attempt(), None, is_last=True)
     recording = recorder(run)
     samples: dict[tuple[str, float], NodeUsage] = {}
     for agent in heard:
         samples[agent] = agents[agent]
-        recording.update(dict(samples), attempt(), None, is_last=True)
+        recording.update(sent(dict(samples)), attempt(), None, is_last=True)
     assert len(run.usage().jobs) == 1
 
 
@@ -149,25 +156,10 @@ def test_a_gpu_that_no_rank_of_the_attempt_has_used_is_named(
 def test_an_unused_gpu_is_logged_once_in_each_attempt(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     recording = recorder(run)
     for number in (1, 1, 2):
-        used = recording.update(with_gpus(0.0, 700.0), attempt(number), None, is_last=True)
+        used = recording.update(sent(with_gpus(0.0, 700.0)), attempt(number), None, is_last=True)
         assert used is not None
         assert used.unused_gpus == ("GPU 1 of n2",)
     assert caplog.text.count("GPU 1 of n2 is allocated, and no rank has used it") == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("NumNodes=2 \n   AllocTRES=cpu=8,mem=3G,node=2", 3 << 29),  # Slurm 23.11 and later
-        ("NumNodes=2-4 \n   TRES=cpu=8,mem=1500M,node=2", 750 << 20),
-        ("NumNodes=1 \n   TRES=cpu=1,node=1\n   MinMemoryNode=500M", 500 << 20),
-        ("NumNodes=1 \n   TRES=cpu=1,mem=0,node=1", None),
-        ("NumNodes=1 \n   MinMemoryNode=?", None),
-    ],
-)
-def test_slurms_answer_about_a_job_tells_the_memory_of_a_node(text: str, expected: int | None) -> None:
-    (row,) = parse_jobs(f"JobId=7\n   JobState=RUNNING\n   {text}\n")
-    assert row.memory_bytes == expected
 
 
 def linked(*links: tuple[int, int], busy_s: float = 400.0) -> NodeUsage:

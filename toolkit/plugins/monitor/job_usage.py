@@ -6,13 +6,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from toolkit.base import hostlist, logs
 from toolkit.config.cluster import PriceConfig
 from toolkit.files.run_files import JobUsage, PriceRecord
 from toolkit.files.rundir import RunDir
-from toolkit.health.usage import NodeUsage
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.monitor.usage import NodeUsage
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.slurm.jobs import JobRow
 
@@ -30,8 +31,8 @@ log = logs.get(__name__)
 Samples = Mapping[tuple[str, float], NodeUsage]
 
 
-class UsageRecorder:
-    """Keeps ``usage.json`` for one job."""
+class JobUsageRecorder:
+    """Keeps ``usage.json`` for one job. See :class:`toolkit.run.supervise.context.UsageRecorder`."""
 
     def __init__(self, run: RunDir, allocation: Allocation, price: PriceConfig, environ: Mapping[str, str]) -> None:
         self._run, self._allocation = run, allocation
@@ -40,13 +41,19 @@ class UsageRecorder:
         given = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if allocation.job_id else []
         self._cpus = sum(given) or allocation.cpus_per_task * allocation.world_size
         self._since = time.time()
+        self._samples: dict[tuple[str, float], NodeUsage] = {}
         self._usage: JobUsage | None = None
         self.slow_links: Mapping[str, str] = {}  #: the nodes with a GPU whose PCIe link is slower than the others'
         self._look_at = self._write_at = 0.0
         self._named: set[tuple[int, str]] = set()  #: attempt and GPU
 
     def update(
-        self, samples: Samples, attempt: Attempt, row: JobRow | None, *, is_last: bool = False
+        self,
+        messages: Mapping[tuple[str, float], Mapping[str, Any]],
+        attempt: Attempt,
+        row: JobRow | None,
+        *,
+        is_last: bool = False,
     ) -> JobUsage | None:
         """Return what the job has used so far; None before the first sample. ``row`` is the job in Slurm.
 
@@ -54,9 +61,13 @@ class UsageRecorder:
         ``LOOK_EVERY_S``, and in the ``is_last`` call of an attempt.
         """
         now = time.monotonic()
-        if not samples or (now < self._look_at and not is_last):
+        if not messages or (now < self._look_at and not is_last):
             return self._usage
         self._look_at = now + LOOK_EVERY_S
+        for agent, message in messages.items():  # most are known from the last look
+            if (known := self._samples.get(agent)) is None or known.until != message["until"]:
+                self._samples[agent] = NodeUsage.parse(message)
+        samples = self._samples
         self.slow_links = slow_links(_newest(samples))
         unused = unused_gpus(samples, attempt)
         for gpu in unused:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.base import proc_stat
 from toolkit.base.proc_stat import ProcessStat
-from toolkit.health.nvml import Nvml
+from toolkit.plugins.monitor.gpus import Gpus
 
 #: A process that is younger may still become another program, with the job's variables.
 YOUNG_S = 60.0
@@ -245,15 +245,15 @@ class NodeSampler:
     def __init__(
         self,
         processes: JobProcesses,
-        nvml: Nvml | None = None,
+        gpus: Gpus | None = None,
         clock: Callable[[], float] = time.time,
         root: Path = Path("/"),
     ) -> None:
-        self._processes, self._nvml, self._clock, self._root = processes, nvml, clock, root
+        self._processes, self._gpus, self._clock, self._root = processes, gpus, clock, root
         self._network = network_bytes(root)
-        self._first_energy = {gpu.index: nvml.load(gpu).energy_j for gpu in nvml.gpus} if nvml else {}
+        self._first_energy = {gpu.index: gpus.load(gpu).energy_j for gpu in gpus.gpus} if gpus else {}
         since = processes.began(clock())
-        self._usage = NodeUsage(since, clock(), gpus=tuple(GpuUsage(gpu.index) for gpu in nvml.gpus) if nvml else ())
+        self._usage = NodeUsage(since, clock(), gpus=tuple(GpuUsage(gpu.index) for gpu in gpus.gpus) if gpus else ())
         #: Time, CPU time and that of start-up at the beginning of what counts for the peak.
         self._peak_from = (since, 0.0, 0.0)
 
@@ -284,15 +284,15 @@ class NodeSampler:
             written_bytes=max(before.written_bytes, totals.written_bytes),
             received_bytes=max(before.received_bytes, received - self._network[0]),
             sent_bytes=max(before.sent_bytes, sent - self._network[1]),
-            gpus=tuple(self._gpus(max(0.0, now - before.until))),
+            gpus=tuple(self._of_gpus(max(0.0, now - before.until))),
         )
         return self._usage
 
-    def _gpus(self, elapsed_s: float) -> Iterator[GpuUsage]:
-        if self._nvml is None:
+    def _of_gpus(self, elapsed_s: float) -> Iterator[GpuUsage]:
+        if self._gpus is None:
             return
-        for gpu, known in zip(self._nvml.gpus, self._usage.gpus, strict=True):
-            load = self._nvml.load(gpu)
+        for gpu, known in zip(self._gpus.gpus, self._usage.gpus, strict=True):
+            load = self._gpus.load(gpu)
             busy, memory, power_w = load.busy or 0.0, load.memory_bytes or 0, load.power_w or 0.0
             # GPUs before Volta count no energy: take the power instead.
             first, energy_j = self._first_energy[gpu.index], known.energy_j + power_w * elapsed_s
@@ -308,6 +308,6 @@ class NodeSampler:
                 energy_j,
                 # A driver that does not tell leaves it open whether the GPU is idle.
                 0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
-                max(known.link, self._nvml.link(gpu)),
+                max(known.link, self._gpus.link(gpu)),
                 gpu.model,
             )

@@ -1,0 +1,1 @@
+"""What a job uses of its nodes, and what is wrong with them."""
