@@ -25,7 +25,7 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.strategies.objective import Objective
 from toolkit.train.optim import build_optimizer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 #: The command for ResNet-50's weights IMAGENET1K_V2 (80.858 % top-1), as published with them:
 #: https://github.com/pytorch/vision/tree/main/references/classification, and
