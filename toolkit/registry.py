@@ -28,6 +28,7 @@ GROUP = "toolkit.plugins"
 BUILT_IN = (
     "after",
     "auto",
+    "bad_samples",
     "balance",
     "checkpoints",
     "completion",

@@ -1,5 +1,5 @@
 """Data: which sample comes when, how it is loaded, and where data sets come from.
 
 ``permutation`` and ``sampler`` decide which samples form a global batch. ``loader`` and ``workers`` fetch them,
-``bad_samples`` counts those that cannot be loaded, and ``datasets`` builds the data sets.
+and ``datasets`` builds the data sets.
 """

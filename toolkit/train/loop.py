@@ -16,7 +16,6 @@ from toolkit import registry
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
-from toolkit.data.bad_samples import BadSamples
 from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.metrics.sinks import Sink
@@ -96,7 +95,11 @@ class Trainer:
         if loader.balances and session.world_size > 1:
             build_balance = registry.needed("balance", "data.share: auto")
             self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
-        self._bad_samples = BadSamples(session, loader.max_bad_samples)
+        self._bad_samples = None
+        if loader.max_bad_samples is not None:
+            self._bad_samples = registry.needed("bad_samples", "data.bad_samples: skip")(
+                session, loader.max_bad_samples
+            )
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
 
@@ -187,7 +190,8 @@ class Trainer:
         reseed(self._config.seed, n, self._strategy.share.index)
         self._activity.phase = activity.WAITING_FOR_DATA
         batch = self._loader.at(n)
-        self._bad_samples.note(batch)
+        if self._bad_samples is not None:
+            self._bad_samples.note(batch)
         self._activity.phase = activity.IN_STEP
         output = self._strategy.step(batch, self._lr(n))
         # Nothing is read from the device here: the verdict and the losses wait for the next logging step.
@@ -232,8 +236,9 @@ class Trainer:
             **self._pace.compare(own_s),
             **(self._balance.update(self._step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
-            **self._bad_samples.figures(self._step * self._loader.global_batch_size),
         }
+        if self._bad_samples is not None:
+            values |= self._bad_samples.figures(self._step * self._loader.global_batch_size)
         values |= self._life.show_tensors(self._strategy.figures())
         metrics = self._life.metrics
         values |= {f"train/{name}": loss for name, loss in losses.items()}
@@ -301,7 +306,8 @@ class Trainer:
             **self._not_finite.state(),
             "learning_rate": rates_at(self._lr, self._step, self._rate_keys(), self._loader.dataset_size),
         }
-        self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
+        if self._bad_samples is not None:
+            self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept
 
     def adopt(self, values: Mapping[str, Any]) -> None:

@@ -29,11 +29,11 @@ log = logs.get(__name__)
 class BadSamples:
     """One rank's record of bad samples. Rank 0's has those of all ranks.
 
-    ``most`` is ``data.max_bad_samples``; None where a bad sample ends the run at once. Raises ConfigError on rank 0
-    when the run has more than ``most``: a restart would meet them again.
+    ``most`` is ``data.max_bad_samples``. Raises ConfigError on rank 0 when the run has more: a restart would meet them
+    again.
     """
 
-    def __init__(self, session: Session, most: int | None) -> None:
+    def __init__(self, session: Session, most: int) -> None:
         self._session = session
         self._most = most
         self._path = RunDir(session.run_dir).bad_samples
@@ -43,7 +43,7 @@ class BadSamples:
         self._listed: dict[int, BadSample] = {}
         self._lines = fsio.PatientLines(self._path)
         # Bad samples of earlier attempts count, too.
-        if most is not None and session.is_main:
+        if session.is_main:
             lines = records.read_lines(self._path, _LINE)
             known = [BadSample(line["index"], line["position"], line["error"]) for line in lines]
             self._listed = {bad.index: bad for bad in known}
@@ -59,7 +59,7 @@ class BadSamples:
 
     def collect(self) -> None:
         """List what all ranks have noted up to the last collective. Ranks other than 0 do nothing."""
-        if self._most is None or not self._session.is_main:
+        if not self._session.is_main:
             return
         new = []
         for bad in sorted(self._hear(), key=lambda bad: bad.position):
@@ -77,8 +77,6 @@ class BadSamples:
         They are counted by position, because a resumed run has listed already what it is about to meet again.
         """
         self.collect()
-        if self._most is None:
-            return {}
         return {"data/bad_samples": sum(bad.position < position for bad in self._listed.values())}
 
     def _hear(self) -> list[BadSample]:
@@ -100,7 +98,7 @@ class BadSamples:
             log.warning("%d samples cannot be loaded; they are listed in %s", len(self._listed), self._path)
 
     def _refuse_too_many(self) -> None:
-        if self._most is None or len(self._listed) <= self._most:
+        if len(self._listed) <= self._most:
             return
         which = listing([f"{bad}: {bad.error}" for bad in self._listed.values()])
         raise ConfigError(
