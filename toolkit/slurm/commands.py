@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from toolkit import registry
 from toolkit.base import outages
 from toolkit.base.errors import SlurmError
-from toolkit.slurm import site_profile
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import (
     JobGpus,
@@ -337,15 +337,13 @@ class Slurm:
     def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
         """Return the mode of the job's QOS, or None where the cluster's mode holds. A pending job may have several QOS.
 
-        The site profile knows it where accounting cannot be asked from a node. Also returns None without one.
+        A plugin may know it where accounting cannot be asked from a node. Also returns None without one.
         """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
             modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
         except SlurmError:
-            profile = site_profile.of_cluster(settings.cluster)
-            names = (job.qos or "").split(",")
-            modes = [qos.preempt_mode or "cluster" for qos in profile.qos if qos.name in names] if profile else []
+            modes = registry.call("preempt_modes", settings.cluster, (job.qos or "").split(",")) or []
         return ",".join(settings.preempt_mode if mode == "cluster" else mode for mode in modes) or None
 
     def has(self, program: str) -> bool:

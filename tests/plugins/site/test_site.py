@@ -16,13 +16,11 @@ from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
-from toolkit.plugins.site import doctor, site_page
+from toolkit.plugins.site import doctor, site_limits, site_page, site_profile
+from toolkit.plugins.site.site_profile import SiteProfile
 from toolkit.plugins.site.slurm_site import read_site
-from toolkit.run.prepare import new_run
-from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.site_profile import SiteProfile
 
 #: `scontrol show config` of Slurm 24.11.5, the lines that count, of a site as many are.
 CONFIG = """Configuration data as of 2026-11-24T11:34:42
@@ -101,7 +99,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("TOOLKIT_SITE", raising=False)
-    new_run.cluster_name.cache_clear()
+    site_profile.cluster_name.cache_clear()
     return Programs(tmp_path / "bin")
 
 
@@ -225,14 +223,14 @@ def test_submit_refuses_what_would_wait_for_ever(
     programs: Programs, override: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(None, override.split())
-    new_run.check_site(config)  # there is no profile yet
+    site_limits.check_site(config)  # there is no profile yet
     profiled()
     with pytest.raises(ConfigError) as caught:
-        new_run.check_site(config)
+        site_limits.check_site(config)
     assert words in str(caught.value)
     assert "`toolkit doctor --site` reads it anew" in str(caught.value)
     profiled(age_s=40 * 86_400)
-    new_run.check_site(config)
+    site_limits.check_site(config)
     assert words in caplog.text
 
 
@@ -248,11 +246,11 @@ def test_a_qos_may_lift_a_limit_of_its_partition(
     programs.add("sacctmgr", {"associations": rows, "show user": "lab1\n", "show qos": qos})
     profiled()
     partition = "cluster.partition=normal"
-    new_run.check_site(load_config(None, [partition, override, *["cluster.qos=long"] * named]))
+    site_limits.check_site(load_config(None, [partition, override, *["cluster.qos=long"] * named]))
     assert caplog.text == ""
     for refused in ([override, "cluster.qos=normal"], ["cluster.nodes=5"]):  # the partition has four nodes in all
         with pytest.raises(ConfigError):
-            new_run.check_site(load_config(None, [partition, *refused]))
+            site_limits.check_site(load_config(None, [partition, *refused]))
 
 
 def test_the_case_of_a_qos_does_not_matter(programs: Programs) -> None:
@@ -260,19 +258,19 @@ def test_the_case_of_a_qos_does_not_matter(programs: Programs) -> None:
     programs.scontrol(CONFIG, partitions)
     profiled()
     # The QOS low lifts the limit of the partition's time.
-    new_run.check_site(load_config(None, ["cluster={partition: normal, qos: LOW, time_min: 1441}"]))
+    site_limits.check_site(load_config(None, ["cluster={partition: normal, qos: LOW, time_min: 1441}"]))
     with pytest.raises(ConfigError, match="partition normal does not take 'Normal'; it takes Low"):
-        new_run.check_site(load_config(None, ["cluster={partition: normal, qos: Normal}"]))
+        site_limits.check_site(load_config(None, ["cluster={partition: normal, qos: Normal}"]))
 
 
 def test_without_a_partition_the_default_ones_limits_only_warn(
     programs: Programs, caplog: pytest.LogCaptureFixture
 ) -> None:
     profiled()
-    new_run.check_site(load_config(None, ["cluster.time_min=1441"]))
+    site_limits.check_site(load_config(None, ["cluster.time_min=1441"]))
     assert "cluster.time_min: 1441 is over the limit of partition normal" in caplog.text
     with pytest.raises(ConfigError, match="no account 'labl'"):
-        new_run.check_site(load_config(None, ["cluster.time_min=1441", "cluster.account=labl"]))
+        site_limits.check_site(load_config(None, ["cluster.time_min=1441", "cluster.account=labl"]))
 
 
 def test_accounts_are_the_same_in_upper_and_lower_case(programs: Programs) -> None:
@@ -281,12 +279,12 @@ def test_accounts_are_the_same_in_upper_and_lower_case(programs: Programs) -> No
     programs.add("scontrol", {"ping": ping, "show config": CONFIG, "show partition": mixed})
     profiled()
     for account in ("LAB2", "lab2"):
-        new_run.check_site(load_config(None, ["cluster.partition=debug", f"cluster.account={account}"]))
+        site_limits.check_site(load_config(None, ["cluster.partition=debug", f"cluster.account={account}"]))
 
 
 def test_a_job_that_may_run_on_one_of_its_partitions_is_not_refused(programs: Programs) -> None:
     profiled()
-    new_run.check_site(load_config(None, ["cluster.partition='normal,debug'", "cluster.time_min=2000"]))
+    site_limits.check_site(load_config(None, ["cluster.partition='normal,debug'", "cluster.time_min=2000"]))
 
 
 def test_a_profile_that_is_damaged_newer_or_of_another_cluster_is_named(
@@ -294,16 +292,16 @@ def test_a_profile_that_is_damaged_newer_or_of_another_cluster_is_named(
 ) -> None:
     path = profiled(cluster="summit")
     wrong = load_config(None, ["cluster.partition=norml"])
-    new_run.check_site(wrong)
+    site_limits.check_site(wrong)
     assert "is of the cluster summit, and this is alps: not used" in caplog.text
     record = json.loads(profiled().read_text())
     path.write_text(json.dumps(record | {"version": 99, "later": {"a": 1}}))
     with pytest.raises(ConfigError):
-        new_run.check_site(wrong)
+        site_limits.check_site(wrong)
     assert "has version 99, and this toolkit knows 1" in caplog.text
     for content in ("", "{", "[]", '{"made": 3}', "\0" * 20):
         path.write_text(content)
-        new_run.check_site(wrong)
+        site_limits.check_site(wrong)
         assert f"{path} is damaged" in caplog.text
         caplog.clear()
 

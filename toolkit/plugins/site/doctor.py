@@ -15,19 +15,19 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import LineChannel, open_channel
+from toolkit.plugins.site import site_profile
 from toolkit.plugins.site.checks import FIRST_NODE, LAUNCHER, CheckRequest, speed
 from toolkit.plugins.site.checks.preflight import SharedFolder, command
 from toolkit.plugins.site.checks.verdict import NodesReport, judge, prevented
 from toolkit.plugins.site.proof import prove
+from toolkit.plugins.site.site_profile import SiteProfile
 from toolkit.plugins.site.slurm_site import USED, missing_programs, read_site
 from toolkit.plugins.site.srun_checks import Start, ask_nodes
 from toolkit.plugins.site.versions import versions
 from toolkit.run.submission import executors, sbatch
-from toolkit.slurm import site_profile
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.programs import PROBE_TIMEOUT_S
-from toolkit.slurm.site_profile import SiteProfile
 from toolkit.slurm.srun_commands import srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.

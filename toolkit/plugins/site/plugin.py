@@ -10,5 +10,10 @@ PLUGIN = Plugin(
         "init": "toolkit.plugins.site.commands.init",
         "resume-check": "toolkit.plugins.site.commands.resume_check",
     },
-    hooks={"check_nodes": "toolkit.plugins.site.checks.preflight:mark_bad_nodes"},
+    hooks={
+        "check_nodes": "toolkit.plugins.site.checks.preflight:mark_bad_nodes",
+        "check_site": "toolkit.plugins.site.site_limits:check_site",
+        "expedites": "toolkit.plugins.site.site_profile:expedites",
+        "preempt_modes": "toolkit.plugins.site.site_profile:preempt_modes",
+    },
 )

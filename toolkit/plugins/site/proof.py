@@ -17,12 +17,12 @@ from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
+from toolkit.plugins.site.site_profile import Proof, SiteProfile
 from toolkit.run.records import ownership
 from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.submit import submit_foreign
 from toolkit.slurm.commands import Slurm
-from toolkit.slurm.site_profile import Proof, SiteProfile
 
 NAME = "doctor"
 #: For the start of the ranks and their figures, for the stop after the signal, and for what comes after the requeue's

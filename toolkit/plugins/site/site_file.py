@@ -12,7 +12,7 @@ from toolkit.base.durations import in_units
 from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.config import ClusterConfig
 from toolkit.config.yaml_core import dump
-from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, SiteProfile, date
+from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, SiteProfile, date
 
 #: Left for the checkpoint and the requeue beside the time that a preemption gives.
 SIGNAL_DELAY_S = ClusterConfig().signal_delay_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.base.durations import in_units
-from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
+from toolkit.plugins.site.site_profile import PartitionRecord, SiteProfile
 
 #: Proofs, as they are marked in front of their lines.
 _MARKS = {True: "proven", False: "FAILED", None: "not tried"}

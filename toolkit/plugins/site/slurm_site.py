@@ -15,8 +15,8 @@ from typing import TypeAlias, TypeVar
 
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import RequestError, SlurmError
+from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, QosRecord, SiteProfile
 from toolkit.slurm.commands import Slurm, settings_in
-from toolkit.slurm.site_profile import AssociationRecord, PartitionRecord, QosRecord, SiteProfile
 
 #: What the toolkit calls. Without these two nothing can be read; the others are named if they are missing.
 NEEDED = ("scontrol", "sbatch")

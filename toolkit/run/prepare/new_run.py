@@ -1,35 +1,31 @@
 """Makes a run: its folder, a copy of the sources, and its config.
 
-First the config is checked, also against the site profile: Slurm would refuse the job, or hold it in the queue for
-ever. So are the loops in a user's file that number their steps in a way that a resume breaks. The config's paths are
-made to mean the same in every folder; which words of a script's arguments are paths is decided here, and only here.
+First the config is checked, also against what is known of the site. So are the loops in a user's file that number their
+steps in a way that a resume breaks. The config's paths are made to mean the same in every folder; which words of a
+script's arguments are paths is decided here, and only here.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import fsio, logs, staged
-from toolkit.base.durations import in_units
-from toolkit.base.errors import ConfigError, RequestError, SlurmError, listing, nearest
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
 from toolkit.config.source import PythonSource, read_source
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import snapshot
-from toolkit.slurm import site_profile
-from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
-from toolkit.slurm.site_profile import PartitionRecord, SiteProfile
 
 
 def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
@@ -97,7 +93,7 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
 def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
-    if executor == "slurm":
+    if executor == "slurm" and (check_site := registry.find("hooks", "check_site")):
         check_site(config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
@@ -224,103 +220,3 @@ def _start(call: ast.Call) -> str:
 
 def _has_total(steps: ast.Call) -> bool:
     return any(word.arg == "total" for word in steps.keywords)
-
-
-def check_site(config: JobConfig) -> None:
-    """Refuse what the site profile says cannot run. Without one, nothing is checked.
-
-    Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
-    default partition.
-    """
-    profile = profile_here()
-    if profile is None:
-        return
-    # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
-    has_partition = bool(config.cluster.partition)
-    checks = [(_partition_problems(config, profile), has_partition), (_account_problems(config, profile), True)]
-    for problems, is_certain in checks:
-        for problem in problems:
-            date = site_profile.date(profile.made)
-            text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
-            if is_certain and not profile.is_old:
-                raise ConfigError(text)
-            log.warning("%s", text)
-
-
-def profile_here() -> SiteProfile | None:
-    """Return the profile of the cluster that jobs are submitted to, if there is one."""
-    # Slurm is asked only if there is a profile to compare its answer with.
-    if site_profile.read() is None:
-        return None
-    try:
-        return site_profile.of_cluster(cluster_name())
-    except SlurmError as error:
-        log.debug("the site profile is not used: %s", error)
-        return None
-
-
-@lru_cache(maxsize=1)
-def cluster_name() -> str:
-    """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
-    return Slurm().settings().cluster
-
-
-def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
-    cluster = config.cluster
-    # A job may name several partitions: it must fit one of them.
-    names = cluster.partition.split(",") if cluster.partition else [None]
-    parts = [profile.partition(name) for name in names]
-    known = [part.name for part in profile.partitions]
-    for name, part in zip(names, parts, strict=True):
-        if part is None and name is not None and known:
-            yield f"cluster.partition: there is no {name!r}; {nearest(name, known)}there are: {listing(known)}"
-    # Some flags of a QOS lift limits of the partition. Without a QOS in the config all count that Slurm may give.
-    qos = set(_qos_names(config))
-    if not qos:
-        for account in profile.associations:
-            qos |= {account.default_qos} if account.default_qos else {*account.qos}
-    flags = {flag for record in profile.qos if not _is_missing(record.name, qos) for flag in record.flags}
-    reasons = [list(_misfits(config, part, flags)) for part in parts if part is not None]
-    if reasons and all(reasons):
-        yield reasons[0][0]
-
-
-def _misfits(config: JobConfig, part: PartitionRecord, flags: set[str]) -> Iterator[str]:
-    """Yield why the job could never run on this partition. ``flags`` are of its QOS (sacctmgr(1))."""
-    cluster, on = config.cluster, f"partition {part.name}"
-    nodes = cluster.nodes + cluster.spare_nodes
-    has_most, has_limit = "PartitionMaxNodes" not in flags, "PartitionTimeLimit" not in flags
-    most = min(part.nodes, part.max_nodes or part.nodes) if has_most else part.nodes
-    if has_limit and part.time_limit_s is not None and cluster.time_min * 60 > part.time_limit_s:
-        allowed = math.floor(part.time_limit_s / 60)
-        limit = in_units(part.time_limit_s)
-        yield f"cluster.time_min: {cluster.time_min} is over the limit of {on}, {limit}; use {allowed} or less"
-    if nodes > most > 0:
-        yield f"cluster.nodes: {nodes} with spare ones, and a job on {on} may have {most}"
-    if part.accounts and cluster.account and _is_missing(cluster.account, part.accounts):
-        yield f"cluster.account: {on} does not take {cluster.account!r}; it takes {listing(part.accounts)}"
-    names = _qos_names(config)
-    if part.qos and names and all(_is_missing(name, part.qos) for name in names):
-        yield f"cluster.qos: {on} does not take {cluster.qos!r}; it takes {listing(part.qos)}"
-
-
-def _qos_names(config: JobConfig) -> list[str]:
-    """Return the QOS that the job may have. Since Slurm 24.11 that may be several, of which it gets one."""
-    return config.cluster.qos.split(",") if config.cluster.qos else []
-
-
-def _is_missing(name: str, names: Iterable[str]) -> bool:
-    """True if the account or QOS is not listed. Slurm ignores the case of their names."""
-    return name.lower() not in [other.lower() for other in names]
-
-
-def _account_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
-    cluster = config.cluster
-    accounts = list(dict.fromkeys(record.account for record in profile.associations))
-    if cluster.account and accounts and _is_missing(cluster.account, accounts):
-        hint = nearest(cluster.account, accounts)
-        yield f"cluster.account: you have no account {cluster.account!r}; {hint}yours: {listing(accounts)}"
-    names = [record.name for record in profile.qos]
-    for name in _qos_names(config) if names else ():
-        if _is_missing(name, names):
-            yield f"cluster.qos: there is no {name!r}; {nearest(name, names)}there are: {listing(names)}"

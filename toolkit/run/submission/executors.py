@@ -28,7 +28,6 @@ from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, RunStatu
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.new_run import profile_here
 from toolkit.run.records import ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.requeue import forbid_expedited_requeue
@@ -142,9 +141,9 @@ def _may_expedite(config: JobConfig) -> bool:
     flags = {str(key).replace("_", "-") for key in config.cluster.extra}
     if flags & {"requeue", "no-requeue"}:
         return False
-    profile = profile_here()
-    if profile is not None and not profile.is_old:
-        return profile.expedites
+    known: bool | None = registry.call("expedites")
+    if known is not None:
+        return known
     try:
         return Slurm().expedites()
     except SlurmError as error:

@@ -68,9 +68,8 @@ def run(args: Namespace) -> int:
 def _site_page(profile: Any, about_profile: str) -> list[str]:
     """Return the lines about the site, and about this environment."""
     from toolkit.cli import show
-    from toolkit.plugins.site import site_page
+    from toolkit.plugins.site import site_page, site_profile
     from toolkit.plugins.site.versions import versions
-    from toolkit.slurm import site_profile
 
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
     # Without a profile, as on a machine without Slurm, only the environment is known.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
 from toolkit.base import fsio, logs
+from toolkit.base.errors import SlurmError
 from toolkit.files.json_record import FileRecord, JsonRecord
 from toolkit.files.run_files import Time
+from toolkit.slurm.commands import Slurm
 
 #: After this time a profile only warns: sites change their limits.
 OLD_S = 30 * 86_400.0
@@ -197,3 +200,33 @@ def of_cluster(cluster: str) -> SiteProfile | None:
 
 
 _ANEW = "`toolkit doctor --site` reads the site anew"
+
+
+def profile_here() -> SiteProfile | None:
+    """Return the profile of the cluster that jobs are submitted to, if there is one."""
+    # Slurm is asked only if there is a profile to compare its answer with.
+    if read() is None:
+        return None
+    try:
+        return of_cluster(cluster_name())
+    except SlurmError as error:
+        log.debug("the site profile is not used: %s", error)
+        return None
+
+
+@lru_cache(maxsize=1)
+def cluster_name() -> str:
+    """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
+    return Slurm().settings().cluster
+
+
+def expedites() -> bool | None:
+    """True if jobs may ask for ``--requeue=expedite`` here. None where no profile tells, or an old one."""
+    profile = profile_here()
+    return None if profile is None or profile.is_old else profile.expedites
+
+
+def preempt_modes(cluster: str, names: Sequence[str]) -> list[str]:
+    """Return the preemption modes of these QOS: ``cluster`` for one without its own. Empty without a profile."""
+    profile = of_cluster(cluster)
+    return [qos.preempt_mode or "cluster" for qos in profile.qos if qos.name in names] if profile else []
