@@ -15,7 +15,7 @@ from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
-from toolkit.run.job import node_history, nodes
+from toolkit.run.job import nodes
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
+    doubtful: Mapping[str, str] = registry.call("doubtful_nodes", run) or {}
     found, situation = registry.call("cause_of_end", run), advice.situation_of(run, state)
     return {
         "run": f"{run.name}/{run.id}",
@@ -59,7 +60,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "changes": row["changes"],
-        "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
+        "doubtful_nodes": {host: text for host, text in doubtful.items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
         "next": advice.next_step(situation),

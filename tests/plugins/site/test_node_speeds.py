@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.run.test_node_history import JOB, run_in
+from tests.plugins.site.test_node_history import JOB, run_in
 from toolkit.plugins.site.checks import Finding
 from toolkit.plugins.site.checks.speed import CORE, MEMORY, SPEEDS, best_s, check_speeds
 from toolkit.plugins.site.checks.verdict import Heard, judge

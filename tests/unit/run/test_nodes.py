@@ -12,8 +12,10 @@ from toolkit.base.errors import RequestError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.job import nodes
-from toolkit.run.job.nodes import Nodes
+from toolkit.run.job.nodes import BadNode, Nodes
 
 HOSTS = ("a", "b", "c", "d")
 
@@ -197,3 +199,21 @@ def test_a_drained_node_is_remembered_as_one_that_slurm_looks_after(run: RunDir)
     pool(run).condemn("c", "lost")
     assert {host: bad.is_drained for host, bad in nodes.remembered(run).items()} == {"b": True, "c": False}
     assert hosts(pool(run)) == ("a", "d", "b")
+
+
+def test_the_nodes_in_use_stay_under_the_next_supervisor_though_no_slow_one_is_known(run: RunDir) -> None:
+    of = pool(run)
+    of.note_used(Allocation(HOSTS, (2, 2, 2, 2), 1).on(["b", "c", "d"]))  # the supervisor before it had found a slow
+    assert hosts(of) == ("b", "c", "d")
+    of.condemn("c", "it was lost")
+    assert {*(hosts(of) or ())} == {"a", "b", "d"}
+
+
+def test_lost_sick_and_suspected_nodes_are_at_fault_for_an_attempts_end() -> None:
+    plan = Allocation(HOSTS, (1, 1, 1, 1), 1, job_id="7")
+    attempt = Attempt(1, 0.0, plan, lost_nodes={"a"})
+    attempt.vacated_nodes = {"b": BadNode("hot", 0.0), "c": BadNode("drained: fan", 0.0, is_drained=True)}
+    attempt.failures = [RankFailure(3, "d", "killed by SIGKILL", 0.0)]
+    assert attempt.nodes_at_fault("d") == {"a": "it was lost", "b": "hot", "d": "killed by SIGKILL"}
+    assert attempt.nodes_at_fault("c")["c"] == "a hang"
+    assert Attempt(1, 0.0, plan).nodes_at_fault(None) == {}

@@ -13,6 +13,8 @@ PLUGIN = Plugin(
     hooks={
         "check_nodes": "toolkit.plugins.site.checks.preflight:mark_bad_nodes",
         "check_site": "toolkit.plugins.site.site_limits:check_site",
+        "doubtful_nodes": "toolkit.plugins.site.node_history:doubtful_for",
+        "note_faults": "toolkit.plugins.site.node_history:note",
         "expedites": "toolkit.plugins.site.site_profile:expedites",
         "preempt_modes": "toolkit.plugins.site.site_profile:preempt_modes",
     },

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import registry
 from toolkit.base import fsio, logs
 from toolkit.config import JobConfig
 from toolkit.files import records
@@ -21,7 +22,6 @@ from toolkit.files.records import MapOf
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job import node_history
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
@@ -59,11 +59,8 @@ class Nodes:
         self._ailing: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
         #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
-        self._doubtful = dict[str, str]()
-        try:
-            self._doubtful |= {h: why for h, why in node_history.doubtful_for(run).items() if h in allocation.hosts}
-        except OSError as error:
-            log.warning("which nodes have ended attempts of other runs is not known: %s", error)
+        doubtful: Mapping[str, str] = registry.call("doubtful_nodes", run) or {}
+        self._doubtful = {host: why for host, why in doubtful.items() if host in allocation.hosts}
         for host, why in self._doubtful.items():
             log.warning("node %s %s", host, why)
 

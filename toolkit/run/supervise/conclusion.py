@@ -18,7 +18,6 @@ from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
-from toolkit.run.job import node_history
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
@@ -181,7 +180,7 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
     context.note_usage(attempt, is_last=True)
     outages.persist(lambda: journal.add(attempt, verdict), run.path)
     if context.job.slurm is not None:
-        node_history.note(run, attempt.nodes_at_fault(verdict.suspect))
+        registry.call("note_faults", run, attempt.nodes_at_fault(verdict.suspect))
     if verdict.decision is Decision.RESTART:
         journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
         return

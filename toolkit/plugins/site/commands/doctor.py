@@ -29,9 +29,8 @@ def run(args: Namespace) -> int:
     from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.files import rundir
-    from toolkit.plugins.site import doctor
+    from toolkit.plugins.site import doctor, node_history
     from toolkit.plugins.site.versions import versions
-    from toolkit.run.job import node_history
 
     files = [word for word in args.overrides if "=" not in word]
     if len(files) > 1 or (args.nodes is not None and args.nodes < 1):

@@ -15,10 +15,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
-from toolkit.run.job import node_history
-from toolkit.run.job.nodes import BadNode, Nodes
+from toolkit.plugins.site import node_history
+from toolkit.run.job.nodes import Nodes
 
 JOB = Allocation(("n1", "n2", "n3", "n4"), (1, 1, 1, 1), 1, job_id="7")
 FILE = ".nodes.jsonl"
@@ -76,36 +74,15 @@ def test_what_is_old_or_damaged_is_left_out_and_a_full_disk_costs_the_note_only(
     assert "cannot be noted" in caplog.text
 
 
-def test_lost_sick_and_suspected_nodes_are_at_fault_for_an_attempts_end() -> None:
-    attempt = Attempt(1, 0.0, JOB, lost_nodes={"n1"})
-    attempt.vacated_nodes = {"n2": BadNode("hot", 0.0), "n3": BadNode("drained: fan", 0.0, is_drained=True)}
-    attempt.failures = [RankFailure(3, "n4", "killed by SIGKILL", 0.0)]
-    assert attempt.nodes_at_fault("n4") == {"n1": "it was lost", "n2": "hot", "n4": "killed by SIGKILL"}
-    assert attempt.nodes_at_fault("n3")["n3"] == "a hang"
-    assert Attempt(1, 0.0, JOB).nodes_at_fault(None) == {}
-
-
 def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(run: RunDir) -> dict[str, str]:
+    def fails(root: Path) -> dict[str, str]:
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), FILE)
 
     run = run_in(tmp_path)
-    monkeypatch.setattr(node_history, "doubtful_for", fails)
+    monkeypatch.setattr(node_history, "doubtful", fails)
     plan = Nodes(run, JOB, spare=1, allow_fewer=False).plan()
     assert plan is not None
     assert plan.hosts == ("n1", "n2", "n3")
     assert "is not known" in caplog.text
-
-
-def test_under_the_next_supervisor_the_nodes_in_use_stay_though_no_slow_one_is_known(tmp_path: Path) -> None:
-    nodes = Nodes(run_in(tmp_path), JOB, spare=1, allow_fewer=False)
-    nodes.note_used(JOB.on(["n2", "n3", "n4"]))  # the supervisor before this one had found n1 slow
-    plan = nodes.plan()
-    assert plan is not None
-    assert plan.hosts == ("n2", "n3", "n4")
-    nodes.condemn("n3", "it was lost")
-    plan = nodes.plan()
-    assert plan is not None
-    assert {*plan.hosts} == {"n1", "n2", "n4"}

@@ -62,9 +62,16 @@ def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
     }
 
 
-def doubtful_for(run: RunDir, damage: list[str] | None = None) -> dict[str, str]:
-    """Return the doubtful nodes of the folder for runs to which ``run`` belongs, see :func:`doubtful`."""
-    return doubtful(_root(run), damage)
+def doubtful_for(run: RunDir) -> dict[str, str]:
+    """Return the doubtful nodes of the folder for runs to which ``run`` belongs, see :func:`doubtful`.
+
+    None is doubtful where the file cannot be read at this moment.
+    """
+    try:
+        return doubtful(_root(run))
+    except OSError as error:
+        log.warning("which nodes have ended attempts of other runs is not known: %s", error)
+        return {}
 
 
 def _summary(troubles: list[NodeTrouble], now: float) -> str:
