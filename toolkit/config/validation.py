@@ -46,6 +46,8 @@ def validate(
     """
     try:
         _validate(config, ranks, login_node, files or JobFiles(project), goes_on)
+        if login_node:
+            _check_plugins(config)
     except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
         # Name the key whose value is the longest part of the path.
@@ -167,12 +169,10 @@ def check_places(config: JobConfig) -> None:
     for folder in config.cluster.container_mounts:
         if not fsio.expand(folder).is_dir():
             raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")
-    if config.notify:
-        if shutil.which(config.notify[0]) is None:
-            raise ConfigError(
-                f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
-            )
-        registry.needed("run_ended", "notify")
+    if config.notify and shutil.which(config.notify[0]) is None:
+        raise ConfigError(
+            f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
+        )
     if config.checkpoint.copy_to is not None:
         copy_to = fsio.expand(config.checkpoint.copy_to)
         there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
@@ -182,6 +182,33 @@ def check_places(config: JobConfig) -> None:
                 pass
         except OSError as error:
             raise ConfigError(f"checkpoint.copy_to: {copy_to} cannot be written: {there}: {error.strerror}") from None
+
+
+#: The hooks that carry out a key, where that is not at its default, or has this value.
+_HOOKS = {
+    "checkpoint.copy_to": "second_place",
+    "checkpoint.memory_every_steps": "state_copies",
+    "data.share: auto": "balance",
+    "data.stage": "prepare_nodes",
+    "cluster.stage: always": "prepare_nodes",
+    "model.init_from": "initial_weights",
+    "notify": "run_ended",
+    "optim.name: muon": "muon",
+}
+
+
+def _check_plugins(config: JobConfig) -> None:
+    """Refuse what needs a plugin that is not installed. Raises ConfigError."""
+    defaults = JobConfig()
+    for what, hook in _HOOKS.items():
+        key, _, only = what.partition(": ")
+        value = value_of(config, key)
+        if value == only or (not only and value != value_of(defaults, key)):
+            registry.needed(hook, what)
+    if (image := config.cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
+        registry.needed("launcher", "a cluster.container for Pyxis")
+    if config.dist.backend == "mpi":
+        registry.needed("launcher", "dist.backend: mpi")
 
 
 def check_combinations(config: JobConfig) -> None:

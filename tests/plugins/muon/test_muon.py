@@ -12,7 +12,7 @@ from torch.optim import AdamW, Muon
 
 from tests.unit.train.test_optim import Language, settings_of
 from toolkit.base.errors import ConfigError
-from toolkit.config import OptimConfig
+from toolkit.config import OptimConfig, load_config, validate
 from toolkit.train.optim import build_optimizer
 
 
@@ -98,3 +98,8 @@ def test_a_group_that_is_added_later_is_adamws() -> None:
     optimizer.step()
     assert {*optimizer.state[temperature]} == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.allclose(temperature, torch.full((2, 2), 0.9))
+
+
+def test_a_group_may_name_its_optimizer() -> None:
+    optim = "{name: muon, nesterov: false, groups: {head.*: {optimizer: muon, lr_scale: 10, weight_decay: 0}}}"
+    validate(load_config(None, [f"optim={optim}"]))

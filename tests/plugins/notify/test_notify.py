@@ -13,9 +13,7 @@ import pytest
 from tests.unit.run.test_supervisor import Ranks, completes, ended, quick, supervise  # noqa: F401
 from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError
 from toolkit.base.logs import LOGGER
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -192,11 +190,5 @@ def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatc
     assert said(tmp_path) == []
 
 
-def test_a_command_of_several_lines_is_taken_and_one_without_the_plugin_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = configs.load_config(None, ['notify=[sh, -c, "echo done\\nmail me"]'])
-    configs.validate(config)
-    monkeypatch.setattr(registry, "find", lambda kind, name: None)
-    with pytest.raises(ConfigError, match="notify needs a plugin that is not installed"):
-        configs.validate(config)
+def test_a_command_of_several_lines_is_taken() -> None:
+    configs.validate(configs.load_config(None, ['notify=[sh, -c, "echo done\\nmail me"]']))

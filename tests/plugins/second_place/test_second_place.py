@@ -21,6 +21,7 @@ from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
+from toolkit.config import load_config, validate
 from toolkit.plugins.second_place import second_place
 from toolkit.plugins.second_place.second_place import SecondPlace
 
@@ -271,3 +272,8 @@ def test_a_second_place_has_the_files_of_a_library_too(tmp_path: Path) -> None:
     second.wait()
     copies = CheckpointFolder(tmp_path / "second")
     assert copies.verify(copies.path(7)) == checkpoints.verify(checkpoints.path(7))
+
+
+def test_a_place_that_is_not_there_yet_may_be_named() -> None:
+    validate(load_config(None, ["checkpoint.copy_to=/tmp/not/there/yet"]))
+    assert not Path("/tmp/not").exists()

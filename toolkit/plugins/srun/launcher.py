@@ -51,10 +51,8 @@ log = logs.get(__name__)
 
 def launcher(
     config: JobConfig, run: RunDir, slurm: SlurmCommands, agents: Agents, container: Container | None
-) -> SrunLauncher | None:
-    """Return a launcher for ranks over MPI, or in a container that is a step; None for others."""
-    if config.dist.backend != "mpi" and (container is None or not container.is_a_step):
-        return None
+) -> SrunLauncher:
+    """Return the launcher for ranks over MPI, or in a container that is a step."""
     return SrunLauncher(run, slurm, agents, container, mpi_plugin(config, slurm))
 
 

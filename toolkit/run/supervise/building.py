@@ -60,10 +60,12 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         watch = partial(registry.needed("watch_batch_host", "a job with --no-kill"), run, allocation)
     agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
-    for_srun = registry.find("hooks", "launcher")
-    by_srun: Launcher | None = for_srun and for_srun(config, run, slurm, agents, container)
-    by_agents = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
-    return Supervisor(run, config, allocation, by_srun or by_agents, slurm, agents, container, token)
+    needs_srun = config.dist.backend == "mpi" or (container is not None and container.is_a_step)
+    if needs_srun:
+        launcher = registry.needed("launcher", "ranks that srun starts")(config, run, slurm, agents, container)
+    else:
+        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
+    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
 
 
 def _config(run: RunDir, token: str | None) -> JobConfig:
