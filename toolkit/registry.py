@@ -35,6 +35,7 @@ BUILT_IN = (
     "compression",
     "disk",
     "gpu_speeds",
+    "hangs",
     "images",
     "inference",
     "init_from",
@@ -54,7 +55,6 @@ BUILT_IN = (
     "pruning",
     "report",
     "second_place",
-    "silent_scripts",
     "site",
     "spares",
     "srun",
@@ -114,6 +114,7 @@ class Plugin:
     * ``hooks``: functions and classes that the core asks for by name where it needs them. docs/plugins.md lists them.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
     * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
+    * ``waits``: for a function in which ranks wait for others, ``module:name``, what they do there, for users to read.
     """
 
     name: str
@@ -128,12 +129,13 @@ class Plugin:
     hooks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)
+    waits: Mapping[str, str] = field(default_factory=dict)
     interface: int = INTERFACE
 
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
-    *("submit", "supervise", "run", "exec", "status", "stacks"),
+    *("submit", "supervise", "run", "exec", "status"),
     *("stop", "cancel", "resume", "data"),
 )
 # fmt: off
@@ -177,6 +179,11 @@ def traits(strategy: str) -> StrategyTraits:
 def with_trait(trait: str) -> tuple[str, ...]:
     """Return the strategies that have this trait, those of other people's plugins last."""
     return tuple(name for name in names("strategies") if getattr(traits(name), trait))
+
+
+def waits() -> dict[str, str]:
+    """Return where ranks of plugins wait for others, and what they do there."""
+    return {place: what for plugin in plugins() for place, what in plugin.waits.items()}
 
 
 def sections(above: str) -> Iterator[tuple[str, Any]]:

@@ -156,10 +156,8 @@ LOGIN_NODE = [
     *("base", *FLOORS[1], "limits", "config", "hang", "slurm", "nodes", "run"),
     *(
         "cli",
-        *(
-            f"plugins/{name}"
-            for name in ("completion", "monitor", "report", "site", "staging", "sweep", "trackers", "watch", "why")
-        ),
+        *("plugins/completion", "plugins/hangs", "plugins/monitor", "plugins/report", "plugins/site"),
+        *("plugins/staging", "plugins/sweep", "plugins/trackers", "plugins/watch", "plugins/why"),
     ),
 ]
 #: What the ranks run of a part of the login node.

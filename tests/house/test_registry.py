@@ -235,7 +235,7 @@ def test_the_plugins_with_sections_are_those_that_the_config_asks() -> None:
 def test_what_the_plugins_bring_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
     kinds: tuple[registry.Kind, ...] = get_args(registry.Kind)
-    assert set(Plugin.__dataclass_fields__) == {"name", "interface", "traits", *kinds}
+    assert set(Plugin.__dataclass_fields__) == {"name", "interface", "traits", "waits", *kinds}
     for kind in kinds:
         for name in registry.names(kind):
             assert registry.find(kind, name) is not None

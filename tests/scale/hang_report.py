@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit.files import rundir
-from toolkit.hang import stack_digest, stacks
+from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.agents import Agents
-from toolkit.run.supervise import hang_watch
+from toolkit.plugins.hangs import investigation, stack_digest
 
 DELAY_S = 0.0005
 A_NODE = 8
@@ -54,7 +54,7 @@ def investigate(ranks: int) -> Mapping[str, float]:
     unknown = [Standing(rank, None, None, 300.0, False) for rank in range(ranks)]
     hosts = {f"node{first}": unknown[first : first + A_NODE] for first in range(0, ranks, A_NODE)}
     began = time.process_time()
-    named, _ = hang_watch.blame(hang_watch.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {}))
+    named, _ = investigation.blame(investigation.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {}))
     cpu_s = time.process_time() - began
     figures = {
         "slowest node s": round(nodes.slowest_s, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.hang import stacks
+from toolkit.hang.stacks import debug_environment
 
 
 def dump(*entries: str) -> bytes:
@@ -40,3 +42,26 @@ def test_the_recorder_that_has_seen_collectives_is_dumped(
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
     stacks._dump_flight_recorder(tmp_path / "flight-0")
     assert pickle.loads((tmp_path / "flight-0").read_bytes())["entries"] == [expected]
+
+
+def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
+    for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
+        (tmp_path / name).write_text(text)
+    stacks.remove_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
+
+
+def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
+    code = "import os\nfrom toolkit.hang import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\n"
+    code += "print('on')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
+
+
+def test_what_the_user_has_set_for_nccl_stays(tmp_path: Path) -> None:
+    assert "NCCL_DEBUG_FILE" not in debug_environment(tmp_path, {})
+    ours = debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
+    assert ours == {"NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.log", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/mine"}).keys() == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    }

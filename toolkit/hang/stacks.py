@@ -127,6 +127,14 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
             os.fsync(fd)
 
 
+def remove_unused(folder: Path) -> None:
+    """Remove the stack files of an ended attempt that were never written to."""
+    for path in folder.glob("stack-*.txt"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+
+
 def children(pid: int | str = "self") -> Iterator[int]:
     """Yield the processes that a process has started and that still run."""
     with contextlib.suppress(FileNotFoundError):  # it has ended

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-from toolkit.nodes.agent.reports import LONGEST_LOOK_S, Digest, Standing
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, Digest
 
 STUCK_SHARE = 0.5
 #: Until the first step of an attempt has ended: imports from a cold disk and opening the network take long and show no
 #: progress. A rank that compiles shows it by its use of the CPU, see toolkit.ranks.report. Below 1, or torch's own
 #: timeout would come first, and tell less: that a collective timed out, but not on which rank it waited.
 START_SHARE = 0.8
-#: Ranks that report nothing are watched from outside after this share of the bound. Many scripts have ended by then, or
-#: called `toolkit.start()` and report by themselves.
-START_AFTER_SHARE = 0.2
 
 
 class Watchdog:
@@ -64,31 +60,3 @@ class Watchdog:
         now = self._clock()
         self._now += min(now - self._looked, LONGEST_LOOK_S)
         self._looked = now
-
-
-#: The watch is started after this share of the bound. Many scripts have ended by then, or called `toolkit.start()` and
-#: report by themselves.
-START_AFTER_SHARE = 0.2
-
-
-class SilenceWatch(Protocol):
-    """The hook ``watch_script``: has the methods of a :class:`Watchdog`, for ranks that are watched from outside.
-
-    Made with the run, the number of the attempt, its plan, the environment of its ranks, and the bound in seconds.
-    """
-
-    def is_stuck(self) -> bool:
-        """True if every living rank has been silent for the bound."""
-
-    @property
-    def still_s(self) -> float:
-        """Return for how long all ranks have been silent."""
-
-    def standings(self) -> list[Standing]:
-        """Return how long each silent rank has been silent."""
-
-    def ask_for_stacks(self) -> None:
-        """Have the ranks' stacks written, which may end them. Return when all nodes have done so, or time is up."""
-
-    def close(self) -> None:
-        """End the watch on every node."""

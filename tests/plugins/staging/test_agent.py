@@ -56,7 +56,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     site.launcher.copying = copying = Copying()
     opened(site)
     site.launcher.stage({"packages": []}, wait_s=60.0)
-    stacks_order = {"do": "stacks", "attempt": 1, "standings": [], "folder": str(tmp_path)}
+    stacks_order = {"do": "stacks", "attempt": 1, "command": ["stack-reader"], "standings": []}
     site.agents.request({"here": stacks_order}, site.events)
     log = site.run.path / "logs"
     await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
@@ -65,7 +65,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     check(site, ["true"])
     assert "cannot be started" in site.next().message["text"]
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
-    for text in ("gpus.py cannot be started", "stack_digest cannot be started"):
+    for text in ("gpus.py cannot be started", "stack-reader cannot be started"):
         assert text in said
     site.close()
 

@@ -22,10 +22,9 @@ from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import wait_for
 from toolkit.files import rundir
-from toolkit.hang import stacks
 from toolkit.nodes.agent import connections
 from toolkit.nodes.agent.link import AuthenticatedLink
-from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, Standing, addresses
+from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, addresses
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agent_launcher, agent_links, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
@@ -42,7 +41,6 @@ from toolkit.nodes.start.launcher import (
     RunningRanks,
 )
 from toolkit.nodes.start.store import StoreHostEnded
-from toolkit.run.supervise import hang_watch
 from toolkit.slurm.commands import Settings
 
 TIMEOUT_S = 20
@@ -640,23 +638,16 @@ def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path
     site.close()
 
 
-def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
-    """Rank 0 has reported and waits. Rank 1 works on something, and rank 2 has not started."""
-    site = Site(tmp_path, ranks=3)
+def test_a_program_that_tells_what_ranks_do_gets_what_the_agent_knows_of_them(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=2)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
     until(site, FirstReports)
-    folder = site.run.attempt_logs(1)
-    frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
-    for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
-        stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
-    unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
-    groups = hang_watch.look(site.agents, site.run, 1, unknown, {})
-    assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
-        ((0,), "in barrier", True),
-        ((1,), "has not joined the others", True),
-        ((2,), "has not started", False),
-    ]
-    assert groups[0].place[1] == 7
+    unknown = [(rank, None, None, 40.0, False) for rank in range(2)]
+    order = {"do": "stacks", "attempt": 1, "command": ["cat"], "standings": unknown}
+    asked = site.agents.ask({"here": order}, TIMEOUT_S)["here"]["groups"]
+    (reported, has_not), pids = asked["standings"], asked["pids"]
+    assert (reported[:3], has_not) == ([0, "in a step", 7], [1, None, None, 40.0, False])
+    assert pids.keys() == {"0", "1"}
     site.close()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from tests.waiting import wait_for
 from toolkit.base.errors import RequestError
 from toolkit.cli import on_demand
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import outside_stacks, stack_digest, stacks
-from toolkit.hang.stack_digest import RankGroup
-from toolkit.nodes.agent.reports import Standing
 from toolkit.run.records import stop_request, user_request
 from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
+from toolkit.run.records.user_request import Answer, UserRequest, Wish
 from toolkit.run.supervise.attempt_loop import UserRequests
 
 
@@ -37,27 +31,17 @@ def request(wish: Wish = Wish.SET, **values: Any) -> UserRequest:
     return UserRequest(wish, time.time(), **values)
 
 
-STACK = (
-    'File "/venv/lib/site-packages/torch/nn.py", line 3, in forward',
-    'File "/toolkit/run/rank/main.py", line 9, in run',
-)
-
-
 class Desk:
-    """An attempt's requests, with a store that notes proposals. The stacks of its ranks are known."""
+    """An attempt's requests, with a store that notes proposals, and a watch that notes what it is to answer."""
 
     def __init__(self, run: RunDir, *, is_foreign: bool = False) -> None:
         self.proposed: list[str] = []
-        self.attempt = SimpleNamespace(
-            number=1, stop=None, kill_at=None, plan=SimpleNamespace(world_size=2), progress=SimpleNamespace(step=5)
-        )
+        self.for_stacks: list[str] = []
+        self.attempt = SimpleNamespace(stop=None, kill_at=None, plan=SimpleNamespace(world_size=2))
         store = SimpleNamespace(propose=lambda kind, by: self.proposed.append(kind))
-        hangs = SimpleNamespace(read_stacks=self.read_stacks)
+        hangs = SimpleNamespace(answer_with_stacks=self.for_stacks.append)
         context = SimpleNamespace(run=run, is_foreign=is_foreign)
         self.look = UserRequests(cast(Any, context), cast(Any, self.attempt), cast(Any, store), cast(Any, hangs)).look
-
-    def read_stacks(self) -> list[RankGroup]:
-        return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, STACK)]
 
 
 def test_each_request_is_handed_on_once_in_an_attempt_and_again_in_the_next(run: RunDir) -> None:
@@ -100,28 +84,11 @@ def test_what_ranks_cannot_do_is_refused_with_the_reason(run: RunDir) -> None:
         assert desk.proposed == []
 
 
-def test_stacks_are_the_supervisors_answer_and_go_to_no_rank(run: RunDir) -> None:
-    desk = Desk(run)
+def test_a_request_for_stacks_is_answered_by_the_supervisor_and_goes_to_no_rank(run: RunDir) -> None:
+    desk = Desk(run, is_foreign=True)
     number = user_request.put(run, request(Wish.STACKS))
     desk.look()
-    answer = wait_for(lambda: user_request.answer_to(run, number), 5, "an answer")
-    assert answer.groups == (StackGroup((0, 1), "in a step", 2.0, STACK),)
-    assert desk.proposed == []
-    page = on_demand.stacks_page(run, answer)
-    assert page.split("\n\n")[1] == "2 ranks: 0-1: in a step, for 2 s\n  torch/nn.py:3 forward"
-    # Ranks that have only begun have none, which is no lack of a program.
-    without = answer.replace(groups=())
-    assert "needs py-spy" in on_demand.stacks_page(run, without)
-    run.write_status(RunStatus(RunState.STARTING))
-    assert "its ranks are starting; try again" in on_demand.stacks_page(run, without)
-
-
-def test_stacks_that_cannot_be_read_are_an_answer_too(run: RunDir) -> None:
-    desk, number = Desk(run), user_request.put(run, request(Wish.STACKS))
-    desk.attempt.progress = None
-    desk.look()
-    answer = wait_for(lambda: user_request.answer_to(run, number), 5, "an answer")
-    assert "the stacks cannot be shown" in (answer.refused or "")
+    assert (desk.for_stacks, desk.proposed) == ([number], [])
 
 
 def test_a_damaged_request_is_refused_and_others_are_served(run: RunDir) -> None:
@@ -170,45 +137,6 @@ def test_without_an_answer_the_request_is_withdrawn(run: RunDir, monkeypatch: py
     assert list((run.path / "requests").iterdir()) == []
     with pytest.raises(RequestError, match="--wait 0: from 0 to 3600 seconds"):
         on_demand.carry_out(run, request(), 0.0)
-
-
-def test_stacks_from_outside_end_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without py-spy there is only the kernel's view of the process."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with subprocess.Popen([os.path.realpath("/proc/self/exe"), "-c", "input()"], stdin=subprocess.PIPE) as process:
-        outside_stacks.write_without_end(tmp_path, {3: process.pid})
-        assert process.poll() is None
-        process.kill()
-    text = stacks.stack_path(tmp_path, 3).read_text()
-    assert f"# process {process.pid}: " in text
-    assert text.endswith(stacks.ANSWERED)
-
-
-def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
-    path = stacks.stack_path(tmp_path, 0)
-    standing = Standing(0, "in a step", 1, 0.0, True)
-    with path.open("a") as of_rank:
-        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in old\n{stacks.ANSWERED}')
-        of_rank.flush()
-        assert stack_digest.collect(tmp_path, [standing])[0]
-        stack_digest.remove(tmp_path, [standing, Standing(1, None, None, 0.0, True)])
-        assert stack_digest.collect(tmp_path, [standing]) == {0: []}
-        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in new\n{stacks.ANSWERED}')
-    assert path.read_text().startswith("Thread")
-    (group,) = stack_digest.from_json(json.loads(stack_digest.digest(tmp_path, [standing], whole=True)))
-    assert group.stack == ('File "x.py", line 1, in new',)
-
-
-def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
-    for rank, line in enumerate([1, 2, 1]):
-        text = f'Thread 0x1 (most recent call first):\n  File "x.py", line {line} in f\n{stacks.ANSWERED}'
-        stacks.stack_path(tmp_path, rank).write_text(text)
-    standings = [Standing(rank, "in a step", 1, 0.0, False) for rank in range(3)]
-    read = stack_digest.collect(tmp_path, standings)
-    seen = [stack_digest.RankStack(standing, read[standing.rank]) for standing in standings]
-    assert [group.ranks for group in stack_digest.group(seen)] == [(0, 1, 2)]
-    assert [group.ranks for group in stack_digest.group(seen, whole=True)] == [(0, 2), (1,)]
 
 
 def test_a_stop_does_not_replace_a_cancel(run: RunDir) -> None:

@@ -17,7 +17,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
   ``end_store``: kill it. What the store prints is ``output``.
 * ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
-* ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
+* ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
 * ``stage``: copy packages to the node's own disk, from the nodes ``above``. Then ``staged``. What is started waits
@@ -70,7 +70,6 @@ INBOX_WAIT_S = 10.0
 TURN_S = 10.0
 #: Finds the CPUs near the GPUs, see toolkit.nodes.agent.gpus.
 GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
-STACKS_COMMAND = (sys.executable, "-P", "-m", "toolkit.hang.stack_digest")
 
 log = logs.get(__name__)
 
@@ -338,7 +337,7 @@ class Agent:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
                 self._answer(order, groups=json.loads(text))
 
-        self._helpers.ask_if_possible(STACKS_COMMAND, take, json.dumps(asked).encode())
+        self._helpers.ask_if_possible(order["command"], take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
         """Reap ended processes. The agent is also the new parent of those that a rank has left behind."""

@@ -8,4 +8,5 @@ PLUGIN = Plugin(
     sections={"strategy.parameter_server": "toolkit.plugins.parameter_server.config:ParameterServerConfig"},
     traits={"parameter_server": StrategyTraits(same_state=True)},
     checks={"parameter_server": "toolkit.plugins.parameter_server.checks:ParameterServerChecks"},
+    waits={"toolkit.plugins.parameter_server.mail:receive": "waiting for a message"},
 )

@@ -10,7 +10,6 @@ import contextlib
 import math
 import signal
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.records import user_request
 from toolkit.run.records.ownership import Overtaken
-from toolkit.run.records.user_request import Answer, StackGroup, Wish
+from toolkit.run.records.user_request import Answer, Wish
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
@@ -356,23 +355,9 @@ class UserRequests:
             why = f"run {run.id} has no rank {request.rank}: its ranks are 0 to {world_size - 1}"
             self._refuse(request_id, why)
         elif request.wish is Wish.STACKS:
-            # In a thread: a node that hangs takes seconds.
-            threading.Thread(target=self._answer_with_stacks, args=[request_id], daemon=True).start()
+            self._hangs.answer_with_stacks(request_id)
         else:
             self._store.propose(user_request.KIND + request_id, by=f"`toolkit {request.wish}`")
 
     def _refuse(self, request_id: str, why: str) -> None:
         user_request.answer(self._context.run, request_id, Answer(refused=why))
-
-    def _answer_with_stacks(self, request_id: str) -> None:
-        attempt = self._attempt
-        try:
-            groups = tuple(
-                StackGroup(group.ranks, group.doing, group.still_s, group.stack) for group in self._hangs.read_stacks()
-            )
-            answer = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
-            user_request.answer(self._context.run, request_id, answer)
-        except Exception as error:  # the run goes on without the stacks
-            log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
-            with contextlib.suppress(OSError):  # a full disk: the command says that there was no answer
-                self._refuse(request_id, f"the stacks cannot be shown: {error}")

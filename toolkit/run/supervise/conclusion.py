@@ -12,6 +12,7 @@ from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files.run_files import STOPPED_PHASE, RunState
+from toolkit.hang import stacks
 from toolkit.run.attempt import advice, error_files
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
@@ -23,7 +24,6 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.supervise.attempt_loop import note_cut_link
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.hang_watch import remove_unused
 from toolkit.run.supervise.node_care import NodeCare
 
 #: Torch may be imported from a slow file server.
@@ -41,7 +41,7 @@ def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     if verdict.cause is Cause.MOVED:
         care.give_back(attempt)
     # Last: a job that is being ended has only seconds.
-    remove_unused(context.run.attempt_logs(attempt.number))
+    stacks.remove_unused(context.run.attempt_logs(attempt.number))
     return verdict
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.waiting import wait_for
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.hang import outside_stacks, stacks
+from toolkit.hang import stacks
+from toolkit.plugins.hangs import outside_stacks
 
 #: As `py-spy dump --json` of version 0.4.3 writes it, with what we do not read left out.
 PY_SPY = """[

@@ -35,7 +35,7 @@ from toolkit.base import proc_stat
 from toolkit.base.node_programs import Ask, ask_smi
 from toolkit.base.proc_stat import ProcessStat
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.hang import outside_stacks
+from toolkit.plugins.hangs import outside_stacks
 
 #: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
 IDLE_SHARE = 0.01
@@ -292,7 +292,7 @@ class NodeWatch:
         return SILENT if known.still_s > self._bound_s else MOVING
 
     def write_stacks(self, run: RunDir, attempt: int) -> None:
-        """Have the stacks of all ranks of this node written, see :mod:`toolkit.hang.outside_stacks`."""
+        """Have the stacks of all ranks of this node written, see :mod:`.outside_stacks`."""
         pids: dict[int, list[int]] = {}
         for rank, known in self._ranks.items():
             if known.usages:

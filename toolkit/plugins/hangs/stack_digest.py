@@ -1,9 +1,9 @@
-"""``python -m toolkit.hang.stack_digest``: what one node's ranks wait for in a hang.
+"""``python -m toolkit.plugins.hangs.stack_digest``: what one node's ranks wait for in a hang.
 
 The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
-this process. It reads ``{"folder", "standings"}``, the log folder of the attempt and the ranks in question, and writes
-groups, both as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the supervisor is
-short also for many ranks.
+this process. It reads ``{"folder", "standings", "waits"}``: the log folder of the attempt, the ranks in question, and
+where ranks of plugins wait. It writes groups, also as JSON. Ranks of which the same is known form one
+:class:`RankGroup`, so the message to the supervisor is short also for many ranks.
 
 ``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
 of scripts that do not write them, from the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what
@@ -18,14 +18,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.hang import activity, outside_stacks, stacks
+from toolkit.hang import activity, stacks
 from toolkit.hang.stacks import Stack, main_stack
 from toolkit.nodes.agent.reports import Standing
+from toolkit.plugins.hangs import outside_stacks
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
@@ -84,20 +85,20 @@ def stack_text(path: Path) -> str | None:
 
 # ------------------------------------------------------------------------------------------------- what each one does
 
-#: Where the toolkit's ranks wait for others outside of torch.distributed: the end of the file's name, and the function.
-_WAITS = {
-    ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
-    ("ranks/stop/gate.py", "_await_decision"): "waiting for the others to agree on a step",
-    ("ranks/session.py", "_agree_on_run_dir"): "joining",
-    ("ranks/device.py", "agree"): "joining",
-    ("ranks/collectives.py", "sum_by_name"): "in all_reduce",
-    ("ranks/collectives.py", "gather_by_name"): "in all_gather",
-    ("plugins/parameter_server/mail.py", "receive"): "waiting for a message",
-    ("strategies/spmd.py", "wait"): "in all_reduce",
+#: Where the ranks of the core wait for others outside of torch.distributed, by the name of the function. A request has
+#: those of plugins: ``waits`` in :mod:`toolkit.registry`.
+WAITS = {
+    "toolkit.checkpoint.exchange:_await": "waiting for the others at a checkpoint",
+    "toolkit.ranks.stop.gate:_await_decision": "waiting for the others to agree on a step",
+    "toolkit.ranks.session:_agree_on_run_dir": "joining",
+    "toolkit.ranks.device:agree": "joining",
+    "toolkit.ranks.collectives:sum_by_name": "in all_reduce",
+    "toolkit.ranks.collectives:gather_by_name": "in all_gather",
+    "toolkit.strategies.spmd:wait": "in all_reduce",
 }
 
 
-def awaits(stack: Stack) -> str | None:
+def awaits(stack: Stack, waits: Mapping[str, str] = WAITS) -> str | None:
     """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
 
     DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
@@ -110,8 +111,9 @@ def awaits(stack: Stack) -> str | None:
         public = [name for name in names if not name.startswith("_")]
         return f"in {[*public, *names][0]}"
     for frame in stack:
-        for (file, name), what in _WAITS.items():
-            if frame.name == name and frame.filename.endswith(file):
+        for place, what in waits.items():
+            module, _, function = place.partition(":")
+            if frame.name == function and frame.filename.endswith(f"/{module.replace('.', '/')}.py"):
                 return what
     return None
 
@@ -123,11 +125,12 @@ class RankStack:
     standing: Standing
     stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
     is_read: bool = True  #: False: its stack is unknown
+    waits: Mapping[str, str] = field(default_factory=lambda: WAITS)  #: where ranks wait
 
     @property
     def doing(self) -> str:
         """Return what the rank does, for a reader; equal for ranks that do the same."""
-        if self.stack and (waits := awaits(self.stack)):
+        if self.stack and (waits := awaits(self.stack, self.waits)):
             return waits
         if not self.is_read:
             return "has not reported yet" if self.standing.phase is None else f"unknown ({self.standing.phase})"
@@ -146,7 +149,7 @@ class RankStack:
         """
         answers = bool(self.stack) or not self.standing.is_silent
         guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
-        waits = 2 if not self.is_read or awaits(self.stack or ()) else int(guessed)
+        waits = 2 if not self.is_read or awaits(self.stack or (), self.waits) else int(guessed)
         return *self.reported, waits, answers
 
     @property
@@ -214,10 +217,12 @@ def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
     ]
 
 
-def digest(folder: Path, standings: Sequence[Standing], *, whole: bool = False) -> str:
+def digest(
+    folder: Path, standings: Sequence[Standing], *, whole: bool = False, waits: Mapping[str, str] = WAITS
+) -> str:
     """Return the groups of these ranks as JSON, by the stacks that they write."""
     read = collect(folder, standings)
-    seen = [RankStack(standing, read.get(standing.rank), is_read=standing.rank in read) for standing in standings]
+    seen = [RankStack(each, read.get(each.rank), each.rank in read, waits) for each in standings]
     return json.dumps([astuple(each) for each in group(seen, whole=whole)])
 
 
@@ -236,7 +241,8 @@ def main() -> None:
         standings = []
     if request.get("outside"):
         outside_stacks.write_without_end(folder, {int(rank): pid for rank, pid in request["pids"].items()})
-    print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
+    waits = {**WAITS, **request["waits"]}
+    print(digest(folder, standings, whole=bool(request.get("whole")), waits=waits), flush=True)
     os._exit(0)  # a thread may hang in a read
 
 

@@ -19,6 +19,7 @@ def run(args: Namespace) -> None:
 
     from toolkit.cli import on_demand, show
     from toolkit.files import rundir
+    from toolkit.plugins.hangs.page import stacks_page
     from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)
@@ -27,4 +28,4 @@ def run(args: Namespace) -> None:
     answer = on_demand.carry_out(of, UserRequest(Wish.STACKS, time.time()), args.wait_s)
     if args.rank is not None:
         answer = answer.replace(groups=tuple(group for group in answer.groups if args.rank in group.ranks))
-    print(show.as_json(answer.to_json()) if args.json else on_demand.stacks_page(of, answer))
+    print(show.as_json(answer.to_json()) if args.json else stacks_page(of, answer))

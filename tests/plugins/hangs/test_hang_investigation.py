@@ -21,14 +21,14 @@ from tests.waiting import wait_for
 from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stack_digest, stacks
-from toolkit.hang.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
-from toolkit.hang.stacks import debug_environment, main_stack
+from toolkit.hang import stacks
+from toolkit.hang.stacks import main_stack
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
-from toolkit.run.supervise import hang_watch
-from toolkit.run.supervise.hang_watch import blame
+from toolkit.plugins.hangs import investigation, stack_digest
+from toolkit.plugins.hangs.investigation import blame
+from toolkit.plugins.hangs.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 
 TIMEOUT_S = 20
 
@@ -206,7 +206,7 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
     worker = stacks.stack_path(folder, 3, 1)
     wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
     assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
-    quoted = hang_watch._quote(folder, 3)
+    quoted = investigation._quote(folder, 3)
     assert quoted.count("in main_forever") == 2
     assert "data worker 1" in quoted
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
@@ -224,29 +224,6 @@ def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started
     assert time.monotonic() - begun < stack_digest.ANSWER_S / 2
     assert collect(folder, [standing(3, silent=True), standing(4, silent=False)]) == {3: [], 4: None}
     assert time.monotonic() - begun > stack_digest.ANSWER_S - 2 * stack_digest.LOOK_EVERY_S
-
-
-def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
-    for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
-        (tmp_path / name).write_text(text)
-    hang_watch.remove_unused(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
-
-
-def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
-    code = "import os\nfrom toolkit.hang import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\n"
-    code += "print('on')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
-
-
-def test_what_the_user_has_set_for_nccl_stays(tmp_path: Path) -> None:
-    assert "NCCL_DEBUG_FILE" not in debug_environment(tmp_path, {})
-    ours = debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
-    assert ours == {"NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.log", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    assert debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/mine"}).keys() == {
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "TORCH_FR_DUMP_TEMP_FILE",
-    }
 
 
 # ------------------------------------------------------------------------------------- more files than can be read
@@ -406,7 +383,7 @@ def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
     count, culprit = 2_000, 14_321
     nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
     begun = time.monotonic()
-    groups = hang_watch.look(cast(Agents, nodes), run, 1, unknown(count), {})
+    groups = investigation.look(cast(Agents, nodes), run, 1, unknown(count), {})
     named, line = blame(groups)
     assert time.monotonic() - begun < 10
     assert len(groups) == 2
@@ -417,7 +394,7 @@ def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
 def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)}, silent=["node1"])
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang_watch.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    culprits, line = blame(investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == list(node_ranks(1))
     gone = "does not answer (stopped, or its node is gone), 40 s (ranks 9-15 as well)"
     assert line == f"{gone}; 16 others in all_reduce"
@@ -426,7 +403,7 @@ def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDi
 def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)})
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang_watch.look(cast(Agents, nodes), run, 1, unknown(3), known))
+    culprits, line = blame(investigation.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == []
     assert "no time to read the stacks of 8 of 24 ranks; 16 ranks in all_reduce" in line
 

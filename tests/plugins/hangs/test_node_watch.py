@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.plugins.silent_scripts import node_watch
-from toolkit.plugins.silent_scripts.node_watch import GpuUse, NodeWatch, RankProcesses
+from toolkit.plugins.hangs import node_watch
+from toolkit.plugins.hangs.node_watch import GpuUse, NodeWatch, RankProcesses
 
 RUN = RunDir(Path("/runs/mine/20261122-1"))
 BOUND_S = 300.0

@@ -19,7 +19,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel
-from toolkit.plugins.silent_scripts import node_watch
+from toolkit.plugins.hangs import node_watch
 
 #: Stacks are waited for this long.
 STACKS_LIMIT_S = 20.0
@@ -30,14 +30,14 @@ log = logs.get(__name__)
 def start_watch(run: RunDir, attempt: int, plan: Allocation, environ: Mapping[str, str], bound_s: float) -> NodesWatch:
     """Start a watch on each node of ``plan``. It is a step beside the ranks, or without Slurm runs here."""
     asked = {"run": str(run.path), "attempt": attempt, "bound_s": bound_s}
-    command = bare_python("toolkit.plugins.silent_scripts.node_watch", json.dumps(asked))
+    command = bare_python("toolkit.plugins.hangs.node_watch", json.dumps(asked))
     here = plan.job_id is None
     talk = LineChannel(command, environ) if here else open_channel(command, plan.hosts, environ, plan.gres(plan.hosts))
     return NodesWatch(talk, plan, bound_s)
 
 
 class NodesWatch:
-    """A :class:`~toolkit.hang.watchdog.SilenceWatch`, by a process on each node."""
+    """Watches a script that reports nothing, by a process on each node."""
 
     def __init__(
         self, talk: LineChannel, plan: Allocation, bound_s: float, clock: Callable[[], float] = time.monotonic

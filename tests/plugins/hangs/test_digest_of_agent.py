@@ -1,0 +1,33 @@
+"""What an agent says of the stacks of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.nodes.test_agents import Site, reporting, until
+from toolkit.hang import stacks
+from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.start.launcher import (
+    FirstReports,
+)
+from toolkit.plugins.hangs import investigation
+
+
+def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
+    """Rank 0 has reported and waits. Rank 1 works on something, and rank 2 has not started."""
+    site = Site(tmp_path, ranks=3)
+    site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
+    until(site, FirstReports)
+    folder = site.run.attempt_logs(1)
+    frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
+    for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
+        stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
+    unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
+    groups = investigation.look(site.agents, site.run, 1, unknown, {})
+    assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
+        ((0,), "in barrier", True),
+        ((1,), "has not joined the others", True),
+        ((2,), "has not started", False),
+    ]
+    assert groups[0].place[1] == 7
+    site.close()

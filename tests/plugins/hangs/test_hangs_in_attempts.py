@@ -1,0 +1,219 @@
+"""A supervisor's attempts that hang: the rank that is behind is named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.run import test_supervisor as core
+from tests.unit.run.test_supervisor import NodeAgents, Ranks, completes, ended, quick, run  # noqa: F401
+from toolkit import config as configs
+from toolkit.base import fsio
+from toolkit.cli import run_facts
+from toolkit.config import JobConfig
+from toolkit.files.run_files import FirstFailure
+from toolkit.files.rundir import RunDir
+from toolkit.hang import stacks
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.launcher import AllRanksEnded, RanksFinished
+from toolkit.plugins.hangs import investigation, silence, stack_digest
+from toolkit.run.attempt.error_files import read_error_file
+from toolkit.run.supervise import attempt_loop
+from toolkit.run.supervise.supervisor import Supervisor
+
+
+class StackReaders(NodeAgents):
+    """Agents that know the ranks in ``known`` by their reports, and digest stacks."""
+
+    def __init__(self, *known: Standing) -> None:
+        self._known = {standing.rank: standing for standing in known}
+
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
+        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+
+    def _digest(self, order: Message) -> str:
+        standings = [Standing(*standing) for standing in order["standings"]]
+        return stack_digest.digest(Path(order["folder"]), [self._known.get(s.rank, s) for s in standings])
+
+
+def hangs(ranks: Ranks) -> None:
+    core.hangs(ranks)
+    ranks.answers_kill = False  # by the question for the stacks
+
+
+def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, reporting: Sequence[int] = (0,)) -> int:
+    """Supervise with a group timeout of 1 s. Ranks that are ``reporting`` are in their eighth step."""
+    agents = StackReaders(*(Standing(rank, "in a step", 7, 0.6, False) for rank in reporting))
+    return core.supervise_quickly(run, ranks, job, agents)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.5)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_is_examined_killed_at_once_and_restarted_with_the_rank_behind_named(run: RunDir) -> None:
+    fsio.make_dir(run.attempt_logs(1))  # as the launcher does
+    ranks = Ranks(hangs, completes)
+    assert supervise_quickly(run, ranks) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    line, _ = run.attempts()
+    assert (line.cause, line.decision) == ("hang", "restart")
+    behind = line.first_failure
+    assert (behind.rank, behind.host) == (1, "node2")
+    assert behind.how.startswith("has not started, ")
+    assert behind.how.endswith("; 1 other in a step")
+    assert read_error_file(run.error_file(1, 1)).how == behind.how
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("all_have_ended", [False, True])
+def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_ended: bool) -> None:
+    """Before, a rank that did not answer counted as stopped, and its node was suspected."""
+    fsio.make_dir(run.attempt_logs(1))
+
+    def ends_but_rank_0(ranks: Ranks) -> None:
+        hangs(ranks)
+        ranks.events.put(RanksFinished((0, 1) if all_have_ended else (1,)))
+
+    config = JobConfig()
+    config.dist.timeout_s = 1
+    agents: Any = StackReaders(Standing(0, "finishing", 8, 0.6, False), Standing(1, "finishing", 8, 0.6, True))
+    allocation = Allocation(("node1", "node2"), (1, 1), 1)
+    assert Supervisor(run, config, allocation, Ranks(ends_but_rank_0, completes), None, agents).run() == 0
+    line = run.attempts()[0]
+    assert line.cause == "hang"
+    assert line.first_failure.rank == (None if all_have_ended else 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: Any) -> str:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(stack_digest, "stack_text", away)
+    assert supervise_quickly(run, Ranks(hangs, completes), reporting=[0, 1]) == 0
+    line, _ = run.attempts()
+    assert (line.cause, line.decision, line.suspect) == ("hang", "restart", None)
+    assert line.line.startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
+    assert list(run.attempt_logs(1).glob("error-*")) == []
+    failure = run_facts.facts(run)["first_failure"]
+    assert (failure["rank"], failure["host"], failure["how"][:16]) == (None, "", "nobody knows who")
+
+
+class OutsideWatch:
+    """Reports the ranks in ``silent`` as silent at once, with these ``stacks``."""
+
+    silent: Sequence[int] = ()
+    stacks: Mapping[int, str] = {}
+    started, closed = 0, 0
+
+    def __init__(self, run: RunDir, attempt: int, plan: Allocation, environ: object, bound_s: float) -> None:
+        self._folder = run.attempt_logs(attempt)
+        self._is_first = attempt == 1
+        OutsideWatch.started += 1
+        assert bound_s == 0.5
+
+    @property
+    def still_s(self) -> float:
+        return 0.6
+
+    def is_stuck(self) -> bool:
+        return self._is_first and len(self.silent) == 2
+
+    def standings(self) -> list[Standing]:
+        return [Standing(rank, "silent", None, 0.6, False) for rank in self.silent]
+
+    def ask_for_stacks(self) -> None:
+        for rank, text in self.stacks.items():
+            fsio.write_atomic(stacks.stack_path(self._folder, rank), text + stacks.ANSWERED)
+
+    def close(self) -> None:
+        OutsideWatch.closed += 1
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
+    monkeypatch.setattr(silence, "start_watch", OutsideWatch)
+    monkeypatch.setattr(OutsideWatch, "started", 0)
+    monkeypatch.setattr(OutsideWatch, "closed", 0)
+    return OutsideWatch
+
+
+def ends_later(ranks: Ranks) -> None:
+    threading.Timer(0.6, ranks.events.put, (AllRanksEnded(0),)).start()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(
+    run: RunDir, outside: type[OutsideWatch]
+) -> None:
+    ranks = Ranks(ends_later)
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == []
+    assert (outside.started, outside.closed) == (1, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    barrier = (
+        'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
+    )
+    lock = 'Thread 0x1 (most recent call first):\n  File "/x/train.py", line 8 in hang_for_ever\n'
+    monkeypatch.setattr(outside, "silent", [0, 1])
+    monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
+
+    def says_nothing(ranks: Ranks) -> None:
+        monkeypatch.setattr(investigation, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
+
+    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
+    assert ranks.signals == [signal.SIGKILL]
+    line, after = run.attempts()
+    assert (line.cause, line.decision, after.cause) == ("hang", "restart", "completed")
+    assert line.first_failure == FirstFailure(1, "node2", "silent, 1 s; 1 other in barrier")
+    assert "in hang_for_ever" in run_facts.facts(run)["first_failure"]["traceback"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait for it in NCCL. That is no silence, and NCCL gives up in the end."""
+    monkeypatch.setattr(outside, "silent", [1])
+
+    def gives_up(ranks: Ranks) -> None:
+        threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
+
+    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), job=configs.FOREIGN_JOB)
+    assert run.attempts()[0].cause == "crashed"
+    assert "silent for 1 s or longer before: rank 1" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(investigation, "START_AFTER_SHARE", 10.0)
+    fsio.make_dir(run.attempt_logs(1))
+    ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    assert outside.started == 0
+    assert [line.cause for line in run.attempts()] == ["hang", "completed"]

@@ -1,0 +1,105 @@
+"""`toolkit stacks`: what the ranks do now, and the page about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.run.test_user_requests import run  # noqa: F401
+from tests.waiting import wait_for
+from toolkit.files.run_files import RunState, RunStatus
+from toolkit.files.rundir import RunDir
+from toolkit.hang import stacks
+from toolkit.hang.watchdog import Watchdog
+from toolkit.nodes.agent.reports import Standing
+from toolkit.plugins.hangs import outside_stacks, stack_digest
+from toolkit.plugins.hangs.investigation import Investigation
+from toolkit.plugins.hangs.page import stacks_page
+from toolkit.plugins.hangs.stack_digest import RankGroup
+from toolkit.run.records import user_request
+from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
+
+STACK = (
+    'File "/venv/lib/site-packages/torch/nn.py", line 3, in forward',
+    'File "/toolkit/run/rank/main.py", line 9, in run',
+)
+
+
+class Asked(Investigation):
+    """Investigates an attempt in its sixth step, whose two ranks do the same."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.attempt = SimpleNamespace(number=1, progress=SimpleNamespace(step=5))
+        super().__init__(cast(Any, SimpleNamespace(run=run)), cast(Any, self.attempt), cast(Any, None))
+
+    def read_stacks(self, reports: Watchdog | None) -> list[RankGroup]:
+        return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, STACK)]
+
+    def answer_to(self, run: RunDir) -> Answer:
+        number = user_request.put(run, UserRequest(Wish.STACKS, time.time()))
+        self.answer(number, None)
+        return wait_for(lambda: user_request.answer_to(run, number), 5, "an answer")
+
+
+def test_ranks_with_one_stack_are_a_paragraph_of_the_page(run: RunDir) -> None:
+    answer = Asked(run).answer_to(run)
+    assert answer.groups == (StackGroup((0, 1), "in a step", 2.0, STACK),)
+    page = stacks_page(run, answer)
+    assert page.split("\n\n")[1] == "2 ranks: 0-1: in a step, for 2 s\n  torch/nn.py:3 forward"
+    # Ranks that have only begun have none, which is no lack of a program.
+    without = answer.replace(groups=())
+    assert "needs py-spy" in stacks_page(run, without)
+    run.write_status(RunStatus(RunState.STARTING))
+    assert "its ranks are starting; try again" in stacks_page(run, without)
+
+
+def test_stacks_that_cannot_be_read_are_an_answer_too(run: RunDir) -> None:
+    asked = Asked(run)
+    asked.attempt.progress = None
+    assert "the stacks cannot be shown" in (asked.answer_to(run).refused or "")
+
+
+def test_stacks_from_outside_end_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without py-spy there is only the kernel's view of the process."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with subprocess.Popen([os.path.realpath("/proc/self/exe"), "-c", "input()"], stdin=subprocess.PIPE) as process:
+        outside_stacks.write_without_end(tmp_path, {3: process.pid})
+        assert process.poll() is None
+        process.kill()
+    text = stacks.stack_path(tmp_path, 3).read_text()
+    assert f"# process {process.pid}: " in text
+    assert text.endswith(stacks.ANSWERED)
+
+
+def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
+    path = stacks.stack_path(tmp_path, 0)
+    standing = Standing(0, "in a step", 1, 0.0, True)
+    with path.open("a") as of_rank:
+        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in old\n{stacks.ANSWERED}')
+        of_rank.flush()
+        assert stack_digest.collect(tmp_path, [standing])[0]
+        stack_digest.remove(tmp_path, [standing, Standing(1, None, None, 0.0, True)])
+        assert stack_digest.collect(tmp_path, [standing]) == {0: []}
+        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in new\n{stacks.ANSWERED}')
+    assert path.read_text().startswith("Thread")
+    (group,) = stack_digest.from_json(json.loads(stack_digest.digest(tmp_path, [standing], whole=True)))
+    assert group.stack == ('File "x.py", line 1, in new',)
+
+
+def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
+    for rank, line in enumerate([1, 2, 1]):
+        text = f'Thread 0x1 (most recent call first):\n  File "x.py", line {line} in f\n{stacks.ANSWERED}'
+        stacks.stack_path(tmp_path, rank).write_text(text)
+    standings = [Standing(rank, "in a step", 1, 0.0, False) for rank in range(3)]
+    read = stack_digest.collect(tmp_path, standings)
+    seen = [stack_digest.RankStack(standing, read[standing.rank]) for standing in standings]
+    assert [group.ranks for group in stack_digest.group(seen)] == [(0, 1, 2)]
+    assert [group.ranks for group in stack_digest.group(seen, whole=True)] == [(0, 2), (1,)]
