@@ -19,11 +19,12 @@ from toolkit import registry
 
 #: Plugins that a plugin works with: what its tests show is both together.
 BESIDE: dict[str, tuple[str, ...]] = {
-    "completion": ("checkpoints", "disk", "images", "sweep", "tokens", "why"),
-    "inference": ("checkpoints", "init_from"),
+    "after": ("disk", "sweep", "why"),
+    "completion": ("checkpoints", "disk", "hangs", "images", "sweep", "tokens", "why"),
+    "inference": ("after", "checkpoints", "init_from"),
     "pipeline": ("tokens",),
     "report": ("why",),
-    "sweep": ("completion", "disk", "inference", "logs", "why"),
+    "sweep": ("after", "completion", "disk", "inference", "logs", "why"),
     "tensor": ("tokens",),
     "watch": ("sweep",),
 }

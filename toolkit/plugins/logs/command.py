@@ -17,8 +17,8 @@ from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
 
 if TYPE_CHECKING:
-    from toolkit.cli.follow import GrowingLog
     from toolkit.files.rundir import RunDir
+    from toolkit.plugins.logs.growing_log import GrowingLog
 
 EXAMPLES = (
     ("toolkit logs gpt", "the supervisor's log of the newest run named gpt"),
@@ -46,8 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
-    from toolkit.cli.follow import GrowingLog
     from toolkit.files import rundir
+    from toolkit.plugins.logs.growing_log import GrowingLog
     from toolkit.run.records.run_config import is_script
 
     of_all = args.merged or args.errors
@@ -93,7 +93,7 @@ def run(args: Namespace) -> None:
 
 def _other_log(of: RunDir, log: GrowingLog, args: Namespace) -> GrowingLog:
     """Return the supervisor's log for a script that has printed nothing. Raises RequestError where there is no log."""
-    from toolkit.cli.follow import GrowingLog
+    from toolkit.plugins.logs.growing_log import GrowingLog
 
     if args.rank is None:
         log = GrowingLog(of, None)

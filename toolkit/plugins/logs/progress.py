@@ -1,0 +1,123 @@
+"""What `--follow` shows while a run goes on: a progress bar, and what a script prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+from toolkit.base.durations import as_clock
+from toolkit.files.run_files import RunProgress, RunState, RunStatus
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.logs.growing_log import GrowingLog
+from toolkit.run.records import run_config
+from toolkit.run.submission.handle import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: A script may print faster than a terminal shows it: the status is looked at after so many pieces of its log.
+MOST_READS = 8
+
+
+def follow(run: Run, console: Console) -> None:
+    """Show how the run gets on until its end, and what a script prints."""
+    output = _ScriptOutput(run.dir)
+    # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
+    if not console.is_terminal:
+        last = ""
+        for status in run.statuses():
+            output.show(print)  # first what was printed before the state changed
+            line = describe(status)
+            if line != last:
+                print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
+                last = line
+        output.show(print, is_last=True)
+        return
+    with _bar(console) as progress:
+        task = progress.add_task("queued", total=None, figures="", clock="")
+        show, begun = partial(progress.console.out, highlight=False), time.monotonic()
+        for status in run.statuses():
+            _update(progress, task, status, time.monotonic() - begun)
+            output.show(show)
+        output.show(show, is_last=True)
+
+
+class _ScriptOutput:
+    """What the first rank of a script prints from now on, in whole lines. Of other runs nothing."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._log = GrowingLog(run, 0) if run_config.is_script(run) else None
+        self._rest = ""
+        if self._log is not None:
+            self._log.skip()
+
+    def show(self, write: Callable[[str], object], *, is_last: bool = False) -> None:
+        """Write the lines that are new. At the end of the run, all that are left."""
+        if self._log is None:
+            return
+        reads = 0
+        while (is_last or reads < MOST_READS) and (text := self._log.read()):
+            lines, newline, self._rest = (self._rest + text).rpartition("\n")
+            reads += 1
+            if newline:
+                write(lines)
+        if is_last and (rest := self._rest + self._log.end()):
+            write(rest)
+
+
+def _bar(console: Console) -> Progress:
+    """Return a bar as wide as the texts leave room. So epoch, loss, rate and time fit into 80 columns."""
+    texts = [TextColumn("{task.fields[" + name + "]}") for name in ("figures", "clock")]
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), *texts)
+    return Progress(*columns, console=console, transient=True, expand=True)
+
+
+def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float) -> None:
+    at = status.progress
+    progress.update(
+        task,
+        description=escape(describe(status)),
+        total=at.total_steps,
+        completed=at.step or 0,
+        figures=figures(at),
+        clock=clock(at, waited_s),
+    )
+
+
+def describe(status: RunStatus) -> str:
+    """Describe the run's state in a few words. While it trains, that is the epoch and its phase."""
+    at, state = status.progress, status.state or RunState.QUEUED
+    words: list[str] = [state]
+    if state is RunState.STARTING:
+        size = status.world_size
+        ranks = "the ranks" if size is None else f"{size} rank{'' if size == 1 else 's'}"
+        words = [f"starting {ranks} (importing torch takes some seconds)"]
+    if state is RunState.RUNNING and at.epoch is not None:
+        words = [f"epoch {at.epoch}/{'?' if at.epochs is None else at.epochs}"]
+        words += [_PHASES[at.phase]] if at.phase in _PHASES else []
+    if (status.attempt or 1) > 1:
+        words.append(f"attempt {status.attempt}")
+    return ", ".join(words)
+
+
+_PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}
+
+
+def figures(at: RunProgress) -> str:
+    """Return loss, rate and accuracy on the test set, as far as they are known."""
+    known = (
+        ("loss {:.4f}", at.loss),
+        ("{:,.0f} samples/s", at.samples_per_s),
+        ("acc {:.4f}", at.metrics.get("eval/accuracy")),
+    )
+    return "  ".join(text.format(value) for text, value in known if value is not None)
+
+
+def clock(at: RunProgress, waited_s: float) -> str:
+    """Return the time left as the ranks estimate it; until they can, the time waited."""
+    return f"{as_clock(waited_s)} elapsed" if at.eta_s is None else f"{as_clock(at.eta_s)} left"
