@@ -19,7 +19,7 @@ from toolkit import registry
 
 #: Plugins that a plugin works with: what its tests show is both together.
 BESIDE: dict[str, tuple[str, ...]] = {
-    "after": ("disk", "sweep", "why"),
+    "after": ("disk", "init_from", "sweep", "why"),
     "completion": ("checkpoints", "disk", "hangs", "images", "sweep", "tokens", "why"),
     "inference": ("after", "checkpoints", "init_from"),
     "pipeline": ("tokens",),

@@ -188,6 +188,7 @@ def check_places(config: JobConfig) -> None:
 _HOOKS = {
     "checkpoint.copy_to": "second_place",
     "checkpoint.memory_every_steps": "state_copies",
+    "data.bad_samples: skip": "bad_samples",
     "data.share: auto": "balance",
     "data.stage": "prepare_nodes",
     "cluster.stage: always": "prepare_nodes",

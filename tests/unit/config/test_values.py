@@ -166,6 +166,7 @@ def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
     [
         ("checkpoint.copy_to=/tmp/not/there/yet", "checkpoint.copy_to"),
         ("checkpoint.memory_every_steps=10", "checkpoint.memory_every_steps"),
+        ("data.bad_samples=skip", "data.bad_samples: skip"),
         ("data.share=auto", "data.share: auto"),
         ("cluster.stage=always", "cluster.stage: always"),
         ("cluster.container=pyxis:site/torch:2.15", "a cluster.container for Pyxis"),
