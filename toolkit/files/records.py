@@ -188,7 +188,9 @@ def read_lines(path: Path, shape: Shape, damage: list[str] | None = None, *, may
     found = []
     for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
         try:
-            found.append(_fit(_parse(line), shape, "", _Notes(f"{path}, line {number}: ", damage)))
+            value = _parse(line)
+            fits = _check(shape)(value)
+            found.append(value if fits else _fit(value, shape, "", _Notes(f"{path}, line {number}: ", damage)))
         except Misfit as misfit:
             note(f"{path}, line {number}, is damaged and left out: {misfit}", damage)
     return found

@@ -269,7 +269,7 @@ def status_line(status: JobStatus) -> str:
 
 def base_id(job_id: str) -> str:
     """Return an id that every squeue takes. It takes ``A_T`` only for array elements that it has split off."""
-    return re.split(r"[_+]", job_id)[0]
+    return job_id.replace("+", "_").partition("_")[0]
 
 
 Row = TypeVar("Row", JobRow, JobStatus)

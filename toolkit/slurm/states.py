@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from enum import Enum
+from functools import lru_cache
 
 
 class Phase(Enum):
@@ -64,6 +65,7 @@ def canonical(state: str) -> str:
     return _CODES.get(word, word)
 
 
+@lru_cache(maxsize=128)
 def phase(state: str | None) -> Phase:
     """Return the phase of a state as any of Slurm's programs prints it. ``None`` (no answer) is `Phase.UNKNOWN`."""
     known = _STATES.get(canonical(state or ""))
@@ -135,6 +137,7 @@ _WHAT = (
 _USE = ("RunMinutes", "Minutes")
 
 
+@lru_cache(maxsize=128)
 def in_words(reason: str) -> str:
     """Return what a job waits for, with Slurm's own name behind it.
 

@@ -73,6 +73,15 @@ def test_all_points_are_looked_at_with_one_question_to_slurm() -> None:
     assert {each.state for seed, each in look(sent.sweep, slurm).items() if seed >= 2} == {"queued"}
 
 
+def test_the_files_of_a_list_are_read_once_whatever_the_number_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm, read = FakeSlurm(), list[str]()
+    sent = submit(slurm, "train.seed=0..9")
+    usual = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or usual(path))
+    assert len(look(sent.sweep, slurm)) == 10
+    assert sorted(read) == ["0001.json", "0001.jsonl"]
+
+
 def test_a_point_that_waits_to_be_retried_is_not_removed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ class PointStanding:
 def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[PointStanding]:
     """Return every point, in the order of its submission. ``damage`` gets what cannot be read."""
     newest = sweep_folder.newest(sweep.arrays(), damage)
-    records = {array: array.record(damage) for _, array, _ in newest.values()}
+    records = {array: array.record(damage) for array in dict.fromkeys(array for _, array, _ in newest.values())}
     started = dict.fromkeys(_started(sweep, [point for point, _, _ in newest.values()]))
     jobs = {id_: array.job_of(point, index, records[array]) for id_, (point, array, index) in newest.items()}
     # One question for all: also the rows below are made from its answer.
@@ -79,8 +79,8 @@ def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str])
     works_here, begun = is_local and sweep.works_here(), sweep.begun()
     found = []
     for id_, (point, array, _) in newest.items():
-        run, record, job = sweep.run_of(point), records[array], jobs[id_]
-        job_id = None if job is None else job.ids[0]
+        record, job = records[array], jobs[id_]
+        run, job_id = (sweep.run_of(point), None) if job is None else (job.run, job.ids[0])
         row = rows.get(str(run.path), {})
         stand = None if job is None else answers.get(job)
         state, why = _waiting_state(record, job_id, stand, works_here)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -60,8 +61,8 @@ class RunJobs:
         """True if the job with this number and this command is the run's. Most are known without reading a file."""
         if command is None:  # accounting does not tell
             return True
-        scripts = Path(command).parent
-        if scripts == self.run.submitit or (self.sweep is not None and scripts == _arrays(self.run.path, self.sweep)):
+        scripts = _folder_of(command)
+        if (self.sweep is not None and scripts == _arrays(self.run.path, self.sweep)) or scripts == self.run.submitit:
             return True
         owner, point = ownership.read(self.run, []), self.run.point([])
         if original_of(self.run, owner) is not None:
@@ -111,9 +112,15 @@ def original_of(run: RunDir, owner: OwnerRecord | None) -> Path | None:
     return Path(owner.path) if there is not None and there.token == owner.token else None
 
 
+@lru_cache(maxsize=64)
+def _folder_of(command: str) -> Path:
+    """Return the folder of a batch script. Cached: all points of a job array have the same one."""
+    return Path(command).parent
+
+
 def _arrays(run: Path, sweep: str) -> Path:
     """Return the folder of the batch scripts of a run's sweep."""
-    return run.parent.parent / ".sweeps" / sweep / "arrays"
+    return run.parent.parent.joinpath(".sweeps", sweep, "arrays")
 
 
 def _is_same(one: Path, other: Path) -> bool:
