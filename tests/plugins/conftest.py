@@ -23,7 +23,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "completion": ("checkpoints", "disk", "hangs", "images", "sweep", "tokens", "why"),
     "inference": ("after", "checkpoints", "init_from"),
     "pipeline": ("tokens",),
-    "report": ("why",),
+    "report": ("monitor", "why"),
     "sweep": ("after", "completion", "disk", "inference", "logs", "why"),
     "tensor": ("tokens",),
     "watch": ("sweep",),

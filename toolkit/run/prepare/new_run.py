@@ -1,25 +1,20 @@
 """Makes a run: its folder, a copy of the sources, and its config.
 
-First the config is checked, also against what is known of the site. So are the loops in a user's file that number their
-steps in a way that a resume breaks. The config's paths are made to mean the same in every folder; which words of a
-script's arguments are paths is decided here, and only here.
+First the config is checked, and by plugins what the site allows and the source of the job. Its paths are made to mean
+the same in every folder.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import registry
-from toolkit.base import fsio, logs, staged
+from toolkit.base import fsio, staged
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
-from toolkit.config.source import PythonSource, read_source
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -109,7 +104,8 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    warn_of_counting(source)
+    if check_source := registry.find("hooks", "check_source"):
+        check_source(source)
 
 
 #: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
@@ -138,85 +134,3 @@ def refuse_unfit(runs: Path) -> None:
         why = f"{str(runs)[:200]}: {error.strerror}"
     if why is not None:
         raise RequestError(f"the folder for runs: {why}; choose another: set TOOLKIT_RUNS")
-
-
-log = logs.get(__name__)
-
-
-def warn_of_counting(path: Path) -> None:
-    """Log a warning for each loop of the file that :func:`counted_anew` finds, once while the file stays the same."""
-    _warn(read_source(path))
-
-
-@lru_cache(maxsize=16)
-def _warn(source: PythonSource) -> None:
-    for warning in counted_anew(source):
-        log.warning("%s", warning)
-
-
-def counted_anew(source: PythonSource) -> Iterator[str]:
-    """Yield a warning for each loop over ``enumerate(run.steps(...))`` that uses the number.
-
-    After a resume within an epoch Python's own numbers begin anew. The warning holds the line to write instead.
-    """
-    runs = set(_runs(source))
-    for loop in ast.walk(source.tree):
-        if not (isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call)):
-            continue
-        number, call = loop.target.elts[0], loop.iter
-        if source.full_name(call.func) != "enumerate" or not call.args or not isinstance(number, ast.Name):
-            continue
-        steps = _steps_in(call.args[0], runs)
-        if steps is None or not _uses(loop, number.id):
-            continue
-        start = _start(call)
-        if steps is call.args[0]:
-            instead = f"`for {ast.unparse(loop.target)[1:-1]} in {ast.unparse(steps)}.enumerate({start}):`"
-        else:  # a progress bar, which asks the steps for their length
-            place = ast.unparse(steps.func).removesuffix(".steps") + (".step" if _has_total(steps) else ".batch")
-            instead = f"`{number.id} = {place}{start and f' + {start}'}` in the loop"
-        yield (
-            f"{source.place(loop)}: after a resume enumerate counts from its start again, and {number.id!r} is then "
-            f"another number than in an undisturbed run; write {instead}"
-        )
-
-
-def _runs(source: PythonSource) -> Iterator[str]:
-    """Yield the names that the file gives to what ``toolkit.start()`` opens."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.withitem):
-            name, opened = node.optional_vars, node.context_expr
-        elif isinstance(node, ast.Assign):
-            name, opened = node.targets[0], node.value
-        else:
-            continue
-        opener = source.full_name(opened.func) if isinstance(opened, ast.Call) else ""
-        if isinstance(name, ast.Name) and opener in ("toolkit.start", "toolkit.current"):
-            yield name.id
-
-
-def _steps_in(node: ast.expr, runs: set[str]) -> ast.Call | None:
-    """Return the call of ``run.steps`` that ``node`` is, or that it goes through, as a progress bar does."""
-    while isinstance(node, ast.Call):
-        func = node.func
-        if isinstance(func, ast.Attribute) and func.attr == "steps" and isinstance(func.value, ast.Name):
-            return node if func.value.id in runs else None
-        if not node.args:
-            return None
-        node = node.args[0]
-    return None
-
-
-def _uses(loop: ast.For, name: str) -> bool:
-    nodes = (node for statement in loop.body for node in ast.walk(statement))
-    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in nodes)
-
-
-def _start(call: ast.Call) -> str:
-    """Return the source of the number that ``enumerate`` is told to begin with; "" if it is not told."""
-    values = call.args[1:] + [word.value for word in call.keywords if word.arg == "start"]
-    return ", ".join(map(ast.unparse, values))
-
-
-def _has_total(steps: ast.Call) -> bool:
-    return any(word.arg == "total" for word in steps.keywords)
