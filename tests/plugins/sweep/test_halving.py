@@ -15,6 +15,7 @@ from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunProgress, SweepPoint
 from toolkit.files.rundir import RunDir
+from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep.halving import Halving, worse_than
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Stop
@@ -57,13 +58,13 @@ def halving_of(run: RunDir, *lines: AttemptRecord) -> Halving:
     return Halving(cast(Any, SimpleNamespace(run=run, journal=SimpleNamespace(lines=lines))))
 
 
-def look(halving: Halving, step: int, loss: float | None) -> tuple[list[Stop], Any]:
+def look(halving: Halving, step: int, loss: float | None) -> tuple[list[Stop], Attempt]:
+    """Return the reasons to stop, and the attempt that they were given to."""
     metrics = {} if loss is None else {"eval/loss": loss}
     progress = RunProgress(step=step, total_steps=100, metrics=metrics)
-    attempt = SimpleNamespace(progress=progress, stop=None, stop_note="")
-    asked: list[Stop] = []
-    halving.look(cast(Attempt, attempt), cast(StopPath, SimpleNamespace(ask=asked.append)))
-    return asked, attempt
+    attempt = Attempt(1, 0.0, Allocation(("here",), (1,), 1), progress=progress)
+    halving.look(attempt, cast(StopPath, SimpleNamespace(ask=attempt.ask_to_stop)))
+    return [] if attempt.stop is None else [attempt.stop], attempt
 
 
 def test_a_run_is_stopped_at_the_first_rung_where_others_are_better(run: RunDir) -> None:

@@ -24,11 +24,11 @@ def at_launch(has_torch: dict[str, bool], heard: dict[int, str], *, event: objec
         events.put(event)
     context = SimpleNamespace(agents=SimpleNamespace(has_torch=has_torch), events=events, asked=lambda: None)
     attempt = Attempt(1, time.time(), Allocation(("a", "b", "c"), (1, 1, 1), 1), heard=heard)
-    attempt.failures = [
+    attempt.fail(
         RankFailure(0, "a", "OSError: libtorch.so", 1.0),
         RankFailure(1, "b", "ValueError: x", 1.1),
         RankFailure(None, "elsewhere", "the store host ended", 1.2),
-    ]
+    )
     note_lack_of_torch(cast(Context, context), attempt)
     assert attempt.failures[2].rank is None
     return [failure.at_launch for failure in attempt.failures]

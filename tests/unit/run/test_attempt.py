@@ -58,7 +58,7 @@ def test_the_end_of_a_rank_costs_the_same_in_a_large_run(attempt: Attempt) -> No
     """Before, each end went through all ranks: 97 s of CPU at 10,000 nodes."""
     hosts = CountingList(attempt.rank_hosts)
     attempt.__dict__["rank_hosts"] = hosts
-    attempt.lost_nodes = {"node1"}
+    attempt.lose(["node1"])
     for rank in range(len(hosts)):
         attempt.note_gone([rank])
         assert attempt.all_reachable_have_ended == (rank == len(hosts) - 1)
@@ -86,7 +86,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
         RankFailure(1, "node0", "killed by SIGKILL", 0.5, by_signal=True),
         RankFailure(2, "node0", "exit code 1", 0),
     ]
-    attempt.failures = list(told)
+    attempt.fail(*told)
     add_error_files(SimpleNamespace(run=RunDir(tmp_path), is_foreign=False), attempt)  # type: ignore[arg-type]
     assert len(attempt.failures) == ranks + 1
     assert attempt.failures[0] is told[0]  # srun reports the signal and the rank its error: both count

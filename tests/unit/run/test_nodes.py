@@ -212,8 +212,8 @@ def test_the_nodes_in_use_stay_under_the_next_supervisor_though_no_slow_one_is_k
 def test_lost_sick_and_suspected_nodes_are_at_fault_for_an_attempts_end() -> None:
     plan = Allocation(HOSTS, (1, 1, 1, 1), 1, job_id="7")
     attempt = Attempt(1, 0.0, plan, lost_nodes={"a"})
-    attempt.vacated_nodes = {"b": BadNode("hot", 0.0), "c": BadNode("drained: fan", 0.0, is_drained=True)}
-    attempt.failures = [RankFailure(3, "d", "killed by SIGKILL", 0.0)]
+    attempt.vacate({"b": BadNode("hot", 0.0), "c": BadNode("drained: fan", 0.0, is_drained=True)})
+    attempt.fail(RankFailure(3, "d", "killed by SIGKILL", 0.0))
     assert attempt.nodes_at_fault("d") == {"a": "it was lost", "b": "hot", "d": "killed by SIGKILL"}
     assert attempt.nodes_at_fault("c")["c"] == "a hang"
     assert Attempt(1, 0.0, plan).nodes_at_fault(None) == {}

@@ -114,9 +114,9 @@ def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_
     secret.write_text("s3cr3t-value\n")
     secret.chmod(0o600)
     codes = [(0, 11.0, 1), (1, 10.0, 1), (2, 10.5, 1)]  # the peer is seen to end first; rank 2 has no log
-    attempt.failures = [RankFailure(rank, "a", f"exit code {code}", at, exit_code=code) for rank, at, code in codes]
-    attempt.failures.append(RankFailure(None, "a", "the store host ended", 12.0))
-    attempt.failures = explained(run, attempt, {"TOKEN": str(secret)})
+    attempt.fail(*(RankFailure(rank, "a", f"exit code {code}", at, exit_code=code) for rank, at, code in codes))
+    attempt.fail(RankFailure(None, "a", "the store host ended", 12.0))
+    attempt.explain(explained(run, attempt, {"TOKEN": str(secret)}))
     reports = read_error_files(run.attempt_logs(1))
     first = first_failure([*reports, attempt.failures[2]])
     assert first is not None

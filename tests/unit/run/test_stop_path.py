@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.supervise.stop_path import StopPath
 from toolkit.slurm.commands import Settings
@@ -18,9 +20,7 @@ class Played:
     """A stop path of a job of Slurm, with the attempt that it changes."""
 
     def __init__(self, stop: Stop | None = None, kill_wait_s: float = 30.0) -> None:
-        self.attempt = SimpleNamespace(
-            stop=stop, stop_asked=None, kill_at=None, exit_code=None, ask_slurm_at=None, stopped={0}
-        )
+        self.attempt = Attempt(1, 0.0, Allocation(("here",), (1,), 1), stop=stop, stopped={0})
         job = SimpleNamespace(
             slurm=object(),
             settings=Settings(kill_wait_s=kill_wait_s),
@@ -37,7 +37,7 @@ class Played:
         self.abandoned = False
         ranks: Any = SimpleNamespace(abandon=lambda: setattr(self, "abandoned", True))
         store: Any = SimpleNamespace(propose=lambda kind, by: None)
-        self.path = StopPath(context, self.attempt, ranks, store)  # type: ignore[arg-type]
+        self.path = StopPath(context, self.attempt, ranks, store)
 
 
 @pytest.mark.parametrize("first", [Stop.CLOCK, Stop.HALVING, Stop.SIGNAL])
@@ -54,12 +54,12 @@ def test_of_two_reasons_to_stop_the_first_counts_unless_a_user_gives_the_second(
 def test_slurm_is_asked_before_it_kills_this_process(kill_wait_s: float, after_s: float) -> None:
     played = Played(kill_wait_s=kill_wait_s)
     played.path.take_signal(signal.SIGTERM)
-    assert played.attempt.ask_slurm_at == pytest.approx(time.monotonic() + after_s, abs=1.0)
+    assert played.path._ask_slurm_at == pytest.approx(time.monotonic() + after_s, abs=1.0)
 
 
 def test_ranks_that_are_left_to_slurm_have_not_stopped_cleanly() -> None:
     played = Played(Stop.SIGNAL)
-    played.attempt.ask_slurm_at = 0.0
+    played.path._ask_slurm_at = 0.0
     played.path.leave_the_rest_to_slurm()
     assert played.abandoned
     assert played.attempt.stopped == set()

@@ -63,9 +63,8 @@ class Halving:
             note = why and f"{HALVED} at step {step}: {point.metric.removeprefix('-')} {value:g} is {why}"
             note = _remember(place / f"{point.id}.ended", note)
             if note:
-                attempt.stop_note = note
                 log.warning("%s", note)
-                stops.ask(Stop.HALVING)
+                stops.ask(Stop.HALVING, note)
                 return
 
 

@@ -1,10 +1,14 @@
-"""The supervisor's data about the attempt that runs now."""
+"""The attempt that runs now, as the supervisor knows it.
+
+It starts; it runs once rank 0 is heard; it is asked to stop, or its ranks are killed; it ends when all ranks have ended
+or are given up. Only the methods here change it, so that each of these moves has one rule.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,12 +16,11 @@ from toolkit.files.run_files import AttemptStatus, RunProgress, RunResult, RunSt
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.facts import RankFailure, Stop
 from toolkit.run.job.nodes import BadNode
-from toolkit.run.job.slurm_job import JobFate
 
 
 @dataclass
 class Attempt:
-    """One start of the ranks, on ``plan``'s nodes."""
+    """One start of the ranks, on ``plan``'s nodes. Others read the fields and call the methods."""
 
     number: int
     started: float
@@ -38,13 +41,11 @@ class Attempt:
     has_begun: bool = False  #: a script's first rank has its log; it may never report
     result: RunResult | None = None  #: as rank 0 has delivered it
     stop: Stop | None = None
-    stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
+    stop_note: str = ""  #: what else is to be said of the stop
     stop_asked: float | None = None
     vacated_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None
     killed: bool = False
-    ask_slurm_at: float | None = None  #: when to check whether Slurm is ending the job
-    slurm: JobFate = JobFate.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
     step_saved: int | None = None  #: the newest checkpoint at its end
@@ -52,11 +53,15 @@ class Attempt:
 
     @classmethod
     def of_status(cls, status: AttemptStatus, allocation: Allocation) -> Attempt:
-        """Return the attempt whose supervisor has died, from the ``status`` that it wrote."""
+        """Return the attempt whose supervisor has died, from the ``status`` that it wrote.
+
+        It ended, as far as is known, when its supervisor wrote last.
+        """
         assert status.attempt is not None
         plan = replace(allocation, hosts=status.nodes, tasks=status.tasks)
         started = time.time() if status.started is None else status.started
-        return cls(status.attempt, started, plan, progress=status.progress)
+        ended = time.time() if status.updated is None else status.updated
+        return cls(status.attempt, started, plan, progress=status.progress, left_over=status, ended=ended)
 
     @cached_property
     def rank_hosts(self) -> list[str]:
@@ -71,6 +76,109 @@ class Attempt:
     def host_of(self, rank: int) -> str:
         """Return the node from which ``rank`` has reported, else the planned one. A launcher may number otherwise."""
         return self.heard.get(rank, self.rank_hosts[rank])
+
+    # ------------------------------------------------------------------------------------------- while the ranks work
+
+    def note_heard(self, host: str, ranks: Iterable[int]) -> None:
+        """Note that ``ranks`` have reported from ``host``."""
+        self.heard |= dict.fromkeys(ranks, host)
+
+    def note_begun(self) -> None:
+        """Note that the first rank of a script, which may never report, has its log."""
+        self.has_begun = True
+
+    def note_marks(self, marks: Mapping[str, float]) -> None:
+        """Note when the agents of the attempt's nodes were ready for what."""
+        assert self.start is not None, "the ranks of the toolkit have a start"
+        self.start = self.start.replace(marks=marks)
+
+    def note_result(self, result: RunResult) -> None:
+        """Take the run's result, as rank 0 has delivered it."""
+        self.result = result
+
+    def note_cut_link(self, host: str, peer: str) -> None:
+        """Note that ``host`` could not connect to ``peer``. Only the attempt's nodes count."""
+        if peer != host and {host, peer} <= {*self.plan.hosts}:
+            self.cut_links.add((host, peer))
+
+    # --------------------------------------------------------------------------------------------- stopping and killing
+
+    def ask_to_stop(self, stop: Stop, note: str = "") -> bool:
+        """Take a reason for a stop, and what is to be said of it. Return whether the ranks are still to be asked.
+
+        The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
+        """
+        if self.stop in (None, Stop.MOVE):
+            self.stop, self.stop_note, self.stop_asked = stop, note, time.time()
+            return True
+        if stop in (Stop.CANCEL, Stop.USER):
+            self.stop = stop
+        return False
+
+    def vacate(self, nodes: Mapping[str, BadNode]) -> None:
+        """Note the nodes that spares are to replace, once the ranks have stopped for it."""
+        self.vacated_nodes = nodes
+
+    def kill_within(self, wait_s: float) -> None:
+        """Have the ranks killed in ``wait_s`` at the latest, by time.monotonic(). Those that were are killed again."""
+        if not self.killed:
+            soon = time.monotonic() + wait_s
+            self.kill_at = min(self.kill_at or soon, soon)
+
+    def note_killed(self, again_at: float) -> None:
+        """Note that all ranks got SIGKILL, and when those that are left are to get it again."""
+        self.kill_at, self.killed = again_at, True
+
+    def end_for_hang(self, hang: RankFailure) -> None:
+        """Have the ranks killed at once, since they wait for each other. ``hang`` tells for whom."""
+        self.hang = hang
+        self.kill_within(0.0)
+
+    # ------------------------------------------------------------------------------------------------ how the ranks end
+
+    def fail(self, *failures: RankFailure) -> None:
+        """Note the failures of ranks, or of what they need."""
+        self.failures += failures
+
+    def explain(self, failures: Iterable[RankFailure]) -> None:
+        """Replace the failures by what is known of them by now."""
+        self.failures = [*failures]
+
+    def lose(self, hosts: Iterable[str]) -> None:
+        """Note that nodes are lost. Nothing is heard of their ranks any more."""
+        self.lost_nodes |= {*hosts}
+
+    def note_silent(self, host: str) -> None:
+        """Note that the agent of ``host`` has ended."""
+        self.silent_nodes.add(host)
+
+    def note_finished(self, ranks: Collection[int]) -> None:
+        """Note that ``ranks`` have ended with exit code 0."""
+        self.note_gone(ranks)
+        self.finished |= set(ranks)
+
+    def note_stopped(self, ranks: Collection[int]) -> None:
+        """Note that ``ranks`` have ended with the exit code of a stop."""
+        self.stopped |= set(ranks)
+
+    def forget_stopped(self) -> None:
+        """Note that whether all ranks have stopped will never be known."""
+        self.stopped.clear()
+
+    def end(self, exit_code: int) -> None:
+        """Note that all ranks have ended, or are given up."""
+        self.exit_code = exit_code
+
+    def close(self) -> None:
+        """Note the time of the end."""
+        self.ended = time.time()
+
+    def note_gain(self, step_saved: int | None, gained_s: float) -> None:
+        """Note the newest checkpoint that is left, and the seconds that count as gained.
+
+        The ranks' clock measured them, and this node's the attempt's length; it may have been set meanwhile.
+        """
+        self.step_saved, self.gained_s = step_saved, max(0.0, min(gained_s, self.ended - self.started))
 
     def note_gone(self, ranks: Collection[int]) -> None:
         """Note that ``ranks`` have ended, with any exit code."""

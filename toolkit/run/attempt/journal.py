@@ -122,15 +122,13 @@ class Journal:
 
     def note_gain(self, attempt: Attempt) -> None:
         """Note the newest checkpoint that an ended attempt leaves, and how many seconds it gained."""
+        step_saved = None
         try:
-            attempt.step_saved = newest_step(self._run.checkpoints)
+            step_saved = newest_step(self._run.checkpoints)
         except CheckpointError as error:
             log.warning("what attempt %d gained is not known: %s", attempt.number, error)
         saved_before = max((line.step_saved or 0 for line in self.lines), default=0)
-        gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
-        # The ranks' clock measured the gain, this node's the attempt's length, and this one may have been set
-        # meanwhile.
-        attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
+        attempt.note_gain(step_saved, goodput.gained_s(attempt.progress, step_saved or 0, saved_before))
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         first = verdict.first_failure

@@ -114,9 +114,8 @@ class AttemptLoop:
     def _watch(self) -> None:
         """Handle events and the clock until the ranks have ended.
 
-        Three values of the attempt decide what comes next. Events, the stop path and this loop set them:
-        ``kill_at``, when to kill all ranks (again); ``ask_slurm_at``, when to ask whether Slurm is ending the job, and
-        would kill this process too; ``exit_code``, set when all ranks have ended or are given up.
+        Two values of the attempt decide what comes next: ``kill_at``, when to kill all ranks (again), and
+        ``exit_code``, which is there when all ranks have ended or are given up.
         """
         attempt, next_status = self._attempt, 0.0
         unkillable_at = math.inf
@@ -125,10 +124,9 @@ class AttemptLoop:
             if attempt.kill_at is not None and now >= attempt.kill_at:
                 unkillable_at = min(unkillable_at, now + UNKILLABLE_S)
                 # Again, as Slurm loses a signal for a step that its node has not started yet.
-                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True
+                attempt.note_killed(now + KILL_AGAIN_S)
                 self._ranks.kill()
-                if attempt.ask_slurm_at is not None:
-                    attempt.ask_slurm_at = min(attempt.ask_slurm_at, now + DYING_S)
+                self.stops.hurry(now + DYING_S)
             if now >= unkillable_at and self._ranks.tells_each_end:
                 self._do_without_unkillable()
                 unkillable_at = now + UNKILLABLE_S
@@ -157,7 +155,7 @@ class AttemptLoop:
                 "ranks on %s do not end: SIGKILL came at least %.0f s ago", ", ".join(sorted(stuck)), UNKILLABLE_S
             )
         if 2 * len(stuck) <= len(self._attempt.plan.hosts):
-            self._attempt.lost_nodes |= stuck
+            self._attempt.lose(stuck)
 
     def _have_watched(self) -> None:
         """Have a plugin look at the attempt. One that fails is asked no more, and the ranks go on."""
@@ -183,8 +181,9 @@ class AttemptLoop:
             self._context.job.has_answered_late = False
             self._context.prepare_requeue()
         self._context.note_usage(self._attempt)
-        if self._context.is_foreign and not self._attempt.has_begun:
-            self._attempt.has_begun = self._context.run.rank_log(self._attempt.number, 0).exists()
+        is_silent = self._context.is_foreign and not self._attempt.has_begun
+        if is_silent and self._context.run.rank_log(self._attempt.number, 0).exists():
+            self._attempt.note_begun()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
         self._have_watched()
@@ -201,27 +200,26 @@ class AttemptLoop:
             case MainReport(report):
                 self._take_report(report)
             case FirstReports(number, host, ranks) if number == attempt.number:
-                attempt.heard |= dict.fromkeys(ranks, host)
+                attempt.note_heard(host, ranks)
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
             # Ends and failures: after the first one the other ranks are killed soon.
             case RanksExited():
                 self._take_exit(event)
             case RanksFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
-                attempt.note_gone(ranks)
-                attempt.finished |= set(ranks)
+                attempt.note_finished(ranks)
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
-                attempt.lost_nodes.add(host)
+                attempt.lose([host])
                 self._kill_soon(ERROR_REPORTS_S)
             case LaunchFailed():
                 self._take_launch_failed(event)
             case AllRanksEnded(exit_code):
-                attempt.exit_code = exit_code
+                attempt.end(exit_code)
             case StoreHostEnded(exit_code, memory):
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 failure = RankFailure(None, socket.gethostname(), how, time.time(), out_of_memory=memory)
-                attempt.failures.append(failure)
+                attempt.fail(failure)
                 self._kill_soon(ERROR_REPORTS_S)
             # What agents answer, and signals to this process.
             case NodeAnswered(host, {"addresses": addresses}):
@@ -244,7 +242,7 @@ class AttemptLoop:
                 if attempt.first_step is not None:
                     self._context.note_ready(attempt)
             if report.result is not None:
-                attempt.result = RunResult.from_json({**report.result, "state": RunState.COMPLETED})
+                attempt.note_result(RunResult.from_json({**report.result, "state": RunState.COMPLETED}))
         except records.Misfit as misfit:
             records.note(f"a report of rank 0 is ignored: {misfit}", None)
 
@@ -252,10 +250,10 @@ class AttemptLoop:
         attempt = self._attempt
         attempt.note_gone(ended.ranks)
         if ended.with_agent:
-            attempt.silent_nodes.add(ended.host)
+            attempt.note_silent(ended.host)
         # A rank that stopped as agreed is no failure.
         if ended.exit_code == EXIT_STOPPED:
-            attempt.stopped |= set(ended.ranks)
+            attempt.note_stopped(ended.ranks)
             return
         if not attempt.killed:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
@@ -271,7 +269,7 @@ class AttemptLoop:
             exit_code=ended.exit_code,
             blames_node=ended.exit_code is not None and not attempt.killed and have_not_reported,
         )
-        attempt.failures += map(failure_of, ended.ranks)
+        attempt.fail(*map(failure_of, ended.ranks))
         # An MPI launcher kills the other ranks itself, after the failure of one.
         is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
         self._kill_soon(KILLED_TOGETHER_S if is_cause else ERROR_REPORTS_S)
@@ -286,30 +284,27 @@ class AttemptLoop:
         # What Slurm refuses for the job's request is no node's fault, and would be refused again.
         if failed.is_refused:
             words = f"Slurm refuses the step that starts the ranks: {failed.why}; ask for other nodes or GPUs"
-            attempt.failures.append(RankFailure(None, "", words, time.time(), comes_again=True))
+            attempt.fail(RankFailure(None, "", words, time.time(), comes_again=True))
             self._kill_soon(ERROR_REPORTS_S)
             return
         host = failed.host or self._context.allocation.hosts[0]
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
         # Without ranks the whole step failed: note one failure without a rank.
-        attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
+        attempt.fail(*(replace(failure, rank=rank) for rank in failed.ranks or [None]))
         self._kill_soon(ERROR_REPORTS_S)
 
     def _kill_soon(self, wait_s: float) -> None:
         """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
-        attempt, agents = self._attempt, self._context.agents
-        if not attempt.killed:
-            if attempt.kill_at is None and agents is not None:
-                agents.ask_for_unanswered()
-            soon = time.monotonic() + wait_s
-            attempt.kill_at = min(attempt.kill_at or soon, soon)
+        if self._attempt.kill_at is None and self._context.agents is not None:
+            self._context.agents.ask_for_unanswered()
+        self._attempt.kill_within(wait_s)
 
 
 def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -> None:
-    """Note that ``host`` could not connect to ``address``. Only other nodes of the attempt count."""
+    """Note that ``host`` could not connect to ``address``."""
     peer = None if context.agents is None else context.agents.host_at(address)
-    if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
-        attempt.cut_links.add((host, peer))
+    if peer is not None:
+        attempt.note_cut_link(host, peer)
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -5,7 +5,6 @@ The run becomes this job's; the attempt is closed that was left behind when its 
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 from toolkit import config as configs
@@ -79,7 +78,8 @@ def close_interrupted(context: Context, earlier_death: str | None) -> None:
         return
     left = Attempt.of_status(status, context.allocation)
     gone = job.unreachable(left.plan.hosts) if job.slurm else set()
-    left.lost_nodes = lost = gone | nodes.given_up(left.started)  # they may be back
+    lost = gone | nodes.given_up(left.started)  # they may be back
+    left.lose(lost)
     decision = Decision.REQUEUE
     is_here = status.cluster in ("", context.allocation.cluster)  # another cluster's number is another job here
     # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
@@ -97,9 +97,6 @@ def close_interrupted(context: Context, earlier_death: str | None) -> None:
     log.warning("attempt %d: %s", left.number, why)
     for host in gone:
         nodes.condemn(host, f"lost in attempt {left.number}")
-    # The attempt ended, as far as is known, when its supervisor wrote last.
-    left.left_over = status
-    left.ended = time.time() if status.updated is None else status.updated
     context.journal.note_gain(left)
     outages.persist(lambda: context.journal.add(left, Verdict(cause, decision, why)), run.path)
     in_vain, limit = requeues_in_vain(context.journal.history()), context.config.retry.max_requeues

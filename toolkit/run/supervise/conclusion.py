@@ -34,7 +34,7 @@ log = logs.get(__name__)
 
 def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     """Judge an attempt whose ranks have ended, and record the verdict."""
-    attempt.ended = time.time()
+    attempt.close()
     context.journal.note_gain(attempt)
     verdict = judge_attempt(context, attempt)
     record(context, attempt, verdict)
@@ -56,21 +56,22 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     note_lack_of_torch(context, attempt)
     job, nodes = context.job, context.nodes
     # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
-    if context.is_foreign or not has_completed(_facts(context, attempt)):
+    fate = JobFate.ABSENT
+    if context.is_foreign or not has_completed(_facts(context, attempt, fate)):
         is_cancelled = context.asked() is Intent.CANCEL
-        attempt.slurm = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
+        fate = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
     if job.slurm is not None and attempt.silent_nodes:
-        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
+        attempt.lose(job.unreachable(sorted(attempt.silent_nodes)))
     # Slurm may have requeued the job for a node that did not answer then, and does now.
-    if attempt.slurm is JobFate.REQUEUED:
-        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
+    if fate is JobFate.REQUEUED:
+        attempt.lose(job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started))
     for node in attempt.lost_nodes:
         nodes.condemn(node, f"lost in attempt {attempt.number}")
     # Nodes that could not start ranks count as lost.
-    for node in unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+    for node in unfit_nodes(_facts(context, attempt, fate), attempt.rank_hosts):
         nodes.condemn(node, f"ranks of attempt {attempt.number} could not be started there")
-        attempt.lost_nodes.add(node)
-    facts = _facts(context, attempt)
+        attempt.lose([node])
+    facts = _facts(context, attempt, fate)
     verdict = judge(facts)
     host = verdict.suspect
     if host is None or context.job.slurm is None:  # without Slurm there is no other node
@@ -83,7 +84,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
 def add_error_files(context: Context, attempt: Attempt) -> None:
     """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
     if context.is_foreign:
-        attempt.failures = error_files.explained(context.run, attempt, context.config.secrets)
+        attempt.explain(error_files.explained(context.run, attempt, context.config.secrets))
     reported: dict[int, RankFailure] = {}
     hosts = attempt.rank_hosts
     for failure in read_error_files(context.run.attempt_logs(attempt.number)):
@@ -97,14 +98,14 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
             note_cut_link(context, attempt, hosts[rank], failure.unreached)
     # A rank's own words replace its exit code, but not the signal that killed it.
     kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
-    attempt.failures = [*kept, *reported.values()]
+    attempt.explain([*kept, *reported.values()])
 
 
 def excuse_nodes(attempt: Attempt) -> None:
     """Blame no node for ranks that ended unreported if most nodes have such ranks."""
     unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
     if len(unreported) > len({*attempt.rank_hosts}) / 2:
-        attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+        attempt.explain(replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures)
 
 
 def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
@@ -124,15 +125,15 @@ def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
         time.sleep(LOOK_EVERY_S)
     if any(map(known.get, others)):
         batch_host = attempt.rank_hosts.index  # the store is started there, with the node's first rank
-        attempt.failures = [
+        attempt.explain(
             replace(failure, at_launch=True, rank=batch_host(failure.host) if failure.rank is None else failure.rank)
             if failure.host in lacking and failure.rank not in attempt.heard
             else failure
             for failure in attempt.failures
-        ]
+        )
 
 
-def _facts(context: Context, attempt: Attempt) -> Facts:
+def _facts(context: Context, attempt: Attempt, fate: JobFate) -> Facts:
     assert attempt.exit_code is not None
     retry = context.config.retry
     return Facts(
@@ -142,7 +143,7 @@ def _facts(context: Context, attempt: Attempt) -> Facts:
         stop=attempt.stop,
         stop_note=attempt.stop_note,
         vacated_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.vacated_nodes.items()),
-        slurm=attempt.slurm,
+        slurm=fate,
         lost_nodes=tuple(sorted(attempt.lost_nodes)),
         can_go_on=context.nodes.plan() is not None,
         has_result=attempt.result is not None,

@@ -121,7 +121,7 @@ class Context:
             ready = dict(self.agents.ready)  # another thread adds to it
             main_host = attempt.rank_hosts[0]
             marks = {name: moment for (host, name), moment in ready.items() if host == main_host or name == "prepared"}
-            attempt.start = attempt.start.replace(marks=marks)
+            attempt.note_marks(marks)
 
     def prepare_requeue(self) -> None:
         """Submit the follow-up jobs that the job needs, as far as Slurm has described it."""

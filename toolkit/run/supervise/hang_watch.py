@@ -82,11 +82,10 @@ class HangWatch:
             agents.ask_for_unanswered()
         if self._investigator is None:
             log.error("the run hangs: %s", how)
-            attempt.hang = RankFailure(None, "", how, time.time())
+            attempt.end_for_hang(RankFailure(None, "", how, time.time()))
         else:
             log.error("%s: asking the ranks for their stacks", how)
-            attempt.hang = self._investigator.find_cause(self._reports)
-        attempt.kill_at = time.monotonic()
+            attempt.end_for_hang(self._investigator.find_cause(self._reports))
 
     def answer_with_stacks(self, request_id: str) -> None:
         """Answer `toolkit stacks`, a command of the plugin that reads them."""

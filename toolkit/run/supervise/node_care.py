@@ -76,7 +76,7 @@ class NodeCare:
         if self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S):
             return
         log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
-        attempt.vacated_nodes = leaving
+        attempt.vacate(leaving)
         for host, bad in leaving.items():
             nodes.condemn(host, bad.why, is_drained=bad.is_drained)
         stops.ask(Stop.MOVE)

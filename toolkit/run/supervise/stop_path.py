@@ -74,7 +74,7 @@ def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool
         if isinstance(event, Exception):  # as in an attempt: the agents are served no more
             raise event
         if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
-            attempt.stop, attempt.stop_asked = why_stop(context, event.number), time.time()
+            attempt.ask_to_stop(why_stop(context, event.number))
             log.warning("%s: the ranks are not started", event.number.name)
     return attempt.stop is not None
 
@@ -84,21 +84,17 @@ class StopPath:
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
+        #: When to ask whether Slurm is ending the job: it would kill this process, too.
+        self._ask_slurm_at: float | None = None
 
-    def ask(self, stop: Stop) -> None:
-        """Ask the ranks to stop.
-
-        The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
-        """
+    def ask(self, stop: Stop, note: str = "") -> None:
+        """Ask the ranks to stop, see `Attempt.ask_to_stop`. ``note`` is what the verdict is to say of it."""
         attempt, context = self._attempt, self._context
         # Without Slurm a cancel kills at once.
         if stop is Stop.CANCEL and context.allocation.job_id is None:
-            attempt.kill_at = time.monotonic()
-        # A stop is under way: only a user's request changes its reason.
-        if attempt.stop not in (None, Stop.MOVE):
-            attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
+            attempt.kill_within(0.0)
+        if not attempt.ask_to_stop(stop, note):
             return
-        attempt.stop, attempt.stop_asked = stop, time.time()
         context.journal.set_status(RunState.STOPPING, attempt)  # now: if we are killed before the end, this tells why
         if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
             return
@@ -110,7 +106,7 @@ class StopPath:
         else:
             self._store.propose("stop", by=f"the supervisor ({stop})")
         if stop is not Stop.MOVE:  # a move has time for the longest save; a hang is noticed as in training
-            attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
+            attempt.kill_within(limit_s)
 
     def take_signal(self, number: signal.Signals) -> None:
         """Stop for a signal to this process. The one by which Slurm announces the time limit is ignored."""
@@ -120,7 +116,7 @@ class StopPath:
         log.warning("%s: asking the ranks to stop", number.name)
         if number is signal.SIGTERM and context.job.slurm is not None:
             wait_s = context.job.settings.kill_wait_s
-            self._attempt.ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
+            self._ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
         self.ask(why_stop(context, number))
 
     def watch_the_clock(self) -> None:
@@ -130,17 +126,21 @@ class StopPath:
             log.warning("the time limit is near: asking the ranks to stop")
             self.ask(Stop.CLOCK)
 
+    def hurry(self, at: float) -> None:
+        """Ask Slurm at this time at the latest, where it is to be asked: the ranks are gone by then."""
+        if self._ask_slurm_at is not None:
+            self._ask_slurm_at = min(self._ask_slurm_at, at)
+
     def leave_the_rest_to_slurm(self) -> None:
         """Wait no longer for ranks once Slurm is about to kill this process.
 
         KillWait after it has told a job to end, Slurm kills all that is left of it, this process too; its verdict would
         then be lost. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
         """
-        attempt = self._attempt
-        if attempt.ask_slurm_at is None or time.monotonic() < attempt.ask_slurm_at:
+        if self._ask_slurm_at is None or time.monotonic() < self._ask_slurm_at:
             return
-        attempt.ask_slurm_at = None
+        self._ask_slurm_at = None
         if self._context.job.is_being_ended():
             log.warning("Slurm ends the job: not waiting for its ranks any longer")
-            attempt.stopped.clear()  # whether the others have committed, too, will not be known
+            self._attempt.forget_stopped()  # whether the others have committed, too, will not be known
             self._ranks.abandon()

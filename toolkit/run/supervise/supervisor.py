@@ -156,7 +156,7 @@ class Supervisor:
             tries = self._attempts_without_step
             pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S) if tries else 0.0
             if stopped_in_pause(self._context, attempt, pause_s):
-                attempt.exit_code = EXIT_STOPPED
+                attempt.end(EXIT_STOPPED)
             else:
                 run_attempt(self._context, attempt, self._launcher, self._care)
             verdict = self._conclude(attempt)
@@ -166,7 +166,8 @@ class Supervisor:
         # without ranks, so that the history has a line for this requeue.
         bad = self._nodes.out
         attempt = self._new_attempt(self._allocation)
-        attempt.lost_nodes, attempt.ended = set(bad), time.time()
+        attempt.lose(bad)
+        attempt.close()
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
         verdict = Verdict(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
         record(self._context, attempt, verdict)
