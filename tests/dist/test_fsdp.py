@@ -38,8 +38,8 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.manifest import file_name
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.ranks.session import Session
+from toolkit.ranks.state import local
 from toolkit.strategies import build_strategy, of_pairs
-from toolkit.strategies.layouts import local
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]

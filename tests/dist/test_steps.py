@@ -31,8 +31,8 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
+from toolkit.ranks.state import local
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
-from toolkit.strategies.layouts import local
 from toolkit.strategies.update.gradients import MADE, NOT_FINITE, OVERFLOW, SPIKE, ShardedParameters
 from toolkit.train.evaluate import evaluate
 

@@ -44,6 +44,7 @@ FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOMS = {
     "nodes": [["agent"], ["allocation"], ["start"]],
     "run": [["job"], ["records"], ["prepare", "attempt"], ["rank", "requeue"], ["supervise"], ["submission"]],
+    "strategies": [["objective"], ["protocol", "priming"], ["models"], ["layouts", "update"], ["."]],
     "cli": [["."], ["commands"]],
 }
 

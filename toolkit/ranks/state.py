@@ -18,6 +18,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 #: What survives a round trip through JSON (sequences come back as lists). Beside tensors nothing else is stored.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -106,3 +108,26 @@ def pieces_of(entry: Entry) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return [*entry.pieces()]
     assert isinstance(entry.value, torch.Tensor)
     return [(entry.value, (0,) * entry.value.dim())]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of ``tensor`` that lies on this rank, live and detached."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def entry(tensor: Tensor) -> Replicated | Sharded:
+    """Return the live ``tensor`` as a checkpoint stores it."""
+    if not isinstance(tensor, DTensor):
+        return Replicated(tensor)
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return Replicated(local(tensor))
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part is
+    # Another rank's part may count as the original of ours. Rows of ranks may be equal: a mesh covers one row, and
+    # the others have meshes of their own. The original is in the row with rank 0, and there the first along each
+    # dimension of copies.
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None, "this rank holds a part of the tensor"
+    copies = [index for index, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()]
+    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), any(copies) or 0 not in mesh.mesh)

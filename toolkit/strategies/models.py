@@ -26,8 +26,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import StrategyConfig
 from toolkit.ranks.collectives import from_rank, sum_across_ranks
-from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.layouts import local
+from toolkit.ranks.state import Entry, Json, Replicated, local
 from toolkit.strategies.priming import has_extra_state
 from toolkit.strategies.protocol import ModelFactory
 

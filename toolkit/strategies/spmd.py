@@ -24,8 +24,8 @@ from toolkit.metrics.meters import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry, Json
-from toolkit.strategies.layouts import Layout, entry, local
+from toolkit.ranks.state import Entry, Json, entry, local
+from toolkit.strategies.layouts import Layout
 from toolkit.strategies.models import SUFFIX, ExtraState, evaluating, in_training, synchronised
 from toolkit.strategies.objective import (
     Loss,

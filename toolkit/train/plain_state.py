@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
-from toolkit.ranks.state import Entry, Json, PerRank, Replicated
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated, entry, local
 
 
 def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:

@@ -27,8 +27,7 @@ from toolkit.checkpoint.tensors import check_plain, to_bytes
 from toolkit.data import randomness
 from toolkit.data.randomness import is_generator
 from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
-from toolkit.ranks.state import Entry, Json, PerRank, Replicated
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated, entry, local
 from toolkit.strategies.models import SUFFIX, ExtraState, refuse_copies
 from toolkit.train import plain_state
 from toolkit.train.handed_over import Accumulation, Frozen, Unsaved, bare, bare_optimizer, is_metric

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import OptimConfig
-from toolkit.strategies.layouts import local
+from toolkit.ranks.state import local
 
 
 class MuonAndAdamW(AdamW):

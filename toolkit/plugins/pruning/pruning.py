@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig
-from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Entry, Json, Replicated, entry, local
 from toolkit.strategies.update.gradients import ShardedParameters, Total
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -25,9 +25,9 @@ from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, mesh_of
 from toolkit.plugins.tensor.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry
+from toolkit.ranks.state import Entry, local
 from toolkit.strategies import build_layout, refuse_gloo_on_gpus
-from toolkit.strategies.layouts import Layout, autocast, local
+from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
 from toolkit.strategies.layouts.shards import Shards
 from toolkit.strategies.models import blocks, checkpoint_activations

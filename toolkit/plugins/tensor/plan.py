@@ -42,8 +42,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import TENSOR_STYLES, tensor_style
 from toolkit.ranks.collectives import from_rank
-from toolkit.ranks.state import Entry, Sharded
-from toolkit.strategies.layouts import local
+from toolkit.ranks.state import Entry, Sharded, local
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import undone
 

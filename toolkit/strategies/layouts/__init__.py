@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from toolkit.config import choose
 from toolkit.ranks.batch import Share
-from toolkit.ranks.state import Entry, Replicated, Sharded
+from toolkit.ranks.state import Entry
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
@@ -63,7 +62,7 @@ class Layout(Protocol):
     def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         """Return ``entries`` with the places of their parts, where these follow from the layers' cut.
 
-        ``entries`` are made by :func:`entry` and named as in a checkpoint.
+        ``entries`` are made by `toolkit.ranks.state.entry` and named as in a checkpoint.
         """
         return entries
 
@@ -86,26 +85,3 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     """Compute passes inside it as ``train.precision`` says, with weights in fp32."""
     half = choose("train.precision", precision, _HALVES)
     return nullcontext() if half is None else torch.autocast(device.type, half)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of ``tensor`` that lies on this rank, live and detached."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
-
-
-def entry(tensor: Tensor) -> Replicated | Sharded:
-    """Return the live ``tensor`` as a checkpoint stores it."""
-    if not isinstance(tensor, DTensor):
-        return Replicated(tensor)
-    if all(placement.is_replicate() for placement in tensor.placements):
-        return Replicated(local(tensor))
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part is
-    # Another rank's part may count as the original of ours. Rows of ranks may be equal: a mesh covers one row, and
-    # the others have meshes of their own. The original is in the row with rank 0, and there the first along each
-    # dimension of copies.
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None, "this rank holds a part of the tensor"
-    copies = [index for index, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()]
-    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), any(copies) or 0 not in mesh.mesh)

@@ -25,8 +25,7 @@ from toolkit.config import MeshConfig
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import adopt_limits
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry, Sharded
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Entry, Sharded, entry, local
 from toolkit.strategies.protocol import ModelFactory
 
 #: From the outermost to the innermost.

@@ -22,8 +22,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects, sum_tensors
-from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.layouts import local
+from toolkit.ranks.state import Entry, Json, Replicated, local
 from toolkit.strategies.models import refuse_copies, statistics
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients, Total

@@ -17,8 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Entry, Json, Replicated, entry, local
 
 _DECAY, _STEPS = "ema/decay", "ema/steps"
 

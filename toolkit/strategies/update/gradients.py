@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config import TrainConfig
 from toolkit.ranks.collectives import sum_in_order
-from toolkit.ranks.state import Entry, Replicated
-from toolkit.strategies.layouts import local
+from toolkit.ranks.state import Entry, Replicated, local
 
 #: Sums a small tensor over the ranks that hold other parts of the model.
 Total: TypeAlias = Callable[[Tensor], Tensor]

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.base.errors import ConfigError, listing
-from toolkit.ranks.state import Json, Replicated, Sharded
-from toolkit.strategies.layouts import entry, local
+from toolkit.ranks.state import Json, Replicated, Sharded, entry, local
 
 
 class OptimizerState:
