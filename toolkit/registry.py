@@ -33,6 +33,7 @@ BUILT_IN = (
     "checkpoints",
     "completion",
     "compression",
+    "curves",
     "counted_steps",
     "disk",
     "gpu_speeds",

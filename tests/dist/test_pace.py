@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import CONFIG, logged, plain_model, train
-from toolkit.metrics import stragglers
-from toolkit.metrics.stragglers import Stragglers
+from toolkit.plugins.curves import stragglers
+from toolkit.plugins.curves.stragglers import Stragglers
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 

@@ -1,4 +1,4 @@
-"""The texts of `status` and `why` about stragglers. Rank 0 finds the facts, see `toolkit.metrics.stragglers`."""
+"""The texts of `status` and `why` about stragglers. Rank 0 finds the facts, by the hook ``pace``."""
 
 from __future__ import annotations
 

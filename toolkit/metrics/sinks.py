@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from toolkit.ranks.state import Json
 
+#: Of figures of each rank. In a larger world they would fill the event file, and no screen could show them.
+MOST_CURVES = 64
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,})\..*")
 
 

@@ -22,7 +22,6 @@ from toolkit.checkpoint.reader import Loaded
 from toolkit.files.run_files import STOPPED_PHASE
 from toolkit.hang import activity
 from toolkit.metrics.goodput import Timesheet
-from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
 from toolkit.nodes.agent import preimports
@@ -66,6 +65,19 @@ class Requests(Protocol):
 
     def close(self) -> None:
         """End what is in progress."""
+
+
+class RunHistory(Protocol):
+    """The hook ``run_history``: figures of a run's attempts.
+
+    Made at the first step, with the session, the step and the time sheet of this attempt.
+    """
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """Return figures by tag, to be logged at ``step``. Empty on all but rank 0."""
+
+    def take_table(self) -> str | None:
+        """Return a text in Markdown that is to be shown now, or None."""
 
 
 class NoRequests:
@@ -123,7 +135,8 @@ class Lifecycle:
 
     def begin(self) -> None:
         """Begin to measure where the time goes. The time before is start-up."""
-        self._history = History(self._session, self.step, self.sheet)
+        make = registry.find("hooks", "run_history")
+        self._history: RunHistory | None = make and make(self._session, self.step, self.sheet)
         self.sheet.begin()
         self._session.start_up.end("resume")
         self._session.progress(spent=self.sheet.spent, start_up=self._session.start_up.parts)
@@ -247,7 +260,7 @@ class Lifecycle:
             "train/data_wait_fraction": self.throughput.data_wait_fraction,
             "train/memory_peak_gib": memory_peak_bytes(self._session.device) / (1 << 30),
             **speed(self.throughput.samples_per_s),
-            **self._history.scalars(self.step),
+            **({} if self._history is None else self._history.scalars(self.step)),
         }
 
     def show_tensors(self, figures: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -260,7 +273,7 @@ class Lifecycle:
     def write(self, values: Mapping[str, float]) -> None:
         """Log ``values`` by tag at this step, and tell `toolkit status`."""
         self.sink.scalars(self.step, values)
-        if (table := self._history.take_table()) is not None:
+        if self._history is not None and (table := self._history.take_table()) is not None:
             self.sink.text("run/restarts", table, self.step, markdown=True)
         self.report("train")
 

@@ -6,11 +6,11 @@ follow the ranks' speeds are saved with the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from logging import INFO, WARNING
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from toolkit import registry
 from toolkit.base import logs
@@ -19,7 +19,6 @@ from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_
 from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.metrics.sinks import Sink
-from toolkit.metrics.stragglers import Pace
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy
@@ -50,6 +49,17 @@ class Result:
     epoch: int
     samples: int
     metrics: Mapping[str, float]
+
+
+class Pace(Protocol):
+    """The hook ``pace``: compares the ranks' own times of a step. Made on each rank, with the session."""
+
+    def compare(self, own_s: Sequence[float]) -> dict[str, float]:
+        """Return figures by tag, of all ranks' own seconds a step. Empty for one rank, and on all but rank 0."""
+
+    @property
+    def stragglers(self) -> list[dict[str, Any]]:
+        """Return the nodes that are or were slow for long, as `toolkit.files.run_files.Straggler` in JSON."""
 
 
 class Trainer:
@@ -90,7 +100,8 @@ class Trainer:
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
-        self._pace = Pace(session)
+        make = registry.find("hooks", "pace")
+        self._pace: Pace | None = make and make(session)
         self._balance = None
         if loader.balances and session.world_size > 1:
             build_balance = registry.needed("balance", "data.share: auto")
@@ -233,7 +244,7 @@ class Trainer:
         values = {
             "train/lr": self._lr(self._step - 1),
             **self._life.figures(self._hooks.speed),
-            **self._pace.compare(own_s),
+            **({} if self._pace is None else self._pace.compare(own_s)),
             **(self._balance.update(self._step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
         }
@@ -321,5 +332,5 @@ class Trainer:
             "total_steps": self._total,
             "epoch": self._epochs(self._step),
             "epochs": self._config.epochs,
-            "stragglers": self._pace.stragglers,
+            "stragglers": [] if self._pace is None else self._pace.stragglers,
         }

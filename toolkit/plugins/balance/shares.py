@@ -1,6 +1,6 @@
 """`data.share: auto`: give slower ranks fewer samples of each global batch. The others need not wait for them then.
 
-At the logging steps every rank learns every rank's own time of a step (see `toolkit.metrics.stragglers`). All compute
+At the logging steps every rank learns every rank's own time of a step (see `toolkit.train.loop`). All compute
 the same shares from the same numbers, so nothing more is sent. A rank's speed is the samples of its share divided by
 that time. Shares are proportional to smoothed speeds, between half and one and a half times an even share. They are
 moved where that shortens the slowest rank's time by ``WORTH``, and take effect some steps later: workers may have
@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
 from toolkit.data.loader import Batches
-from toolkit.metrics.stragglers import MOST_CURVES
+from toolkit.metrics.sinks import MOST_CURVES
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Json
 

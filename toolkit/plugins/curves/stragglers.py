@@ -19,14 +19,12 @@ from statistics import median
 from typing import Any
 
 from toolkit.files.run_files import Straggler
+from toolkit.metrics.sinks import MOST_CURVES
 from toolkit.ranks.session import Session
 
-#: In a larger world a curve for each rank would fill the event file, and no screen could show them.
-MOST_CURVES = 64
 
-
-class Pace:
-    """Compares the ranks' own times of a step, on rank 0."""
+class RankPace:
+    """Compares the ranks' own times of a step, on rank 0. See :class:`toolkit.train.loop.Pace`."""
 
     def __init__(self, session: Session) -> None:
         self.rank, self.world_size = session.rank, session.world_size

@@ -23,7 +23,10 @@ _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "st
 
 
 class History:
-    """The attempts before this one. Rank 0 alone reads them, once, from the run's own files; other ranks have none."""
+    """The attempts before this one, see :class:`toolkit.train.lifecycle.RunHistory`.
+
+    Rank 0 alone reads them, once, from the run's own files; other ranks have none.
+    """
 
     def __init__(self, session: Session, first_step: int, sheet: Timesheet) -> None:
         self._attempt, self._is_main = session.attempt, session.is_main
