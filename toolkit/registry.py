@@ -63,6 +63,7 @@ BUILT_IN = (
     "staging",
     "sweep",
     "tensor",
+    "testing",
     "tokens",
     "trackers",
     "watch",

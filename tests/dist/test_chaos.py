@@ -21,11 +21,11 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # noqa: F401  # a fixture
 from tests.waiting import PATIENCE
-from toolkit import chaos
 from toolkit.base.errors import ConfigError
-from toolkit.chaos import Fault
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files import rundir
+from toolkit.plugins.testing import faults as chaos
+from toolkit.plugins.testing.faults import Fault
 from toolkit.ranks.session import Session
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.sample(3)]
@@ -118,7 +118,12 @@ def test_a_slow_disk_changes_nothing_but_the_time(undisturbed: Any, tmp_path: Pa
 def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_path: Path) -> None:
     """A user sets the fault, and a supervisor runs the job. Attempt 1 dies in its save, attempt 2 completes."""
     fault = [{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 5}]
-    environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", chaos.VARIABLE: json.dumps(fault)}
+    environ = {
+        **os.environ,
+        "TOOLKIT_RUNS": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        chaos.CHAOS_VARIABLE: json.dumps(fault),
+    }
     argv = [sys.executable, "-m", "toolkit", "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait"]
     argv += ["train.max_steps=40", "checkpoint.every_steps=20"]
     done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)

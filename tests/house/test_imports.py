@@ -26,7 +26,7 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     ["base"],
     ["registry"],
-    ["chaos", "files"],
+    ["files"],
     ["limits"],
     ["slurm"],
     ["config"],

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.ranks import file_operations
+from tests.file_operations import file_operations
 from tests.unit.disks import SmallDisk, no_file_longer_than
 from toolkit.base import fsio
 from toolkit.base.fsio import PatientFile

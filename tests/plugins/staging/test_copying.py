@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import chaos
+from tests.file_operations import file_operations
 from toolkit.base import disks, staged
 from toolkit.plugins.staging import copying, package, whole
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
@@ -76,7 +76,7 @@ def killed_at(number: int, call: Callable[[], object]) -> bool:
     pid = os.fork()
     if pid == 0:
         try:
-            with chaos.watch(seen):
+            with file_operations(seen):
                 call()
             os._exit(0)
         finally:
@@ -191,7 +191,7 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     room[full] = 10**9
-    with chaos.watch(seen), pytest.raises(StagingError, match="full: No space left"):
+    with file_operations(seen), pytest.raises(StagingError, match="full: No space left"):
         copying.copy(made, [full])
     assert not list((full / f"toolkit-stage-{os.geteuid()}").glob("*.partial"))
 

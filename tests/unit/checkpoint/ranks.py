@@ -1,21 +1,15 @@
-"""Ranks as threads around torch's in-process store, and file operations.
-
-The operations are recorded, or fail on demand.
-"""
+"""Ranks as threads around torch's in-process store."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import HashStore
 
-from toolkit import chaos
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.writer import save
@@ -64,11 +58,3 @@ def blank(path: Path) -> None:
 
 class Killed(BaseException):
     """Stands for the death of the process. No handler of an Exception catches it."""
-
-
-@contextmanager
-def file_operations(seen: Callable[[str, str], None]) -> Iterator[None]:
-    """Watch the file operations of the thread that entered, by `chaos.watch`. Other threads are left alone."""
-    thread = threading.get_ident()
-    with chaos.watch(lambda operation, path: seen(operation, path) if threading.get_ident() == thread else None):
-        yield

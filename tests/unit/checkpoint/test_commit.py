@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, tensor_of, weights
+from tests.file_operations import file_operations
+from tests.unit.checkpoint.ranks import Killed, alone, load_alone, tensor_of, weights
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
+from tests.file_operations import file_operations
+from tests.unit.checkpoint.ranks import alone, on_ranks
 from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import tensors, whole
 from toolkit.checkpoint.folder import CheckpointFolder

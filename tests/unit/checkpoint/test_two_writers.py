@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoint.ranks import alone, file_operations, load_alone, weights
+from tests.file_operations import file_operations
+from tests.unit.checkpoint.ranks import alone, load_alone, weights
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
+from tests.file_operations import file_operations
+from tests.unit.checkpoint.ranks import load_alone, tensor_of, weights
 from tests.waiting import wait_for
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import policy

@@ -9,8 +9,24 @@ the environment variable that makes a rank of a real run fail: see docs/lifecycl
 
 from __future__ import annotations
 
-from toolkit.chaos import VARIABLE as CHAOS_VARIABLE
-from toolkit.chaos import watch
-from toolkit.slurm.fake import FakeSlurm
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.plugins.testing.faults import CHAOS_VARIABLE, watch
+    from toolkit.slurm.fake import FakeSlurm
 
 __all__ = ["CHAOS_VARIABLE", "FakeSlurm", "watch"]
+
+_HOMES = {
+    "CHAOS_VARIABLE": "toolkit.plugins.testing.faults",
+    "FakeSlurm": "toolkit.slurm.fake",
+    "watch": "toolkit.plugins.testing.faults",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: each command reads this package's ``plugin.py``."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -14,12 +14,13 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from toolkit import chaos
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base import disks, fsio, logs, secret_values, signals
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
@@ -41,6 +42,9 @@ from toolkit.slurm.variables import whole_number
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"
 #: Set in a process that :func:`run_rank` has made a rank already.
 JOINED_VARIABLE = "TOOLKIT_JOINED"
+
+#: Faults on demand, a plugin's: see docs/lifecycle.md.
+FAULTS_VARIABLE = "TOOLKIT_CHAOS"
 
 log = logs.get(__name__)
 
@@ -86,7 +90,10 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
-    with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
+    attempt = whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)
+    # For tests of a user: the rank fails at an exact operation on a file.
+    is_to_fail = FAULTS_VARIABLE in os.environ
+    with registry.needed("faults", FAULTS_VARIABLE)(place.rank, attempt) if is_to_fail else nullcontext():
         if configs.is_loop(config.job, _project()):
             # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
             path = configs.job_source(config.job, _project())

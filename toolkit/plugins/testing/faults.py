@@ -28,7 +28,7 @@ from typing import Any
 
 from toolkit.base.errors import ConfigError
 
-VARIABLE = "TOOLKIT_CHAOS"
+CHAOS_VARIABLE = "TOOLKIT_CHAOS"
 #: Functions of ``os`` that the writers of this package use directly or through ``pathlib``. A ``write`` to a file
 #: object is reported when half of it is in the file: a process that dies there leaves a torn file behind.
 OPERATIONS = ("mkdir", "chmod", "open", "fchmod", "fsync", "fdatasync", "replace", "rename", "unlink", "rmdir")
@@ -111,7 +111,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind != "slow" and not hasattr(signal, self.kind) and not hasattr(errno, self.kind):
-            raise ConfigError(f"{VARIABLE}: {self.kind!r} is no signal, no error of the system, and not slow")
+            raise ConfigError(f"{CHAOS_VARIABLE}: {self.kind!r} is no signal, no error of the system, and not slow")
 
     def strike(self, operation: str, path: str) -> None:
         """Apply the fault to the ``operation`` on ``path``. Removing needs no room: a full disk lets it pass."""
@@ -130,7 +130,7 @@ def parse(text: str) -> list[Fault]:
         return [Fault(**fields) for fields in json.loads(text)]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f'{VARIABLE}: {text!r} is no list of faults such as [{{"kind": "SIGKILL", "operation": 17}}]: {error}'
+            f'{CHAOS_VARIABLE}: {text!r} is no list of faults such as [{{"kind": "SIGKILL", "operation": 17}}]: {error}'
         ) from error
 
 
@@ -157,7 +157,7 @@ def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
 @contextmanager
 def of_environment(rank: int, attempt: int) -> Iterator[None]:
     """Apply the faults that the environment has for this rank in this attempt."""
-    faults = [f for f in parse(os.environ.get(VARIABLE, "[]")) if (f.rank, f.attempt) == (rank, attempt)]
+    faults = [f for f in parse(os.environ.get(CHAOS_VARIABLE, "[]")) if (f.rank, f.attempt) == (rank, attempt)]
     if not faults:
         yield
         return
