@@ -146,13 +146,7 @@ class Loader:
         returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
-        # The job's order and that of shards go with neither a split nor repeats.
-        if order is not None and split != "global":
-            raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
-        if order is not None and repeats > 1:
-            raise ConfigError("data.repeats: the job gives an order of its own, which may repeat samples; set it to 1")
-        if isinstance(dataset, InBlocks) and (split != "global" or repeats > 1):
-            raise ConfigError("data.split, data.repeats: shards have an order of their own; leave them at global and 1")
+        _refuse_two_orders(dataset, has_order=order is not None, split=split, repeats=repeats)
         self._given = None if order is None else GivenOrder(order, len(dataset))
         run_order: Order | None = self._given
         if run_order is None and isinstance(dataset, InBlocks):
@@ -306,6 +300,16 @@ class _DeviceSource:
     def fetch(self, step: int) -> Batch:
         batch = to_device(self._source.fetch(step), self._device)
         return batch if self._finish is None else replace(batch, data=self._finish(batch.data))
+
+
+def _refuse_two_orders(dataset: Any, *, has_order: bool, split: str, repeats: int) -> None:
+    """Raise ConfigError where the job's order, or that of shards, meets a split or repeats."""
+    if has_order and split != "global":
+        raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
+    if has_order and repeats > 1:
+        raise ConfigError("data.repeats: the job gives an order of its own, which may repeat samples; set it to 1")
+    if isinstance(dataset, InBlocks) and (split != "global" or repeats > 1):
+        raise ConfigError("data.split, data.repeats: shards have an order of their own; leave them at global and 1")
 
 
 def _uses_workers(dataset: Any) -> bool:

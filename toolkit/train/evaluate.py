@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -120,37 +121,17 @@ def evaluate(
     has the same figures.
     """
     strategy.settle()
-    sums: dict[str, Tensor] = {}
-    count = 0
-    rows: list[Sums] = []
-    names: _Names | None = None
-    cut = False
-    for batch in batches:
-        part = strategy.evaluate(batch, measure)
-        if part.count or part.values:  # else this rank's part of the set has ended
-            here = sorted(part.values), sorted(part.rows)
-            if here != (names or here):
-                raise _differ(measure, f"for one batch it returned {_listed(names)}, for another {_listed(here)}")
-            names = here
-        count += part.count
-        if part.rows:
-            rows.append(part)
-        for name, value in part.values.items():
-            sums[name] = sums[name] + value.double() if name in sums else value.double()
-        cut = is_cut()
-        if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
-            cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
-        if cut:
-            break
+    part, cut = _own_part(strategy, batches, measure, is_cut)
     # The sum below goes by the place of a name: with other names on one rank it would add up different figures. A rank
     # whose samples are counted by another has no rows.
-    digests = {_NAMES: _digest(names[0]) if names else 0.0, _ROWS: _digest(names[1]) if names and count else 0.0}
+    names, rows = part.names, part.rows
+    digests = {_NAMES: _digest(names[0]) if names else 0.0, _ROWS: _digest(names[1]) if names and part.count else 0.0}
     if odd := _odd_ranks(strategy.by_rank(digests).values()):
         who = f"the figures of rank {listing(odd)} differ from those of the others"
         raise _differ(measure, f"{who}, and those of this rank are {_listed(names)}")
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
-    ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
-    totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
+    ends = {_COUNT: float(part.count), _CUT: float(cut), _ROWS: float(bool(rows))}
+    totals = strategy.sum({**{name: part.sums[name] for name in sorted(part.sums)}, **ends})
     counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
     if was_cut:
         return None
@@ -161,7 +142,7 @@ def evaluate(
             "the ranks' parts must tile the set without padding"
         )
     figures: dict[str, Any] = {}
-    for name in sums or totals:  # in the job's order where this rank has samples
+    for name in part.sums or totals:  # in the job's order where this rank has samples
         if not name.endswith(WEIGHT):
             # A figure without a weight of its own is divided by the number of samples.
             weight = totals.get(name + WEIGHT, size)
@@ -170,6 +151,41 @@ def evaluate(
     if has_rows:
         figures |= _gathered(strategy, rows)
     return figures
+
+
+@dataclass
+class _OwnPart:
+    """What this rank has seen of the eval set. ``rows`` are those of its batches, in order."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    count: int = 0
+    rows: list[Sums] = field(default_factory=list)
+    names: _Names | None = None
+
+
+def _own_part(
+    strategy: Strategy, batches: Iterable[Batch | None], measure: Measure, is_cut: Callable[[], bool]
+) -> tuple[_OwnPart, bool]:
+    """Evaluate this rank's batches. Return what they give, and whether the evaluation was cut."""
+    own, cut = _OwnPart(), False
+    for batch in batches:
+        part = strategy.evaluate(batch, measure)
+        if part.count or part.values:  # else this rank's part of the set has ended
+            here = sorted(part.values), sorted(part.rows)
+            if here != (own.names or here):
+                raise _differ(measure, f"for one batch it returned {_listed(own.names)}, for another {_listed(here)}")
+            own.names = here
+        own.count += part.count
+        if part.rows:
+            own.rows.append(part)
+        for name, value in part.values.items():
+            own.sums[name] = own.sums[name] + value.double() if name in own.sums else value.double()
+        cut = is_cut()
+        if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
+            cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
+        if cut:
+            break
+    return own, cut
 
 
 #: Names that no figure of a measure has.

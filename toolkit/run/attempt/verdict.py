@@ -128,29 +128,10 @@ def _judge_told_to_end(facts: Facts) -> Verdict:
 def _judge_fault(facts: Facts) -> Verdict:
     first = facts.hang or first_failure(facts.failures)
     cause = Cause.HANG if facts.hang else Cause.CRASHED
-    what = f"the ranks ended with exit code {facts.exit_code}"
-    if first is not None:
-        what = _describe(first)
-    elif facts.exit_code == 0:
-        what = (
-            "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
-        )
-    elif facts.exit_code == EXIT_STOPPED:
-        what = f"the ranks ended with exit code {EXIT_STOPPED}, but have saved no stop: code of the job ends with it"
-    # Name both ends of the connections that could not be made, the first few.
-    links = [f"{host} to {peer}" for host, peer in facts.cut_links]
-    if links:
-        more = f" and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
-        what += f"; no connection from {', '.join(links[:MOST_LINKS])}{more}"
+    what = _what_failed(facts, first)
     # Failures that would come again unchanged end the run at once.
     if any(failure.out_of_memory for failure in facts.failures):
-        # torch's own error is about a GPU.
-        is_gpus = first is not None and re.search("OutOfMemory|CUDA|HIP|cuda|hip", first.how)
-        advice = "give it more (cluster.mem_gb) or less to hold"
-        if is_gpus:
-            advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
-            advice += "" if facts.is_foreign else " (strategy.name: fsdp)"
-        line = f"{what}: out of memory; would fail again unchanged: {advice}"
+        line = f"{what}: out of memory; would fail again unchanged: {_less_memory(facts, first)}"
         return Verdict(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.comes_again:
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
@@ -179,6 +160,32 @@ def _judge_fault(facts: Facts) -> Verdict:
     else:
         line = f"{what}; restart after failure {count} of {limit}{after}"
     return Verdict(cause, Decision.RESTART, line, first, suspect)
+
+
+def _what_failed(facts: Facts, first: RankFailure | None) -> str:
+    what = f"the ranks ended with exit code {facts.exit_code}"
+    if first is not None:
+        what = _describe(first)
+    elif facts.exit_code == 0:
+        what = (
+            "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
+        )
+    elif facts.exit_code == EXIT_STOPPED:
+        what = f"the ranks ended with exit code {EXIT_STOPPED}, but have saved no stop: code of the job ends with it"
+    # Name both ends of the connections that could not be made, the first few.
+    links = [f"{host} to {peer}" for host, peer in facts.cut_links]
+    if links:
+        more = f" and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
+        what += f"; no connection from {', '.join(links[:MOST_LINKS])}{more}"
+    return what
+
+
+def _less_memory(facts: Facts, first: RankFailure | None) -> str:
+    # torch's own error is about a GPU.
+    if first is None or not re.search("OutOfMemory|CUDA|HIP|cuda|hip", first.how):
+        return "give it more (cluster.mem_gb) or less to hold"
+    advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
+    return advice if facts.is_foreign else f"{advice} (strategy.name: fsdp)"
 
 
 def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
