@@ -41,7 +41,7 @@ def hangs_itself(site: Site, run: RunDir) -> int:
 
 
 def is_stopped(site: Site, run: RunDir) -> int:
-    reached(run, 20)
+    reached(run, 100)  # by then each rank has reported
     os.kill(ranks_on(site, "node2")[0], signal.SIGSTOP)
     return NODES.index("node2")
 

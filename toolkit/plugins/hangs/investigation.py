@@ -36,6 +36,7 @@ from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.records import user_request
 from toolkit.run.records.user_request import Answer, StackGroup
 from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.hang_watch import HangInvestigator
 
 log = logs.get(__name__)
 
@@ -44,8 +45,8 @@ log = logs.get(__name__)
 START_AFTER_SHARE = 0.2
 
 
-class Investigation:
-    """A :class:`~toolkit.run.supervise.hang_watch.HangInvestigator`, by the stacks of the ranks."""
+class Investigation(HangInvestigator):
+    """Investigates by the stacks of the ranks."""
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
         self._context, self._attempt, self._ranks = context, attempt, ranks
