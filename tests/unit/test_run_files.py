@@ -23,7 +23,6 @@ from toolkit.files.run_files import (
     Straggler,
     Submission,
     SweepPoint,
-    SyncRecord,
 )
 from toolkit.files.rundir import RunDir
 from toolkit.run.job import nodes
@@ -309,33 +308,6 @@ def test_a_damaged_key_of_a_submission_is_named(run: RunDir, key: str) -> None:
     assert (submission is None) == (key in ("executor", "job_id"))
     assert str(run.submitit / "submission.json") in damage[0]
     assert f": {key}" in damage[0]
-
-
-SYNC: dict[str, Any] = {
-    "version": 1,
-    "tracker": "mlflow",
-    "place": "mlflow at sqlite:///mlflow.db, experiment name",
-    "remote": "0123abcd",
-    "end": 4000,
-    "sending": 5000,
-    "tail": "00ff",
-    "sending_tail": "11ee",
-    "step": 40,
-    "points": 80,
-}
-
-
-def test_each_key_of_a_record_of_what_a_tracker_has_is_read_and_written(run: RunDir) -> None:
-    assert SYNC.keys() == shape_of(SyncRecord).keys.keys(), "a key has no example here"
-    path = run.path / "mlflow.json"
-    fsio.write_json(path, SYNC)
-    assert SyncRecord.read(path).to_file() == SYNC
-    for key in SYNC.keys() - {"version"}:
-        damage: list[str] = []
-        fsio.write_json(path, {**SYNC, key: [[]]})
-        record = SyncRecord.read_or_none(path, damage)
-        assert (record is None) == (key in ("tracker", "place", "remote"))
-        assert f": {key}" in damage[0]
 
 
 def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(

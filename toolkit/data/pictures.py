@@ -12,11 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.base import fsio
-from toolkit.base.errors import RequestError
-
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-
 
 class Standardise:
     """Convert images (..., c, h, w) to contiguous float32, standardised for each channel.
@@ -88,16 +83,3 @@ def pixels_of(image: Any) -> Tensor:
 def transforms() -> Any:
     """Return torchvision's transforms. The import takes seconds, so it is for those who read files only."""
     return import_module("torchvision.transforms.v2")
-
-
-def image_files(folder: Path) -> list[Path]:
-    """Return every image below ``folder`` except hidden ones, in the order of their names.
-
-    Raises RequestError where there is none.
-    """
-    if not folder.is_dir():
-        raise RequestError(f"--images {folder}: no such folder")
-    found = [path for path in fsio.files_below(folder) if path.suffix.lower() in SUFFIXES]
-    if not found:
-        raise RequestError(f"--images {folder}: holds no images ({', '.join(sorted(SUFFIXES))})")
-    return found

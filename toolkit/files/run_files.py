@@ -334,11 +334,6 @@ class RunResult(FileRecord):
 HALVED = "ended by halving"
 
 
-def is_halved(why: str | None) -> bool:
-    """True for the line about a run that its sweep has ended by halving."""
-    return (why or "").startswith(HALVED)
-
-
 # ----------------------------------------------------------------------------------------- owner.json, submission.json
 
 Executor: TypeAlias = Annotated[str, records.one_of("slurm", "local", "debug")]
@@ -423,24 +418,6 @@ def waits_until(names: Sequence[str]) -> str:
     """Return what :meth:`AfterRecord.names` tells as a sentence; empty if it names nothing."""
     verb = "has" if len(names) == 1 else "have"
     return f"waits until {' and '.join(names)} {verb} completed" if names else ""
-
-
-# ------------------------------------------------------------------------------------------------------ trackers/*.json
-
-
-@dataclass(frozen=True)
-class SyncRecord(FileRecord):
-    """What a tracker has of ``metrics.jsonl``. It has all up to byte ``end``, and perhaps some up to ``sending``."""
-
-    tracker: str
-    place: str  #: the server or file, and the project
-    remote: str  #: the run's id there
-    end: int = 0
-    sending: int = 0
-    tail: str = ""  #: a digest of the bytes before ``end``: a restart may have written them anew
-    sending_tail: str = ""  #: the same before ``sending``
-    step: int | None = None
-    points: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------- point.json

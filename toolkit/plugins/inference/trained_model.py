@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.base import logs
+from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
@@ -37,6 +37,7 @@ from toolkit.train.run_job import evaluation
 
 #: Images that `--images` holds in memory at once.
 BATCH = 64
+IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 log = logs.get(__name__)
 
@@ -266,3 +267,16 @@ def _read(pictures: Pictures, path: Path) -> Tensor | str:
     except Exception as error:  # Pillow raises many kinds, and one damaged file must not stop the others
         log.warning("%s cannot be read: %s", path, error)
         return f"{type(error).__name__}: {error}"
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return every image below ``folder`` except hidden ones, in the order of their names.
+
+    Raises RequestError where there is none.
+    """
+    if not folder.is_dir():
+        raise RequestError(f"--images {folder}: no such folder")
+    found = [path for path in fsio.files_below(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not found:
+        raise RequestError(f"--images {folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return found

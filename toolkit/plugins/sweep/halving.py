@@ -12,7 +12,8 @@ import math
 from pathlib import Path
 
 from toolkit.base import fsio, logs
-from toolkit.files.run_files import HALVED, is_halved
+from toolkit.files.run_files import HALVED
+from toolkit.plugins.sweep import sweep_folder
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.supervise.context import Context
@@ -35,7 +36,7 @@ class Halving:
             log.warning("the run goes on without being compared with its sweep's others: %s", error)
             self._point = None
         # A run that halving has ended, and that runs again, was resumed by its user: it goes on.
-        if self._point and any(is_halved(closed.line) for closed in context.journal.lines):
+        if self._point and any(sweep_folder.is_halved(closed.line) for closed in context.journal.lines):
             self._point = None
         self._done = set[int]()  #: rungs that this run has passed
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.base.errors import RequestError
-from toolkit.files.run_files import RunState, is_halved
+from toolkit.files.run_files import RunState
 from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values, refuse_many
 from toolkit.plugins.sweep.sweep_folder import SweepDir
@@ -30,7 +30,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
         result = sweep.run_of(point).result([])
         # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
-        is_tried = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
+        is_tried = result is not None and (result.state is RunState.COMPLETED or sweep_folder.is_halved(result.why))
         score = result.metrics.get(metric.removeprefix("-")) if result is not None and is_tried else None
         found.append(Tried(point.values, result is not None, score if isinstance(score, (int, float)) else None))
     return found

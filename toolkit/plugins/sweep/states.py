@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from toolkit.base.errors import DamagedFileError, SlurmError
 from toolkit.base.process_identity import Life
-from toolkit.files.run_files import RunResult, RunState, is_halved, state_word, waits_until
+from toolkit.files.run_files import RunResult, RunState, state_word, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
@@ -51,7 +51,7 @@ class PointStanding:
     @property
     def is_to_retry(self) -> bool:
         """True if the point has ended without its result, or will never start. Not one that halving has ended."""
-        if is_halved(self.why):
+        if sweep_folder.is_halved(self.why):
             return False
         ended_early = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
         return state_word(self.state) in ended_early
@@ -187,7 +187,7 @@ def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
         run = sweep.run_of(point)
         result, listed = run.result(), array.record()
         is_here = works_here and listed is not None and listed.executor == "local"
-        is_done = result is not None and (result.state is RunState.COMPLETED or is_halved(result.why))
+        is_done = result is not None and (result.state is RunState.COMPLETED or sweep_folder.is_halved(result.why))
         if is_done or (point.id in begun and sweep.was_removed(point)):
             continue
         # Ids of whole arrays: there may be thousands of points.

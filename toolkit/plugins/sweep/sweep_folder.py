@@ -18,7 +18,17 @@ from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError, RequestError, nearest
 from toolkit.files import records, rundir
 from toolkit.files.json_record import FileRecord
-from toolkit.files.run_files import AfterRecord, Anything, Executor, Moment, RunState, RunStatus, SweepPoint, Word
+from toolkit.files.run_files import (
+    HALVED,
+    AfterRecord,
+    Anything,
+    Executor,
+    Moment,
+    RunState,
+    RunStatus,
+    SweepPoint,
+    Word,
+)
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
 from toolkit.run.records.run_jobs import RunJobs
@@ -290,3 +300,8 @@ def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point,
         for index, point in array.by_index(damage).items():
             found[point.id] = (point, array, index)
     return found
+
+
+def is_halved(why: str | None) -> bool:
+    """True for the line about a run that its sweep has ended by halving."""
+    return (why or "").startswith(HALVED)

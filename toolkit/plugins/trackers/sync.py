@@ -26,7 +26,8 @@ from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import shown
 from toolkit.files import records
-from toolkit.files.run_files import RunState, SyncRecord
+from toolkit.files.json_record import FileRecord
+from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.metrics.lines import MetricsLine
@@ -39,6 +40,21 @@ _TAIL_BYTES = 4096
 Has: TypeAlias = Callable[[int, str], bool]
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class SyncRecord(FileRecord):
+    """What a tracker has of ``metrics.jsonl``. It has all up to byte ``end``, and perhaps some up to ``sending``."""
+
+    tracker: str
+    place: str  #: the server or file, and the project
+    remote: str  #: the run's id there
+    end: int = 0
+    sending: int = 0
+    tail: str = ""  #: a digest of the bytes before ``end``: a restart may have written them anew
+    sending_tail: str = ""  #: the same before ``sending``
+    step: int | None = None
+    points: int = 0
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,11 @@ def _classify(model: Any, args: Namespace, output: Any) -> int:
     """Classify images. The exit code is 1 if an image could not be read."""
     from toolkit.base import fsio, terminal
     from toolkit.cli import show
-    from toolkit.data.pictures import image_files
     from toolkit.plugins.inference import trained
     from toolkit.plugins.inference import trained_model as inference
 
     folder = fsio.expand(args.images)
-    rows = list(inference.predictions(model, folder, image_files(folder)))
+    rows = list(inference.predictions(model, folder, inference.image_files(folder)))
     # A file gets the predictions; stdout gets them only without one, or as JSON.
     if output is not None:
         fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else trained.as_json_lines(rows))
