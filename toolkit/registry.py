@@ -2,7 +2,9 @@
 
 The core imports no plugin, but for the public names in ``toolkit/__init__.py``, on first use. It asks here for a
 command, a backend or a hook by its name, and what stands behind the name is imported then. So a plugin may be absent:
-what it brings is missing, and the rest works.
+what it brings is missing, and the rest works. The same holds of one that is at fault. What only looks, advises or
+measures is asked by :func:`call`, :func:`ask` or :class:`Guarded`, which cost one line in a log where it fails. What
+carries out a key is asked by :func:`needed`, whose error names the key.
 
 A plugin is a module with a value ``PLUGIN``. It imports no torch, since any command may read it. The plugins that come
 with the toolkit are listed here, so that no start searches for them. Those of others are found by the entry-point group
@@ -18,7 +20,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from toolkit.base import logs
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import ConfigError, JobFailedError, PluginError, RequestError, SlurmError
 
 #: The version of this interface. A plugin that was written for another one is left out.
 INTERFACE = 1
@@ -195,7 +197,12 @@ def sections(above: str) -> Iterator[tuple[str, Any]]:
         for key, place in plugin.sections.items():
             prefix, _, name = key.rpartition(".")
             if prefix == above:
-                yield name, load(place)
+                try:
+                    section = load(place)
+                except Exception as error:  # every command reads these
+                    log.warning("the section %s is left out: %s: %s: %s", key, place, type(error).__name__, error)
+                else:
+                    yield name, section
 
 
 def is_missing(name: str) -> bool:
@@ -204,26 +211,87 @@ def is_missing(name: str) -> bool:
 
 
 def find(kind: Kind, name: str) -> Any:
-    """Return the module or the attribute; None if no plugin brings it. Raises what its import raises."""
+    """Return the module or the attribute; None if no plugin brings it.
+
+    Raises PluginError if it cannot be imported, and OSError where a disk is away.
+    """
     path = where(kind, name)
-    return None if path is None else load(path)
-
-
-def call(hook: str, *arguments: Any) -> Any:
-    """Return what the hook returns; None without one. An exception of it is logged in one line, and counts as None."""
     try:
-        found = find("hooks", hook)
-        return None if found is None else found(*arguments)
+        return None if path is None else load(path)
+    except OSError:
+        raise
+    except Exception as error:  # it may be other people's code
+        why = f"{type(error).__name__}: {error}"
+        raise PluginError(f"{name} of {kind} needs {path}, which cannot be loaded: {why}") from error
+
+
+def ask(hook: str, *arguments: Any) -> Any:
+    """Return what the hook returns; None without one. What it says to the user passes, as a refusal.
+
+    Any other exception of it is logged in one line, and counts as None. ``hook.name`` is an attribute of the hook.
+    """
+    name, _, attribute = hook.partition(".")
+    try:
+        found = find("hooks", name)
+        if found is None:
+            return None
+        return (getattr(found, attribute) if attribute else found)(*arguments)
+    except (RequestError, SlurmError, JobFailedError, BrokenPipeError):
+        raise
     except Exception as error:  # it may be other people's code
         log.error("the hook %s has failed: %r", hook, error)
         return None
 
 
-def needed(hook: str, what: str) -> Any:
-    """Return the hook that ``what`` needs, such as a key of the config. Raises ConfigError where there is none."""
-    found = find("hooks", hook)
-    if found is None:
+def call(hook: str, *arguments: Any) -> Any:
+    """Return as :func:`ask` does. Each exception is logged in one line, and counts as None."""
+    try:
+        return ask(hook, *arguments)
+    except Exception as error:
+        log.error("the hook %s has failed: %r", hook, error)
+        return None
+
+
+class Guarded:
+    """What a hook makes, and without which a run goes on. False without the hook, and once it has failed."""
+
+    def __init__(self, hook: str, *arguments: Any) -> None:
+        self._hook, self._made = hook, call(hook, *arguments)
+
+    def __bool__(self) -> bool:
+        return self._made is not None
+
+    def ask(self, name: str, *arguments: Any, **more: Any) -> Any:
+        """Return what its method returns, or its attribute; None if this is False.
+
+        An exception is logged in one line, and the hook is not asked any more.
+        """
+        try:
+            found = getattr(self._made, name) if self else None
+            return found(*arguments, **more) if callable(found) else found
+        except Exception as error:  # it may be other people's code
+            log.error("the hook %s has failed, and is not asked any more: %r", self._hook, error)
+            self._made = None
+            return None
+
+
+def require(hook: str, what: str) -> None:
+    """Refuse ``what``, such as a key of the config, where no plugin has the hook. Raises ConfigError.
+
+    The hook is not imported: on a login node there may be no torch.
+    """
+    if where("hooks", hook) is None:
         raise ConfigError(f"{what} needs a plugin that is not installed: the one with the hook {hook!r}")
+
+
+def needed(hook: str, what: str) -> Any:
+    """Return the hook that ``what`` needs. Raises ConfigError without it, PluginError if it cannot be loaded."""
+    try:
+        found = find("hooks", hook)
+    except PluginError as error:
+        raise PluginError(f"{what}: {error}") from error
+    if found is None:
+        require(hook, what)
     return found
 
 

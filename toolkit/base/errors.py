@@ -8,6 +8,7 @@ ToolkitError
 │   ├── DataMissingError    a data set that is not where the config says
 │   ├── RunNotFoundError    no run, or several, match a name
 │   └── DamagedFileError    a file of a run does not hold what was written there
+├── PluginError             a part of a plugin that cannot be loaded (exit code 2)
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those present can be read
@@ -85,6 +86,12 @@ class TakenError(RequestError):
 
 class DamagedFileError(RequestError):
     """A file of a run is damaged, and nothing of it can be used."""
+
+
+class PluginError(ToolkitError):
+    """A part of a plugin cannot be loaded. Another node may have it whole, or what it needs."""
+
+    exit_code = EXIT_REQUEST
 
 
 class SlurmError(ToolkitError):

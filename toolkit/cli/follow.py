@@ -76,11 +76,9 @@ def to_the_end(run: Run, *, bar: bool) -> int:
 
 
 def _watch(run: Run, console: Console, bar: bool) -> None:
-    show = registry.find("hooks", "follow") if bar else None
-    if show is None:
-        run.wait()
-    else:
-        show(run, console)
+    if bar:
+        registry.ask("follow", run, console)
+    run.wait()
 
 
 def _say_how_it_went(run: Run, console: Console) -> int:

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from toolkit import __version__, registry
 from toolkit.base import logs, terminal
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ToolkitError, nearest
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginError, RequestError, ToolkitError, nearest
 
 #: The order of `toolkit --help`, for the commands that come with the toolkit. Those of other plugins come last.
 ORDER = (
@@ -43,6 +43,8 @@ TAKE_ARGUMENTS = ("submit", "sweep", "run", "supervise", "resume", "resume-check
 #: The exit code that a shell gives for SIGINT.
 EXIT_INTERRUPTED = 130
 
+log = logs.get(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -57,18 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        complete = registry.find("hooks", "shell_completion")
-        return EXIT_REQUEST if complete is None else complete(words[1:])
+        shown: int | None = registry.call("shell_completion", words[1:])
+        return EXIT_REQUEST if shown is None else shown
     logs.setup_for_command()
     # Of one command only its own module is loaded: all would take longer than most commands.
-    if words and not words[0].startswith("-"):
-        if registry.where("commands", words[0]) is None:
-            text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
-            terminal.say(f"toolkit: error: {text}", sys.stderr)
-            return EXIT_REQUEST
-        parser = build_parser(tuple(words[:1]))
-    else:
-        parser = build_parser()
+    try:
+        if words and not words[0].startswith("-"):
+            if registry.where("commands", words[0]) is None:
+                text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
+                raise RequestError(text)
+            parser = build_parser(tuple(words[:1]))
+        else:
+            parser = build_parser()
+    except ToolkitError as error:
+        return _say_error(error)
     args = parse(parser, words)
     # These run a job, whose output is its own.
     is_job = args.command in ("run", "supervise")
@@ -78,8 +82,7 @@ def _main(words: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where an error of it is handled
         return code or EXIT_DONE
     except ToolkitError as error:
-        terminal.say(f"toolkit: error: {error}", sys.stderr)
-        return error.exit_code
+        return _say_error(error)
     except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -98,6 +101,11 @@ def _main(words: Sequence[str]) -> int:
         text = f"{where or 'the output or the current folder'}: {error.strerror or error}{advice}"
         terminal.say(f"toolkit: error: {text}", sys.stderr)
         return EXIT_FAILED
+
+
+def _say_error(error: ToolkitError) -> int:
+    terminal.say(f"toolkit: error: {error}", sys.stderr)
+    return error.exit_code
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
@@ -124,7 +132,13 @@ def build_parser(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for name in commands() if names is None else names:
-        module = registry.find("commands", name)
+        try:
+            module = registry.find("commands", name)
+        except PluginError as error:
+            if names is not None:
+                raise
+            log.warning("%s", error)  # the help of the others
+            continue
         text = module.__doc__ or ""
         # Each example is a command line with what it does below.
         examples = "".join(f"\n  {line}\n      {what}" for line, what in getattr(module, "EXAMPLES", ()))

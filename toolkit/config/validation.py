@@ -205,11 +205,11 @@ def _check_plugins(config: JobConfig) -> None:
         key, _, only = what.partition(": ")
         value = value_of(config, key)
         if value == only or (not only and value != value_of(defaults, key)):
-            registry.needed(hook, what)
+            registry.require(hook, what)
     if (image := config.cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
-        registry.needed("launcher", "a cluster.container for Pyxis")
+        registry.require("launcher", "a cluster.container for Pyxis")
     if config.dist.backend == "mpi":
-        registry.needed("launcher", "dist.backend: mpi")
+        registry.require("launcher", "dist.backend: mpi")
 
 
 def check_combinations(config: JobConfig) -> None:

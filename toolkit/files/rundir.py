@@ -404,11 +404,10 @@ def find(text: str, root: Path | None = None) -> RunDir:
     by_name = [run for run in runs if run.name == text]
     root = root or runs_root()
     if (root / SWEEPS).is_dir():
-        refuse_points = registry.find("hooks", "refuse_points")
-        if refuse_points is not None:
-            refuse_points(text, by_name, root)
-        elif (root / SWEEPS / text / "sweep.json").exists():
+        knows_points = registry.ask("refuse_points", text, by_name, root)
+        if not knows_points and (root / SWEEPS / text / "sweep.json").exists():
             registry.needed("refuse_points", f"the sweep {text!r}")
+            raise RunNotFoundError(f"{text!r} is a sweep, and what knows its points has failed; name a run by its id")
     if by_name:
         return by_name[-1]
     if not runs:

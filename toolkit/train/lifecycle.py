@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from toolkit import registry
-from toolkit.base.errors import StoppedError
+from toolkit.base import logs
+from toolkit.base.errors import PluginError, StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.files.run_files import STOPPED_PHASE
+from toolkit.files.rundir import RunDir
 from toolkit.hang import activity
 from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.meters import Throughput
@@ -28,9 +30,11 @@ from toolkit.nodes.agent import preimports
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.run.records import user_request
+from toolkit.run.records import changes, user_request
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.saver import SAVE
+
+log = logs.get(__name__)
 
 
 class Loop(Protocol):
@@ -81,17 +85,39 @@ class RunHistory(Protocol):
 
 
 class NoRequests:
-    """Nothing is asked for, since no plugin takes requests."""
+    """Nothing is asked for, since no plugin takes requests. What was set before, or by other ranks, is refused."""
 
     next_step = math.inf
 
-    def resume(self, step: int) -> None: ...
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def resume(self, step: int) -> None:
+        run = RunDir(self._session.run_dir)
+        self._refuse(self._session.from_main("changes", lambda: changes.in_force(changes.read(run))))
 
     def pass_step(self, step: int) -> None: ...
 
-    def carry_out(self, kind: str, step: int) -> None: ...
+    def carry_out(self, kind: str, step: int) -> None:
+        request_id = kind.removeprefix(user_request.KIND)
+        # Rank 0 tells the others, which may have the plugin, to do nothing.
+        self._refuse(self._session.from_main(f"request/{request_id}", dict).get("values"))
+
+    def _refuse(self, values: object) -> None:
+        if values:
+            registry.needed("on_request", f"what was set while the run trained ({values})")
 
     def close(self) -> None: ...
+
+
+def _requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> Requests:
+    """Return what carries out requests. A run that is asked for nothing does without the plugin."""
+    try:
+        make = registry.find("hooks", "on_request")
+    except PluginError as error:
+        log.error("no request of a user is carried out: %s", error)
+        make = None
+    return NoRequests(session) if make is None else make(session, adopt)
 
 
 class Lifecycle:
@@ -108,8 +134,7 @@ class Lifecycle:
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink = Sink()
-        make = registry.find("hooks", "on_request")
-        self._on_request: Requests = NoRequests() if make is None else make(session, self._adopt)
+        self._on_request = _requests(session, self._adopt)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 
@@ -135,8 +160,7 @@ class Lifecycle:
 
     def begin(self) -> None:
         """Begin to measure where the time goes. The time before is start-up."""
-        make = registry.find("hooks", "run_history")
-        self._history: RunHistory | None = make and make(self._session, self.step, self.sheet)
+        self._history = registry.Guarded("run_history", self._session, self.step, self.sheet)  #: a RunHistory
         self.sheet.begin()
         self._session.start_up.end("resume")
         self._session.progress(spent=self.sheet.spent, start_up=self._session.start_up.parts)
@@ -260,7 +284,7 @@ class Lifecycle:
             "train/data_wait_fraction": self.throughput.data_wait_fraction,
             "train/memory_peak_gib": memory_peak_bytes(self._session.device) / (1 << 30),
             **speed(self.throughput.samples_per_s),
-            **({} if self._history is None else self._history.scalars(self.step)),
+            **(self._history.ask("scalars", self.step) or {}),
         }
 
     def show_tensors(self, figures: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -273,7 +297,7 @@ class Lifecycle:
     def write(self, values: Mapping[str, float]) -> None:
         """Log ``values`` by tag at this step, and tell `toolkit status`."""
         self.sink.scalars(self.step, values)
-        if self._history is not None and (table := self._history.take_table()) is not None:
+        if (table := self._history.ask("take_table")) is not None:
             self.sink.text("run/restarts", table, self.step, markdown=True)
         self.report("train")
 

@@ -100,8 +100,7 @@ class Trainer:
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
-        make = registry.find("hooks", "pace")
-        self._pace: Pace | None = make and make(session)
+        self._pace = registry.Guarded("pace", session)  #: a Pace
         self._balance = None
         if loader.balances and session.world_size > 1:
             build_balance = registry.needed("balance", "data.share: auto")
@@ -244,7 +243,7 @@ class Trainer:
         values = {
             "train/lr": self._lr(self._step - 1),
             **self._life.figures(self._hooks.speed),
-            **({} if self._pace is None else self._pace.compare(own_s)),
+            **(self._pace.ask("compare", own_s) or {}),
             **(self._balance.update(self._step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
         }
@@ -332,5 +331,5 @@ class Trainer:
             "total_steps": self._total,
             "epoch": self._epochs(self._step),
             "epochs": self._config.epochs,
-            "stragglers": [] if self._pace is None else self._pace.stragglers,
+            "stragglers": self._pace.ask("stragglers") or [],
         }

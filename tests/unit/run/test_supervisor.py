@@ -17,11 +17,12 @@ from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
 from toolkit import registry
 from toolkit.base import fsio, open_files, outages
-from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
+from toolkit.base.errors import EXIT_STOPPED, CheckpointError, PluginError, RequestError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
 from toolkit.files.rundir import RunDir
+from toolkit.hang.watchdog import Watchdog
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, RankReport
@@ -679,20 +680,47 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
     assert ownership.TOKEN_VARIABLE not in ranks.environ
 
 
-@pytest.mark.parametrize("fails_at", ["its making", "a look"])
-def test_a_plugins_watcher_that_fails_does_not_end_the_attempt(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: str
+#: The hooks that a supervisor asks, and without which it makes a run complete.
+MAY_FAIL = (
+    *("watch_attempt", "investigate_hangs", "job_usage", "prepare_nodes", "check_nodes"),
+    *("run_ended", "doubtful_nodes", "efficiency"),
+)
+
+
+class FailsLater:
+    def __init__(self, *parts: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("no number")
+
+
+@pytest.mark.parametrize("fails_at", ["its import", "its call", "a later call"])
+@pytest.mark.parametrize("hook", MAY_FAIL)
+def test_a_plugin_that_fails_does_not_end_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hook: str, fails_at: str
 ) -> None:
-    class Watcher:
-        def __init__(self, context: Any) -> None:
-            if fails_at == "its making":
-                raise ValueError("no number")
+    def fail(*arguments: Any) -> None:
+        raise ValueError("no number")
 
-        def look(self, attempt: Any, stops: Any) -> None:
-            raise ValueError("no number")
+    def find(kind: str, name: str) -> Any:
+        if name != hook:
+            return None
+        if fails_at == "its import":
+            raise PluginError("x needs y, which cannot be loaded: no number")
+        return FailsLater if fails_at == "a later call" and hook in MAY_FAIL[:4] else fail
 
-    monkeypatch.setattr(registry, "find", lambda kind, name: Watcher if name == "watch_attempt" else None)
-    assert supervise(run, Ranks(completes)) == 0
+    monkeypatch.setattr(registry, "find", find)
+    assert supervise_quickly(run, Ranks(completes)) == 0
     assert run.attempts()[0].cause == "completed"
-    (line,) = [record.message for record in caplog.records if "watch_attempt" in record.message]
-    assert "no number" in line
+    lines = [record.message for record in caplog.records if f"the hook {hook}" in record.message]
+    assert len(lines) == 1
+    assert "no number" in lines[0]
+
+
+def test_a_hang_is_ended_where_the_plugin_fails_that_looks_for_its_cause(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "find", lambda kind, name: FailsLater if name == "investigate_hangs" else None)
+    monkeypatch.setattr(Watchdog, "is_stuck", lambda watch: watch is not None and not run.attempts())
+    assert supervise(run, Ranks(lambda ranks: None, completes)) == 0
+    assert [line.cause for line in run.attempts()] == ["hang", "completed"]

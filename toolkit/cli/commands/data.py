@@ -13,13 +13,12 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    tokenize = registry.find("hooks", "tokenize")
+    verbs = ["fetch", "tokenize"] if registry.where("hooks", "tokenize") else ["fetch"]
     parser.usage = "toolkit data fetch NAME [--root DIR]"
-    parser.add_argument("verb", choices=["fetch", "tokenize"] if tokenize else ["fetch"])
+    parser.add_argument("verb", choices=verbs)
     parser.add_argument("names", nargs="+", metavar="NAME|IN", help="a data set; tokenize: texts, .jsonl, folders")
     parser.add_argument("--root", help="fetch: default $TOOLKIT_DATA, or ./data")
-    if tokenize:
-        tokenize.add_arguments(parser)
+    registry.call("tokenize.add_arguments", parser)
 
 
 def run(args: Namespace) -> None:
@@ -28,7 +27,7 @@ def run(args: Namespace) -> None:
     from toolkit.files import origin
 
     if args.verb == "tokenize":
-        registry.find("hooks", "tokenize").run(args)
+        registry.needed("tokenize", "toolkit data tokenize").run(args)
         return
     # The parser takes several names for tokenize; fetch takes one.
     name, *more = args.names

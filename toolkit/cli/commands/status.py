@@ -47,13 +47,12 @@ def run(args: Namespace) -> None:
     cache = run_rows.cache_of(rundir.runs_root()) if is_long else None
     rows_of = partial(show.status_rows, cache=cache)
     # The rows of sweeps read configs, which takes longer to import than a listing without sweeps.
-    sweep_rows = registry.find("hooks", "sweep_rows") if sweeps else None
-    if sweep_rows is None:
+    rows = None
+    if sweeps:
+        asked = (runs, sweeps, rows_of) if is_short else (runs, sweeps, args, rows_of)
+        rows = registry.ask("sweep_rows.newest" if is_short else "sweep_rows.unfolded", *asked)
+    if rows is None:
         rows = rows_of(selection.by_place(runs, args)[-10 if is_short else 0 :])
-    else:
-        rows = (
-            sweep_rows.newest(runs, sweeps, rows_of) if is_short else sweep_rows.unfolded(runs, sweeps, args, rows_of)
-        )
     rows = selection.by_state(rows, args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"

@@ -84,7 +84,12 @@ class Helpers:
 
         def read() -> None:
             data = os.read(output.fileno(), 1 << 16)
-            if not hear(data) or not data:
+            try:
+                hears_more = hear(data)
+            except Exception as error:  # of a plugin, which must not end the agent
+                log.error("the output of %s is not heard any more: %r", " ".join(command), error)
+                hears_more = False
+            if not hears_more or not data:
                 self.selector.unregister(output)
                 output.close()
 

@@ -122,10 +122,10 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor: NodeMonitor | None = registry.call("monitor_node", self._helpers, self._send)
+        self._monitor = registry.Guarded("monitor_node", self._helpers, self._send)  #: a NodeMonitor
         self._processes = Processes(self._selector, self._send, imports)
-        maker = registry.find("hooks", "node_copies")
-        self._copies: CopyMaker | None = maker and maker(self._helpers, self._processes, self._send, secret)
+        parts = (self._helpers, self._processes, self._send, secret)
+        self._copies = registry.Guarded("node_copies", *parts)  #: a CopyMaker
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -158,7 +158,7 @@ class Agent:
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_S
                     digest = self._progress.digest()
-                    more = {} if self._monitor is None else self._monitor.at_heartbeat()
+                    more = self._monitor.ask("at_heartbeat") or {}
                     self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **more})
                     self._processes.look_at_the_clock()
         finally:
@@ -170,7 +170,7 @@ class Agent:
         self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
         connection.sendall(self._link.greeting)
-        relay = self._copies and self._copies.listen(connection.getsockname()[0])
+        relay = self._copies.ask("listen", connection.getsockname()[0])
         connection.sendall(self._link.send({"is": "here", **self._who, "again": again, "relay": relay}))
         for message in self._kept:
             connection.sendall(self._link.send(message))
@@ -215,8 +215,7 @@ class Agent:
                 self._answer(order, addresses=sorted(connections.unanswered()))
             case "start":
                 # First, since files of a copy may have been removed since the last start.
-                if self._copies:
-                    self._copies.check()
+                self._copies.ask("check")
                 self._processes.start(order)
             case "signal":
                 self._processes.signal(order["attempt"], signal.Signals(order["number"]))
@@ -233,8 +232,10 @@ class Agent:
             case "watch":
                 self._watch_order = order
             case "stage":
-                assert self._copies is not None, "only the plugin sends this order"
-                self._copies.stage(order)
+                self._copies.ask("stage", order)
+                if not self._copies:  # the plugin has failed here: what waits for copies does without
+                    self._processes.use_copies({})
+                    self._send({"is": "staged", "copies": {}, "problems": ["the plugin that copies has failed"]})
             case "leave":
                 self._is_over = True
 

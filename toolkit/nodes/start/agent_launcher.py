@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from toolkit.base import hostlist, logs
 from toolkit.base.errors import EXIT_FAILED
@@ -409,9 +409,7 @@ class AgentLauncher(AgentUser):
             self._agents.ready[host, "imported"] = time.time()
             self._agents.has_torch[host] = message["has_torch"]
         if message["is"] in ("imported", "staged"):
-            if self.copying is not None:
-                hear = self.copying.note_imported if message["is"] == "imported" else self.copying.note_staged
-                hear(host, message)
+            self._tell_copying("note_imported" if message["is"] == "imported" else "note_staged", host, message)
             return
         store, ranks = self._store, self._ranks
         # Messages of an earlier attempt's store are ignored; the ranks check their own.
@@ -424,17 +422,24 @@ class AgentLauncher(AgentUser):
         elif ranks is not None:
             ranks.take(host, message)
 
+    def _tell_copying(self, method: str, *what: Any) -> None:
+        """Tell the plugin that has files copied. One that fails hears no more: an error here would end the run."""
+        try:
+            if self.copying is not None:
+                getattr(self.copying, method)(*what)
+        except Exception as error:  # it may be other people's code
+            log.error("what follows the copying has failed, and hears no more: %r", error)
+            self.copying = None
+
     def agent_ended(self, host: str, why: str) -> None:
-        if self.copying is not None:
-            self.copying.note_lost(host)
+        self._tell_copying("note_lost", host)
         if self._ranks is not None:
             self._ranks.lose(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:
             self._store.end(EXIT_FAILED)
 
     def agent_missing(self, host: str, why: str) -> None:
-        if self.copying is not None:
-            self.copying.note_lost(host)
+        self._tell_copying("note_lost", host)
         if self._ranks is not None:
             self._ranks.never_began(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:

@@ -11,8 +11,8 @@ from toolkit.base.errors import RunNotFoundError
 from toolkit.files.rundir import SWEEPS, RunDir
 
 
-def refuse_points(text: str, by_name: Sequence[RunDir], root: Path) -> None:
-    """Raise RunNotFoundError if ``text`` means all points of a sweep, or one that has not started.
+def refuse_points(text: str, by_name: Sequence[RunDir], root: Path) -> bool:
+    """Return True. Raise RunNotFoundError if ``text`` means all points of a sweep, or one that has not started.
 
     ``by_name`` are the runs of this name.
     """
@@ -28,6 +28,7 @@ def refuse_points(text: str, by_name: Sequence[RunDir], root: Path) -> None:
             f"run {run_id} is a point of sweep {sweep} that has not started; `toolkit sweep status {sweep}` says what "
             "it waits for"
         )
+    return True
 
 
 def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:

@@ -88,8 +88,8 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
 def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
-    if executor == "slurm" and (check_site := registry.find("hooks", "check_site")):
-        check_site(config)
+    if executor == "slurm":
+        registry.ask("check_site", config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
@@ -104,8 +104,7 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    if check_source := registry.find("hooks", "check_source"):
-        check_source(source)
+    registry.call("check_source", source)
 
 
 #: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.

@@ -95,7 +95,7 @@ class AttemptLoop:
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
-        self._watcher: AttemptWatcher | None = registry.call("watch_attempt", context)
+        self._watcher = registry.Guarded("watch_attempt", context)  #: an AttemptWatcher
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -157,15 +157,6 @@ class AttemptLoop:
         if 2 * len(stuck) <= len(self._attempt.plan.hosts):
             self._attempt.lose(stuck)
 
-    def _have_watched(self) -> None:
-        """Have a plugin look at the attempt. One that fails is asked no more, and the ranks go on."""
-        try:
-            if self._watcher is not None:
-                self._watcher.look(self._attempt, self.stops)
-        except Exception as error:  # it may be other people's code
-            log.error("the hook watch_attempt has failed, and is not asked any more: %r", error)
-            self._watcher = None
-
     def _do_periodic_work(self) -> None:
         """Do the periodic work that no event triggers."""
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
@@ -186,7 +177,7 @@ class AttemptLoop:
             self._attempt.note_begun()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
-        self._have_watched()
+        self._watcher.ask("look", self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
         self._care.look_for_dead(self._attempt)

@@ -70,7 +70,7 @@ class Context:
     nodes: Nodes
     journal: Journal
     events: Events
-    usage: UsageRecorder | None
+    usage: registry.Guarded  #: a UsageRecorder
     requeue: JobRequeue | None  #: None without Slurm
     claim: Claim = field(init=False)  #: once the run is this job's
 
@@ -97,7 +97,7 @@ class Context:
             nodes=nodes,
             journal=Journal(run, allocation, nodes),
             events=SimpleQueue(),
-            usage=registry.call("job_usage", run, allocation, config.cluster.price, os.environ),
+            usage=registry.Guarded("job_usage", run, allocation, config.cluster.price, os.environ),
             requeue=None if slurm is None else JobRequeue(run, allocation, slurm, nodes),
         )
 
@@ -108,9 +108,10 @@ class Context:
 
     def note_usage(self, attempt: Attempt, *, is_last: bool = False) -> None:
         """Have the journal write what the job uses, as far as the agents have told."""
-        if self.agents is not None and self.usage is not None:
+        if self.agents is not None:
             messages = dict(self.agents.usages)  # another thread adds to it
-            self.journal.usage = self.usage.update(messages, attempt, self.job.row, is_last=is_last)
+            used = self.usage.ask("update", messages, attempt, self.job.row, is_last=is_last)
+            self.journal.usage = used or self.journal.usage
 
     def note_ready(self, attempt: Attempt) -> None:
         """Note when the agents were ordered, and when that of rank 0's node was ready.

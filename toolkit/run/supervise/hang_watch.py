@@ -45,8 +45,7 @@ class HangWatch:
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
         self._context, self._attempt = context, attempt
-        make = registry.find("hooks", "investigate_hangs")
-        self._investigator: HangInvestigator | None = make and make(context, attempt, ranks)
+        self._investigator = registry.Guarded("investigate_hangs", context, attempt, ranks)  #: a HangInvestigator
         self._reports: Watchdog | None = None
         if not context.is_foreign:
             self._reports = Watchdog(context.config.dist.timeout_s)
@@ -73,26 +72,24 @@ class HangWatch:
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
             return
-        watch = self._reports or self._investigator
-        if watch is None or not watch.is_stuck():
+        if self._reports is None:
+            is_stuck, still_s = self._investigator.ask("is_stuck"), self._investigator.ask("still_s")
+        else:
+            is_stuck, still_s = self._reports.is_stuck(), self._reports.still_s
+        if not is_stuck or still_s is None:
             return
-        how = f"no progress for {watch.still_s:.0f} s, dist.timeout_s is {self._context.config.dist.timeout_s}"
+        how = f"no progress for {still_s:.0f} s, dist.timeout_s is {self._context.config.dist.timeout_s}"
         # Ask before the kill, which destroys the evidence.
         if agents is not None:
             agents.ask_for_unanswered()
-        if self._investigator is None:
-            log.error("the run hangs: %s", how)
-            attempt.end_for_hang(RankFailure(None, "", how, time.time()))
-        else:
-            log.error("%s: asking the ranks for their stacks", how)
-            attempt.end_for_hang(self._investigator.find_cause(self._reports))
+        log.error("%s: %s", how, "asking the ranks for their stacks" if self._investigator else "the run hangs")
+        found = self._investigator.ask("find_cause", self._reports)
+        attempt.end_for_hang(found or RankFailure(None, "", how, time.time()))
 
     def answer_with_stacks(self, request_id: str) -> None:
         """Answer `toolkit stacks`, a command of the plugin that reads them."""
-        if self._investigator is not None:
-            self._investigator.answer(request_id, self._reports)
+        self._investigator.ask("answer", request_id, self._reports)
 
     def close(self) -> None:
         """End the watch."""
-        if self._investigator is not None:
-            self._investigator.close()
+        self._investigator.ask("close")

@@ -62,7 +62,7 @@ class NodeCare:
         if self._drained is not None:
             self._drained.look(self._context.allocation.hosts)
             drained = self._drained.found
-        slow = {} if self._context.usage is None else self._context.usage.slow_links
+        slow: Mapping[str, str] = self._context.usage.ask("slow_links") or {}
         nodes.note(sick={**slow, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)

@@ -124,20 +124,15 @@ class Supervisor:
             return ended
         # The agents import torch while this process does the rest.
         plan = self._nodes.plan()
-        make = registry.find("hooks", "prepare_nodes")
         parts = (self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
-        preparations: list[NodePreparation] = [make(*parts)] if make else []
-        for preparation in preparations:
-            preparation.decide()
+        preparation = registry.Guarded("prepare_nodes", *parts)  # a NodePreparation: a start can do without it
+        preparation.ask("decide")
         self._launcher.prepare(() if plan is None else plan.hosts)
-        for preparation in preparations:
-            preparation.begin()
+        preparation.ask("begin")
         self._context.prepare_requeue()
-        if check_nodes := registry.find("hooks", "check_nodes"):
-            check_nodes(self._context)
+        registry.call("check_nodes", self._context)
         plan = self._nodes.plan()  # without nodes that are bad
-        for preparation in preparations:
-            preparation.wait(() if plan is None else plan.hosts, self._events)
+        preparation.ask("wait", () if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
     def _look(self) -> None:

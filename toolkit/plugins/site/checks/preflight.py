@@ -103,10 +103,7 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
             case NodeSilent(host, why, is_certain):
                 nodes[host].failure = why if is_certain else ""
                 errors += [] if is_certain else [f"{host}: {why}"]
-            # An error of the agents' thread is raised here; any other event belongs to the caller.
-            case Exception():
-                raise event
-            case _:
+            case _:  # it belongs to the caller, also an error of the agents' thread
                 events.put(event)
                 break
         awaited.discard(event.host)

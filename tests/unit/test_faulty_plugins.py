@@ -1,0 +1,151 @@
+"""Plugins that are absent or at fault: each use of a hook in the core says what then happens."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import toolkit
+from toolkit import registry
+from toolkit.base.errors import ConfigError, PluginError, RequestError, RunNotFoundError, ToolkitError
+from toolkit.cli import main as cli
+from toolkit.files import rundir
+from toolkit.train.lifecycle import NoRequests
+
+#: These are found by the core itself, which says what is missing: other callers ask in a way that copes with a fault.
+FOUND = {"on_request", "withdraw_retry", "fetch_weights"}
+#: These carry out what a user has asked for. All others look, advise or measure.
+NEEDED = {
+    *("second_place", "state_copies", "bad_samples", "balance", "initial_weights", "muon", "prune", "trace", "faults"),
+    *("launcher", "watch_batch_host", "after", "wait_for_other_runs", "sweep_rows", "refuse_points", "tokenize"),
+    "on_request",
+}
+
+
+def uses() -> dict[str, set[str]]:
+    """Return the hooks that the core names, by the function of the registry that it asks."""
+    found: dict[str, set[str]] = {}
+    core = Path(toolkit.__file__).parent
+    for path in core.rglob("*.py"):
+        if path.is_relative_to(core / "plugins") or path.name == "registry.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("registry"), "find" as how), [ast.Constant("hooks"), named, *_]):
+                    pass
+                case ast.Call(ast.Attribute(ast.Name("registry"), how), [named, *_]):
+                    pass
+                case _:
+                    continue
+            hooks = [each.value for each in ast.walk(named) if isinstance(each, ast.Constant)]
+            found.setdefault(how, set()).update(str(hook).partition(".")[0] for hook in hooks)
+    return found
+
+
+def test_each_use_of_a_hook_says_what_holds_where_it_fails() -> None:
+    used = uses()
+    kinds = {"commands", "strategies", "layouts", "datasets", "checks", "backends"}
+    assert used["find"] - kinds == FOUND
+    assert used["needed"] == NEEDED, "each names a key or a command"
+    assert not (used["call"] | used["Guarded"]) & NEEDED - {"tokenize"}
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Have one plugin with a module that cannot be imported; return the module."""
+    module = tmp_path / "lab_broken.py"
+    module.write_text("import nosuchlib\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks = dict.fromkeys(("run_ended", "pace", "muon", "refuse_points", "tokenize", "check_site"), "lab_broken:Hook")
+    lab = registry.Plugin("lab", hooks=hooks, commands={"lab": "lab_broken"})
+    monkeypatch.setattr(registry, "plugins", cache(lambda: (*registry.built_in(), lab)))
+    return module
+
+
+WHY = "which cannot be loaded: ModuleNotFoundError: No module named 'nosuchlib'"
+
+
+@pytest.mark.usefixtures("broken")
+def test_what_cannot_be_imported_costs_a_line_or_names_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    assert registry.call("run_ended", 1) is None
+    assert registry.ask("check_site", 1) is None
+    pace = registry.Guarded("pace", 1)
+    assert not pace
+    assert pace.ask("compare", [1.0]) is None
+    lines = [record.message for record in caplog.records]
+    assert [line.split()[2] for line in lines] == ["run_ended", "check_site", "pace"]
+    assert all(WHY in line for line in lines)
+    registry.require("muon", "optim.name: muon")  # on a login node without torch
+    with pytest.raises(PluginError, match=rf"^optim\.name: muon: muon of hooks needs lab_broken:Hook, {WHY}"):
+        registry.needed("muon", "optim.name: muon")
+    with pytest.raises(ConfigError, match=r"data\.share: auto needs a plugin that is not installed"):
+        registry.require("balance", "data.share: auto")
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_command_that_cannot_be_imported_spoils_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 0
+    assert "nosuchlib" not in capsys.readouterr().err
+    assert cli.main(["lab"]) == 2
+    assert f"toolkit: error: lab of commands needs lab_broken, {WHY}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out, err = capsys.readouterr()
+    assert "submit" in out
+    assert err.count("lab of commands") == 1
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["data", "fetch", "--help"])
+
+
+@pytest.mark.usefixtures("broken")
+def test_runs_are_found_beside_sweeps_that_nothing_can_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = rundir.create("digits", tmp_path)
+    run.config.write_text("")
+    (tmp_path / rundir.SWEEPS / "lr").mkdir(parents=True)
+    (tmp_path / rundir.SWEEPS / "lr/sweep.json").write_text("{}")
+    assert rundir.find("digits", tmp_path).id == run.id
+    assert "refuse_points has failed" in caplog.text
+    with pytest.raises(PluginError, match="the sweep 'lr'"):
+        rundir.find("lr", tmp_path)
+
+
+def test_what_a_hook_says_to_the_user_passes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(what: Exception) -> None:
+        raise what
+
+    monkeypatch.setattr(registry, "find", lambda kind, name: refuse)
+    with pytest.raises(RunNotFoundError, match="no run"):
+        registry.ask("refuse_points", RunNotFoundError("no run"))
+    assert registry.call("run_ended", RequestError("no place")) is None
+    assert registry.ask("check_site", OSError("away")) is None
+    assert len(caplog.records) == 2
+
+
+def test_a_section_that_cannot_be_imported_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab = registry.Plugin("lab", sections={"strategy.lab": "no_such_module:Lab"})
+    monkeypatch.setattr(registry, "_load_built_in", lambda names: iter([lab]))
+    assert [*registry.sections("strategy")] == []
+    assert "the section strategy.lab is left out: no_such_module:Lab: ModuleNotFoundError" in caplog.text
+
+
+def test_ranks_without_the_plugin_of_requests_refuse_what_others_have_set(tmp_path: Path) -> None:
+    told: dict[str, Any] = {}
+
+    def from_main(topic: str, say: Any) -> Any:
+        return told.get(topic, say())
+
+    run = rundir.create("digits", tmp_path)
+    session: Any = SimpleNamespace(run_dir=run.path, from_main=from_main)
+    requests = NoRequests(session)
+    requests.resume(3)
+    requests.carry_out("request/7", 3)  # rank 0: the others are told to do nothing
+    told["changes"] = [(2, "optim.lr", 0.1)]
+    with pytest.raises(ToolkitError, match=r"what was set while the run trained .*optim\.lr.* needs a plugin"):
+        requests.resume(3)
