@@ -35,10 +35,9 @@ BUILT_IN = (
     "checkpoints",
     "completion",
     "compression",
-    "curves",
     "counted_steps",
+    "curves",
     "disk",
-    "gpu_speeds",
     "hangs",
     "images",
     "inference",
@@ -79,7 +78,7 @@ log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
 Kind: TypeAlias = Literal[
-    "commands", "strategies", "sections", "checks", "layouts", "backends", "trackers", "hooks", "adapters", "datasets"
+    "commands", "strategies", "sections", "checks", "backends", "trackers", "hooks", "adapters", "datasets"
 ]
 
 
@@ -113,7 +112,6 @@ class Plugin:
     * ``traits``: what holds of these strategies, as values. One without traits counts as ``custom`` where a config is
       checked.
     * ``checks``: a subclass of `toolkit.config.validation.StrategyChecks`: what else a strategy refuses in a config.
-    * ``layouts``: for a strategy, or ``compressed`` for ddp, a function as `toolkit.strategies.build_layout` calls it.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
     * ``hooks``: functions and classes that the core asks for by name where it needs them. docs/plugins.md lists them.
@@ -128,7 +126,6 @@ class Plugin:
     sections: Mapping[str, str] = field(default_factory=dict)
     traits: Mapping[str, StrategyTraits] = field(default_factory=dict)
     checks: Mapping[str, str] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)

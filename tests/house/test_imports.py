@@ -163,8 +163,8 @@ LOGIN_NODE = [
         *("plugins/staging", "plugins/sweep", "plugins/trackers", "plugins/watch", "plugins/why"),
     ),
 ]
-#: What the ranks run of a part of the login node.
-ON_RANKS = {"plugins/site/measure.py"}
+#: What ranks and nodes run of a part of the login node.
+ON_RANKS = {"plugins/site/measure.py", "plugins/site/gpu_measure.py"}
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.

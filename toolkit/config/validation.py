@@ -206,7 +206,13 @@ def _check_plugins(config: JobConfig) -> None:
         value = value_of(config, key)
         if value == only or (not only and value != value_of(defaults, key)):
             registry.require(hook, what)
-    if (image := config.cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
+    cluster, strategy = config.cluster, config.strategy
+    # As in `toolkit.run.job.nodes.may_lose_nodes`: Slurm leaves such a job without a batch script.
+    if cluster.nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
+        registry.require("watch_batch_host", "a job that outlives a node (cluster.spare_nodes, retry.allow_fewer_nodes)")
+    if strategy.name == "ddp" and strategy.compression != "none":
+        registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")
+    if (image := cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
         registry.require("launcher", "a cluster.container for Pyxis")
     if config.dist.backend == "mpi":
         registry.require("launcher", "dist.backend: mpi")

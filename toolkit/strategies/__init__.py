@@ -14,7 +14,7 @@ from toolkit.limits import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.replicas import LocalReplica, Replicas, data_parallel
+from toolkit.strategies.layouts.replicas import Replicas, data_parallel
 from toolkit.strategies.layouts.shards import Shards
 from toolkit.strategies.models import recomputed
 from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, of_pairs
@@ -34,6 +34,7 @@ __all__ = [
     "Sums",
     "build_layout",
     "build_strategy",
+    "how_of",
     "of_pairs",
     "refuse_gloo_on_gpus",
 ]
@@ -72,22 +73,23 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
         return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
-    build = registry.find("layouts", "compressed")
-    if build is None:
-        raise ConfigError(f"strategy.compression: {config.compression} needs the plugin compression; use none")
+    build = registry.needed("compressed_gradients", f"strategy.compression: {config.compression}")
     compressed: Layout = build(config, session, train, how)
     return compressed
+
+
+def how_of(config: StrategyConfig, train: TrainConfig) -> dict[str, Any]:
+    """Return what every layout is told of a step: its precision, compiling, and what is computed again."""
+    return {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
 
 
 def build_layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
     """Return how the ranks hold a model under the strategy ``name``. Raises ConfigError where it has no layout."""
     sizes = mesh_of(replace(config, name=name), session.world_size)
-    how: dict[str, Any] = {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
+    how = how_of(config, train)
     match name:
         case "ddp":
             return _replicas(config, session, train, how)
-        case "alone":  # it sends nothing: local SGD without after_steps
-            return LocalReplica(session, **how)
         case "dp":  # one process with all GPUs of a node
             return data_parallel(session, **how)
         case "fsdp" | "zero":
@@ -95,8 +97,4 @@ def build_layout(name: str, config: StrategyConfig, session: Session, train: Tra
             how |= {"reshard_after_forward": name == "fsdp", "cpu_offload": config.cpu_offload}
             how["prefetch_blocks"] = config.prefetch_blocks
             return Shards(session, sizes, compression=config.compression, **how)
-    build = registry.find("layouts", name)
-    if build is None:
-        raise ConfigError(f"strategy.name: {name} has no layout")
-    layout: Layout = build(config, session, train, how)
-    return layout
+    raise ConfigError(f"strategy.name: {name} has no layout")

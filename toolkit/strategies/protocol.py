@@ -33,8 +33,8 @@ class StepOutput:
     """The results of a step, still on the device. Reading them would make the host wait."""
 
     loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
-    #: Scalar, equal on all ranks: 0 if the step was made, else the reason for skipping it (``verdict.WHY``). None if no
-    #: step is ever skipped.
+    #: Scalar, equal on all ranks: 0 if the step was made, else the reason for skipping it (``WHY`` in
+    #: `toolkit.strategies.update.gradients`). None if no step is ever skipped.
     skipped: Tensor | None = None
     #: The losses that add up to ``loss``, by the job's names. Empty if the job has one loss without a name.
     parts: Mapping[str, Tensor] = field(default_factory=dict)

@@ -54,7 +54,10 @@ class Loop(Protocol):
 
 
 class Requests(Protocol):
-    """What users ask of ranks that train. It is done between two steps, on all ranks before the same one."""
+    """The hook ``on_request``: what users ask of ranks that train. Made with the session and what adopts values.
+
+    It is done between two steps, on all ranks before the same one.
+    """
 
     next_step: float  #: before it there is nothing to do
 

@@ -12,13 +12,12 @@ import pytest
 
 from tests.unit.run.test_supervisor import Ranks, completes
 from tests.unit.run.test_supervisor_nodes import AGENTS, HOSTS, UnheardKill, network, run, slurm, supervise  # noqa: F401
-from toolkit import registry
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import RanksExited
-from toolkit.plugins.site.checks.preflight import mark_bad_nodes
+from toolkit.plugins.site.checks import preflight as node_checks
 from toolkit.plugins.site.checks.verdict import NodesReport
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise import attempt_loop
@@ -180,12 +179,11 @@ def test_gpus_are_measured_where_a_spare_can_replace_the_slow_one(
     assert not preflight.bad
     asked: list[Sequence[str]] = []
 
-    def slow_gpus(agents: object, job: Allocation, events: object) -> dict[str, str]:
+    def slow_nodes(agents: object, job: Allocation, events: object) -> dict[str, str]:
         asked.append(job.hosts)
         return {}
 
-    hooks = {"slow_gpus": slow_gpus, "check_nodes": mark_bad_nodes}
-    monkeypatch.setattr(registry, "find", lambda kind, name: hooks.get(name))
+    monkeypatch.setattr(node_checks, "slow_nodes", slow_nodes)
     config = JobConfig()
     config.cluster.spare_nodes = spare
     allocation = Allocation(HOSTS, (1, 1, 1), 1, gpus=(2,) * 3, job_id="1")

@@ -2,4 +2,4 @@
 
 from toolkit.registry import Plugin
 
-PLUGIN = Plugin("compression", layouts={"compressed": "toolkit.plugins.compression.layouts:build"})
+PLUGIN = Plugin("compression", hooks={"compressed_gradients": "toolkit.plugins.compression.layouts:build"})

@@ -37,8 +37,9 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
-from toolkit.strategies import build_layout
+from toolkit.strategies import build_layout, how_of
 from toolkit.strategies.layouts import Layout
+from toolkit.strategies.layouts.replicas import LocalReplica
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, refuse_learnt, total_weight
 from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.spmd import Spmd
@@ -347,5 +348,8 @@ class LocalSgd(Spmd):
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> LocalSgd:
     """Return the strategy; its model is not built yet."""
     local: LocalSgdConfig = config.local_sgd
-    name = "ddp" if local.after_steps else "alone"  # DDP's buckets take as much memory as the model
-    return LocalSgd(session, local, build_layout(name, config, session, train), train)
+    if local.after_steps:
+        layout = build_layout("ddp", config, session, train)
+    else:  # it sends nothing, and has no DDP, whose buckets take as much memory as the model
+        layout = LocalReplica(session, **how_of(config, train))
+    return LocalSgd(session, local, layout, train)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from toolkit.plugins.tensor.plan import CutLayers, TensorPlan, refuse_partial_gr
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, local
-from toolkit.strategies import build_layout, refuse_gloo_on_gpus
+from toolkit.strategies import how_of, refuse_gloo_on_gpus
 from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
 from toolkit.strategies.layouts.shards import Shards
@@ -38,17 +37,13 @@ from toolkit.strategies.spmd import Spmd
 log = logs.get(__name__)
 
 
-def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return the strategy tensor. Raises ConfigError for a mesh that does not match the number of ranks."""
-    return Spmd(session, build_layout("tensor", config, session, train), train)
-
-
-def build(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
-    """Return its layout, see `toolkit.strategies.build_layout`. Raises ConfigError."""
     refuse_gloo_on_gpus("tensor", session)
-    sizes = mesh_of(replace(config, name="tensor"), session.world_size)
+    sizes = mesh_of(config, session.world_size)
     plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
-    return (TensorParallel if sizes.shards == 1 else CutShards)(session, sizes, plan, **how)
+    kind = TensorParallel if sizes.shards == 1 else CutShards
+    return Spmd(session, kind(session, sizes, plan, **how_of(config, train)), train)
 
 
 class TensorParallel(Layout):

@@ -4,8 +4,7 @@ from toolkit.registry import Plugin, StrategyTraits
 
 PLUGIN = Plugin(
     "tensor",
-    strategies={"tensor": "toolkit.plugins.tensor.layout:build_strategy"},
-    layouts={"tensor": "toolkit.plugins.tensor.layout:build"},
+    strategies={"tensor": "toolkit.plugins.tensor.layout:build"},
     traits={
         "tensor": StrategyTraits(
             same_state=True, whole_update=True, sharded=True, mesh=("tensor", "replicas", "shards")

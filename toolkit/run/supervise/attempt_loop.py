@@ -82,7 +82,7 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
 
 
 class AttemptWatcher(Protocol):
-    """Watches an attempt of a plugin's concern: the hook ``watch_attempt`` (see `toolkit.registry`) makes one."""
+    """Watches an attempt of a plugin's concern: the hook ``watch_attempt`` makes one."""
 
     def look(self, attempt: Attempt, stops: StopPath) -> None:
         """Ask the ranks to stop where the run is not to go on. Called twice a second."""

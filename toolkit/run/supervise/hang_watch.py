@@ -67,7 +67,8 @@ class HangWatch:
     def look(self) -> None:
         """Kill the ranks if they hang.
 
-        Ranks end a stop that hangs by themselves (FORCE_AFTER_S), and ranks that are being killed need no other reason.
+        Ranks end a stop that hangs by themselves (``FORCE_AFTER_S`` of `toolkit.ranks.session`), and ranks that are
+        being killed need no other reason.
         """
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:

@@ -101,7 +101,8 @@ class Supervisor:
         # The run is over for good: cancel its follow-up jobs.
         if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
             self._context.requeue.dismiss()
-        registry.call("run_ended", self._run)
+        if verdict.decision is not Decision.REQUEUE or self._run.result() is not None:  # Slurm may not take it back
+            registry.call("run_ended", self._run)
         return _exit_code(verdict)
 
     # ------------------------------------------------------------------------------------------------- the beginning

@@ -20,7 +20,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from toolkit import registry
 from toolkit.base import fsio, logs
 from toolkit.base.node_programs import bare_python
 from toolkit.nodes.allocation import Allocation
@@ -28,6 +27,7 @@ from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, storage
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
+from toolkit.plugins.site.gpu_speeds import slow_nodes
 from toolkit.run.attempt import verdict
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import is_being_ended
@@ -215,8 +215,8 @@ def mark_bad_nodes(context: Context) -> None:
         return
     nodes.doubt(report.slow)
     # Slow GPUs only matter where a spare can take their place.
-    if spare and (slow_gpus := registry.find("hooks", "slow_gpus")) is not None:
-        nodes.doubt(slow_gpus(agents, job, context.events))
+    if spare:
+        nodes.doubt(slow_nodes(agents, job, context.events))
     # A node that did not answer is bad only if its slurmd does not answer either.
     dead = context.job.unreachable(report.unknown) if report.unknown else set()
     bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}

@@ -23,7 +23,7 @@ SLOW_SHARE = 0.9
 LEAST_GPUS = 4
 #: The test ends itself this long before. The ranks start then, and a CUDA context beside them would take their memory.
 MARGIN_S = 5
-COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.gpu_speeds.measure", f"{WAIT_S - MARGIN_S:.0f}")
+COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.site.gpu_measure", f"{WAIT_S - MARGIN_S:.0f}")
 _WORDS = {"gemm": "multiplies matrices at", "copy": "copies from the host at"}
 
 log = logs.get(__name__)

@@ -18,8 +18,8 @@ import torch
 
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
-from toolkit.plugins.gpu_speeds import compare as gpu_speeds
-from toolkit.plugins.gpu_speeds import measure as gpu_speed
+from toolkit.plugins.site import gpu_measure as gpu_speed
+from toolkit.plugins.site import gpu_speeds
 
 
 def text(gemm: list[float], copy: list[float]) -> str:
@@ -71,7 +71,7 @@ def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
     agents, events = PlayedAgents(), SimpleQueue[Any]()
     found = gpu_speeds.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
     assert {*agents.asked} == {"n1", "n2", "dead"}
-    assert agents.asked["n1"]["command"][-2] == "toolkit.plugins.gpu_speeds.measure"
+    assert agents.asked["n1"]["command"][-2] == "toolkit.plugins.site.gpu_measure"
     assert {*found} == {"n2"}
 
 

@@ -1,4 +1,4 @@
-"""Measures the GPUs of this node: ``python -m toolkit.plugins.gpu_speeds.measure LIMIT_S``.
+"""Measures the GPUs of this node: ``python -m toolkit.plugins.site.gpu_measure LIMIT_S``.
 
 The agent starts it before the first ranks. It is killed after ``LIMIT_S`` seconds.
 
