@@ -22,7 +22,16 @@ FOUND = {"on_request", "withdraw_retry", "fetch_weights"}
 #: These carry out what a user has asked for. All others look, advise or measure.
 NEEDED = {
     *("second_place", "state_copies", "bad_samples", "balance", "initial_weights", "muon", "prune", "trace", "faults"),
-    *("launcher", "watch_batch_host", "after", "wait_for_other_runs", "sweep_rows", "refuse_points", "tokenize"),
+    *(
+        "launcher",
+        "watch_batch_host",
+        "compressed_gradients",
+        "after",
+        "wait_for_other_runs",
+        "sweep_rows",
+        "refuse_points",
+        "tokenize",
+    ),
     "on_request",
 }
 
@@ -49,7 +58,7 @@ def uses() -> dict[str, set[str]]:
 
 def test_each_use_of_a_hook_says_what_holds_where_it_fails() -> None:
     used = uses()
-    kinds = {"commands", "strategies", "layouts", "datasets", "checks", "backends"}
+    kinds = {"commands", "strategies", "datasets", "checks", "backends"}
     assert used["find"] - kinds == FOUND
     assert used["needed"] == NEEDED, "each names a key or a command"
     assert not (used["call"] | used["Guarded"]) & NEEDED - {"tokenize"}

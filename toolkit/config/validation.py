@@ -209,7 +209,7 @@ def _check_plugins(config: JobConfig) -> None:
     cluster, strategy = config.cluster, config.strategy
     # As in `toolkit.run.job.nodes.may_lose_nodes`: Slurm leaves such a job without a batch script.
     if cluster.nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
-        registry.require("watch_batch_host", "a job that outlives a node (cluster.spare_nodes, retry.allow_fewer_nodes)")
+        registry.require("watch_batch_host", "a job with cluster.spare_nodes or retry.allow_fewer_nodes")
     if strategy.name == "ddp" and strategy.compression != "none":
         registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")
     if (image := cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
