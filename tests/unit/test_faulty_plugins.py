@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import selectors
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 
 import toolkit
+from tests.pages import ROOT
+from tests.waiting import PATIENCE
 from toolkit import registry
 from toolkit.base.errors import ConfigError, PluginError, RequestError, RunNotFoundError, ToolkitError
 from toolkit.cli import main as cli
+from toolkit.config import load_config
 from toolkit.files import rundir
+from toolkit.nodes.agent.helpers import Helpers
+from toolkit.run.prepare.new_run import check_submittable
 from toolkit.train.lifecycle import NoRequests
 
 #: These are found by the core itself, which says what is missing: other callers ask in a way that copes with a fault.
@@ -158,3 +164,20 @@ def test_ranks_without_the_plugin_of_requests_refuse_what_others_have_set(tmp_pa
     told["changes"] = [(2, "optim.lr", 0.1)]
     with pytest.raises(ToolkitError, match=r"what was set while the run trained .*optim\.lr.* needs a plugin"):
         requests.resume(3)
+
+
+@pytest.mark.parametrize("override", ["cluster.spare_nodes=1", "retry.allow_fewer_nodes=true"])
+def test_a_job_that_may_lose_nodes_is_refused_before_it_is_queued(override: str) -> None:
+    words = ["cluster.nodes=2", "cluster.tasks_per_node=1", override]
+    config = load_config(ROOT / "configs/digits_ddp.yaml", words, project=ROOT, site=False)
+    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes, or retry\.allow_fewer_nodes, needs a plugin"):
+        check_submittable(config, "slurm", ROOT)
+
+
+def test_an_agent_outlives_a_plugin_that_fails_at_what_a_helper_says(caplog: pytest.LogCaptureFixture) -> None:
+    with selectors.DefaultSelector() as selector:
+        Helpers(selector).ask(["echo", "no number"], int)
+        while selector.get_map():
+            for key, _ in selector.select(PATIENCE):
+                key.data()
+    assert "the output of echo no number is not heard any more: ValueError" in caplog.text
