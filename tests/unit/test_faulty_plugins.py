@@ -166,11 +166,11 @@ def test_ranks_without_the_plugin_of_requests_refuse_what_others_have_set(tmp_pa
         requests.resume(3)
 
 
-@pytest.mark.parametrize("override", ["cluster.spare_nodes=1", "retry.allow_fewer_nodes=true"])
+@pytest.mark.parametrize("override", ["cluster.spare_nodes=1", "cluster.nodes=2 retry.allow_fewer_nodes=true"])
 def test_a_job_that_may_lose_nodes_is_refused_before_it_is_queued(override: str) -> None:
-    words = ["cluster.nodes=2", "cluster.tasks_per_node=1", override]
+    words = ["cluster.tasks_per_node=1", *override.split()]
     config = load_config(ROOT / "configs/digits_ddp.yaml", words, project=ROOT, site=False)
-    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes, or retry\.allow_fewer_nodes, needs a plugin"):
+    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes or retry\.allow_fewer_nodes needs a plugin"):
         check_submittable(config, "slurm", ROOT)
 
 

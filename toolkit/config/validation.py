@@ -208,7 +208,7 @@ def _check_plugins(config: JobConfig) -> None:
             registry.require(hook, what)
     cluster, strategy = config.cluster, config.strategy
     # As in `toolkit.run.job.nodes.may_lose_nodes`: Slurm leaves such a job without a batch script.
-    if cluster.nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
+    if cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
         registry.require("watch_batch_host", "a job with cluster.spare_nodes or retry.allow_fewer_nodes")
     if strategy.name == "ddp" and strategy.compression != "none":
         registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")

@@ -18,7 +18,6 @@ from toolkit.config import JobConfig, is_one_line
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.prepare import snapshot
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
@@ -91,8 +90,6 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
     configs.validate(config, project=project, goes_on=goes_on)
     if executor == "slurm":
         registry.ask("check_site", config)
-        if may_lose_nodes(config, config.cluster.nodes + config.cluster.spare_nodes):
-            registry.require("watch_batch_host", "cluster.spare_nodes, or retry.allow_fewer_nodes,")
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
