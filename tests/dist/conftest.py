@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -22,4 +23,5 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
         wait_for(lambda: nobody_left(variables), 10, "no process of the run")
     finally:
         for pid in processes_with(f"TOOLKIT_RUNS={tmp_path}/runs"):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
