@@ -171,6 +171,7 @@ def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
         ("cluster.stage=always", "cluster.stage: always"),
         ("cluster.container=pyxis:site/torch:2.15", "a cluster.container for Pyxis"),
         ("notify=[echo]", "notify"),
+        ("strategy.compression=int8", "strategy.compression: int8"),
         ("optim.name=muon", "optim.name: muon"),
     ],
 )
