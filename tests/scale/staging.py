@@ -28,11 +28,11 @@ from threading import Thread
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.nodes.start.agent_launcher import FAN_OUT, CopyOrder
 from toolkit.plugins.staging import copying, package, relay
 from toolkit.plugins.staging.copying import CopyRequest
 from toolkit.plugins.staging.package import Package, PackageSource, PackRequest
 from toolkit.plugins.staging.relay import PIECE_BYTES, NodeAddress, Relay, RelayPeer, RelayRequest, Spool
+from toolkit.plugins.staging.supervisor_side import FAN_OUT, CopyOrder
 
 #: Of the file server: calls and bytes a second; and the seconds that a call takes without others.
 CALLS_A_SECOND, BYTES_A_SECOND, CALL_S = 30_000, 2e9, 0.0005

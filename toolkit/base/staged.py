@@ -27,6 +27,8 @@ def origin(path: str | Path) -> Path:
 
 def environment(copies: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process that is to use ``copies``. Programs of a copied environment come first."""
+    if not copies:
+        return dict(environ)
     search: list[str] = []
     for folder in environ.get("PATH", "").split(os.pathsep):
         copy = moved(Path(folder), copies)

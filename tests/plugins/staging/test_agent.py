@@ -12,27 +12,28 @@ import pytest
 from tests.unit.nodes.test_agents import Site, check, opened
 from tests.unit.nodes.test_steps import await_true
 from toolkit.base import staged
+from toolkit.config import JobConfig
 from toolkit.nodes.start import agent_starters
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
 )
 from toolkit.plugins.staging import package
 from toolkit.plugins.staging.copying import CopyRequest
-from toolkit.plugins.staging.package import PackageSource, PackRequest
+from toolkit.plugins.staging.package import Package, PackageSource, PackRequest
+from toolkit.plugins.staging.supervisor_side import NodeStaging
 
 
-class Copying:
-    """Keeps the agents' messages about their copies."""
+class Copying(NodeStaging):
+    """Keeps the agents' messages about their copies. The test decides what is copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: Site) -> None:
+        super().__init__(site.run, JobConfig(), site.allocation, site.launcher, lambda text: None)
+        site.agents.listeners = (self,)
         self.staged: list[Any] = []
 
-    def note_imported(self, host: str, message: Any) -> None: ...
-
-    def note_lost(self, host: str) -> None: ...
-
-    def note_staged(self, host: str, message: Any) -> None:
-        self.staged.append(message)
+    def take_message(self, host: str, message: Any) -> None:
+        if message["is"] == "staged":
+            self.staged.append(message)
 
 
 #: Stands for the agent's program, on a node where no process can be forked for a helper.
@@ -53,9 +54,9 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     command = [sys.executable, "-P", "-c", FORKLESS_AGENT]  # replaces the first 4 words of the usual command
     monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
     site = Site(tmp_path)
-    site.launcher.copying = copying = Copying()
+    copying = Copying(site)
     opened(site)
-    site.launcher.stage({"packages": []}, wait_s=60.0)
+    copying.order(CopyRequest((Package("/set", "key", "/set.tar", 0, 0, True, 0, 0),)), wait_s=60.0)
     stacks_order = {"do": "stacks", "attempt": 1, "command": ["stack-reader"], "standings": []}
     site.agents.request({"here": stacks_order}, site.events)
     log = site.run.path / "logs"
@@ -90,9 +91,9 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(tmp_path: Path, monk
     packages = [package.pack(PackageSource(str(each)), PackRequest(str(tmp_path / "cache"), ())) for each in sources]
     (tmp_path / "node").mkdir()
     site = Site(tmp_path)
-    site.launcher.copying = copying = Copying()
+    copying = Copying(site)
     opened(site)
-    site.launcher.stage(CopyRequest(tuple(packages), str(tmp_path / "node")).to_json(), wait_s=60.0)
+    copying.order(CopyRequest(tuple(packages), str(tmp_path / "node")), wait_s=60.0)
     await_true(lambda: copying.staged)
     copies = copying.staged[0]["copies"]
     assert [*copies] == [str(each) for each in sources]

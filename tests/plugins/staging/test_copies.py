@@ -13,7 +13,6 @@ import pytest
 
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.processes import CopiesInUse
 from toolkit.plugins.staging import node_side as copies
 
 ORDER = {"request": {}, "above": [], "is_above": False}
@@ -30,14 +29,18 @@ class Serving:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.helpers = Helpers(self.selector)
-        self.copies = CopiesInUse()
+        self.copies: dict[str, str] = {}
+        self.is_held = False
         self.sent: list[Message] = []
         played: Any = self  # in place of Processes
         self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append, bytes(32))
 
+    def hold(self, wait_s: float) -> None:
+        self.is_held = True
+
     def use_copies(self, paths: dict[str, str]) -> None:
-        self.copies.paths |= paths
-        self.copies.awaited_by = None
+        self.copies |= paths
+        self.is_held = False
 
     def serve(self) -> None:
         end = time.monotonic() + 30
@@ -69,7 +72,7 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
     agent = Serving()
     agent.keeper.stage({**ORDER, "wait_s": 60.0})
     agent.serve()
-    assert agent.copies == CopiesInUse({}, None)  # the ranks need not wait
+    assert (agent.copies, agent.is_held) == ({}, False)  # the ranks need not wait
     assert agent.sent[0]["copies"] == {}
     assert "the copying was killed" in agent.sent[0]["problems"][0]
     assert "the answer of a helper that is none was ignored" in caplog.text
@@ -91,11 +94,10 @@ def test_without_a_certain_answer_no_copy_is_used(
     assert not agent.selector.get_map(), "it was whole a moment ago"
     monkeypatch.setattr(copies, "SEEN_FOR_S", 0.0)
     agent.keeper.check()
-    assert agent.copies.paths == {}
-    assert agent.copies.awaited_by is not None
+    assert (agent.copies, agent.is_held) == ({}, True)
     # serve() has waited for the copying process already
     agent.helpers.pids.clear()
     agent.serve()
-    assert agent.copies == CopiesInUse(left, None)
+    assert (agent.copies, agent.is_held) == (left, False)
     assert agent.sent[0] == {"is": "staged", **WHOLE}
     assert len(agent.sent) == (1 if left else 2)

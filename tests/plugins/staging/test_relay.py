@@ -21,13 +21,12 @@ from tests.plugins.staging.test_copying import content, killed_at, packed
 from tests.waiting import PATIENCE
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message, StrangerError
-from toolkit.nodes.agent.processes import CopiesInUse
-from toolkit.nodes.start.agent_launcher import CopyOrder
 from toolkit.plugins.staging import copying, relay, whole
 from toolkit.plugins.staging.copying import CopyRequest
 from toolkit.plugins.staging.node_side import CopyKeeper
 from toolkit.plugins.staging.package import Package
 from toolkit.plugins.staging.relay import NodeAddress, Relay, RelayPeer, RelayRequest
+from toolkit.plugins.staging.supervisor_side import CopyOrder
 
 SECRET = b"s" * 32
 MB = 1 << 20
@@ -68,7 +67,7 @@ class Node:
         self.cluster, self.name, self.disk = cluster, name, cluster.folder / name
         self.disk.mkdir()
         self.sent: list[Message] = []
-        self.copies = CopiesInUse()
+        self.copies: dict[str, str] = {}
         played: Any = self  # in place of Processes
         self.keeper = CopyKeeper(cluster.helpers, played, self.sent.append, SECRET)
         cluster.keepers.append(self.keeper)
@@ -77,7 +76,7 @@ class Node:
         self.address = address
 
     def use_copies(self, paths: dict[str, str]) -> None:
-        self.copies.paths |= paths
+        self.copies |= paths
 
     def stage(self, *packages: Package, above: list[Message], is_above: bool = True) -> None:
         request = CopyRequest(packages, str(self.disk)).to_json()

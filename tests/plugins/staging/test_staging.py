@@ -7,9 +7,10 @@ import math
 import os
 import signal
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,24 +30,35 @@ from toolkit.run.supervise.stop_path import Signalled
 HOSTS = ("node1", "node2")
 
 
-class NoLauncher(AgentLauncher):
-    """Keeps the copy orders instead of sending them."""
+class NoAgents:
+    """Plays the agents of all nodes, and keeps what they are sent."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[Any, float]] = []
-        self.holds_zygotes = False
-        self.copying = None
-        self.silent: frozenset[str] = frozenset()
+        self.links, self.hosts, self.listeners = self, HOSTS, ()
+        self.silent_hosts: frozenset[str] = frozenset()
+        self.described = {host: {"relay": {"address": host, "port": 1}} for host in HOSTS}
+        self.sent: list[tuple[str, Any]] = []
+
+    def call(self, call: Callable[[], None]) -> None:
+        call()
+
+    def send(self, host: str, message: Any) -> None:
+        self.sent.append((host, message))
+
+    def send_all(self, message: Any) -> None:
+        self.sent.append(("all", message))
+
+
+class NoLauncher(AgentLauncher):
+    """Starts nothing on the nodes, which have a zygote each."""
+
+    def __init__(self) -> None:
+        self.played = NoAgents()
+        self.agents, self.holds_zygotes, self._is_warm = cast(Any, self.played), False, True
 
     @property
-    def silent_hosts(self) -> frozenset[str]:
-        return self.silent
-
-    def await_copies(self) -> None:
-        self.holds_zygotes = True
-
-    def stage(self, request: Any, *, wait_s: float) -> None:
-        self.orders.append((request, wait_s))
+    def orders(self) -> list[Any]:
+        return [message for _, message in self.played.sent if message["do"] == "stage"]
 
 
 class Start:
@@ -70,17 +82,20 @@ class Start:
     def import_all(self, import_s: float, waited_s: float, *, is_of_a_copy: bool = False) -> None:
         for host in HOSTS:
             took = {"import_s": import_s, "waited_s": waited_s}
-            self.staging.note_imported(host, {"is": "imported", **took, "is_of_a_copy": is_of_a_copy})
+            self.staging.take_message(host, {"is": "imported", **took, "is_of_a_copy": is_of_a_copy})
 
-    def request(self) -> dict[str, Any]:
-        wait_for(lambda: self.launcher.orders, 20, "an order to copy")
-        request: dict[str, Any] = self.launcher.orders[0][0]
-        return request
+    def request(self) -> Any:
+        wait_for(self.staging._is_packed.is_set, 20, "packages")
+        orders = self.launcher.orders
+        return orders[0]["request"] if orders else None
 
     def copy_all(self, took_s: float, *problems: str, damaged: tuple[str, ...] = ()) -> None:
         for host in HOSTS:
-            answer = {"copies": {}, "problems": list(problems), "damaged": damaged, "took_s": took_s}
-            self.staging.note_staged(host, {"is": "staged", **answer})
+            self.copied(host, *problems, took_s=took_s, damaged=damaged)
+
+    def copied(self, host: str, *problems: str, took_s: float, damaged: tuple[str, ...] = ()) -> None:
+        answer = {"copies": {}, "problems": list(problems), "damaged": damaged, "took_s": took_s}
+        self.staging.take_message(host, {"is": "staged", **answer})
 
     def says(self, text: str) -> None:
         wait_for(lambda: text in self.told, 20, f"{text!r} in {self.told!r}")
@@ -111,7 +126,10 @@ def test_auto_copies_in_the_background_what_has_waited_for_the_disk(environment:
     assert not start.launcher.holds_zygotes
     start.import_all(9.0, 6.5)
     [made] = start.request()["packages"]
-    assert (made["source"], start.launcher.orders[0][1]) == (str(environment), 0.0)
+    first, second = start.launcher.orders
+    assert (made["source"], first["wait_s"]) == (str(environment), 0.0)
+    assert (first["above"], second["above"]) == ([], [{"address": "node1", "port": 1}])
+    assert (first["is_above"], second["is_above"]) == (True, False)
     start.copy_all(took_s=2.0)
     start.says("nodes with a copy: 2 of 2, made within 2.0 s")
     assert "imports took 9.0 s, of this 6.5 s in wait for files" in start.told
@@ -120,7 +138,8 @@ def test_auto_copies_in_the_background_what_has_waited_for_the_disk(environment:
     later = Start(tmp_path)
     assert later.launcher.holds_zygotes
     later.request()
-    assert 0.0 < later.launcher.orders[0][1] < 6.5
+    assert 0.0 < later.launcher.orders[0]["wait_s"] < 6.5
+    assert later.launcher.played.sent[-1] == ("all", {"do": "warm"})  # after the orders to copy
     later.copy_all(took_s=0.0)
     later.staging.wait(HOSTS, SimpleQueue())
     later.import_all(2.4, 0.1, is_of_a_copy=True)
@@ -159,14 +178,14 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     start, events = Start(tmp_path, "always"), SimpleQueue[Any]()
     assert start.launcher.holds_zygotes
     start.request()
-    assert 1700 < start.launcher.orders[0][1] <= staging.MOST_WAIT_S
+    assert 1700 < start.launcher.orders[0]["wait_s"] <= staging.MOST_WAIT_S
     events.put(Signalled(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
     assert events.get() == Signalled(signal.SIGTERM)
     assert "not there in time" in start.told
     # a node that is lost is not waited for
-    start.staging.note_lost("node2")
-    start.staging.note_staged("node1", {"copies": {}, "problems": ["no room"], "damaged": [], "took_s": 0.0})
+    start.staging.agent_ended("node2", "it is lost")
+    start.copied("node1", "no room", took_s=0.0)
     start.staging.wait(HOSTS, SimpleQueue())
     assert "nodes with a copy: 0 of 1" in start.told
 
@@ -180,7 +199,7 @@ def test_what_cannot_be_copied_is_named_and_the_run_goes_on(environment: Path, t
     assert f"{closed} is not copied to the nodes: {closed}: No such file or directory" in start.told
     nothing = Start(tmp_path, "never", (str(closed),))
     nothing.staging.wait(HOSTS, SimpleQueue())
-    assert nothing.launcher.orders == [(None, pytest.approx(staging.MOST_WAIT_S, abs=60))]
+    assert nothing.launcher.played.sent == [("all", {"do": "warm"})]
 
 
 def test_figures_and_packages_in_a_folder_that_others_may_write_to_are_refused(
@@ -220,7 +239,7 @@ def test_copies_are_not_waited_for_without_limit(
     data.write_text("x")
     start = Start(tmp_path, "never", (str(data),)) if is_data else Start(tmp_path, "always")
     start.request()
-    assert start.launcher.orders[0][1] <= 1.0
+    assert start.launcher.orders[0]["wait_s"] <= 1.0
     start.staging.wait(HOSTS, SimpleQueue())
     assert "the copies are not there in time, within 1 s: this start does without" in start.told
 
@@ -228,8 +247,8 @@ def test_copies_are_not_waited_for_without_limit(
 def test_a_silent_node_is_not_waited_for(environment: Path, tmp_path: Path) -> None:
     start = Start(tmp_path, "always")
     start.request()
-    start.staging.note_staged("node1", {"copies": {}, "problems": [], "damaged": [], "took_s": 1.0})
-    start.launcher.silent = frozenset({"node2"})
+    start.copied("node1", took_s=1.0)
+    start.launcher.played.silent_hosts = frozenset({"node2"})
     start.staging.wait(HOSTS, SimpleQueue())
     assert "nodes with a copy: 1 of 1" in start.told
 

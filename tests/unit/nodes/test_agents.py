@@ -29,7 +29,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agent_launcher, agent_links, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent
-from toolkit.nodes.start.agents import Agents, Endpoint, NodeAnswered, NodeSilent
+from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
     FirstReports,
@@ -265,6 +265,31 @@ def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
 
 
 #: Stands for the agent's program: one whose node is found sick at once.
+def test_a_listener_that_fails_is_named_once_and_the_ranks_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(AgentUser):
+        def agent_connected(self, host: str) -> None:
+            raise ValueError("no number")
+
+    class Listening(AgentUser):
+        def __init__(self) -> None:
+            self.messages: list[Any] = []
+
+        def take_message(self, host: str, message: Any) -> None:
+            self.messages.append(message["is"])
+
+    site, listening = Site(tmp_path), Listening()
+    site.agents.listeners = (Failing(), listening)
+    site.start("true")
+    assert site.next() == AllRanksEnded(0)
+    assert "ended" in listening.messages
+    (line,) = [record.message for record in caplog.records if "hears no more" in record.message]
+    assert "no number" in line
+    assert len(site.agents.listeners) == 1
+    site.close()
+
+
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path)
     site.start("true", PYTHONHOME="/nowhere")

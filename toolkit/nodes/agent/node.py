@@ -20,8 +20,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
-* ``stage``: copy packages to the node's own disk, from the nodes ``above``. Then ``staged``. What is started waits
-  ``wait_s`` for that.
+* ``stage``: of a plugin, see :class:`CopyMaker`.
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what its monitor adds. It sends at once which

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -67,33 +67,6 @@ class _Child:
         self.stdout = None
 
 
-@dataclass
-class CopiesInUse:
-    """The copies on this node that processes are started with, see :mod:`toolkit.base.staged`."""
-
-    paths: dict[str, str] = field(default_factory=dict)  #: the copy of each original
-    awaited_by: float | None = None  #: until when nothing is started, to wait for copies
-
-    def expect(self, wait_s: float) -> None:
-        """Have nothing started until copies are there, or ``wait_s`` have passed."""
-        self.awaited_by = time.monotonic() + wait_s
-
-    def put_aside(self, wait_s: float) -> dict[str, str]:
-        """Return the copies, and use none until it is known which are whole."""
-        paths, self.paths = self.paths, {}
-        self.expect(wait_s)
-        return paths
-
-    def environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the variables of a process that uses the copies."""
-        return staged.environment(self.paths, environ) if self.paths else environ
-
-    def program(self, program: str) -> str:
-        """Return the path of ``program`` in the environment's copy; ``program`` itself without a copy."""
-        copy = staged.moved(Path(program), self.paths)
-        return program if copy == Path(program) else str(copy)
-
-
 class Processes:
     """Starts processes, signals them and reports their ends. They are forks of a zygote or fresh programs."""
 
@@ -104,8 +77,9 @@ class Processes:
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
-        self._is_wanted = False  #: a zygote for ranks, as soon as nothing is being copied
-        self.copies = CopiesInUse()
+        self._is_wanted = False  #: a zygote for ranks, as soon as nothing is held
+        self.copies: dict[str, str] = {}  #: that processes are started with, see toolkit.base.staged
+        self._held_until: float | None = None  #: nothing is started until then, see :meth:`hold`
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
@@ -131,24 +105,32 @@ class Processes:
     def warm(self) -> None:
         """Have a zygote ready, of the environment's copy if one is being made."""
         self._is_wanted = True
-        if self.copies.awaited_by is None:
+        if self._held_until is None:
             self._wanted_zygote()
 
     def _wanted_zygote(self) -> ZygoteClient:
         """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            environ = self.copies.environment(os.environ)
+            environ = staged.environment(self.copies, os.environ)
             # Where ranks gain nothing by a fork, the store alone is forked.
-            forks, python = "ranks" if self._is_wanted else "store", self.copies.program(sys.executable)
+            forks, python = "ranks" if self._is_wanted else "store", self._program(sys.executable)
             self._zygote = zygote = ZygoteClient(self._imports, python, environ, forks=forks)
             self._selector.register(zygote.socket, selectors.EVENT_READ, lambda: self._hear_zygote(zygote))
         return self._zygote
 
+    def _program(self, program: str) -> str:
+        copy = staged.moved(Path(program), self.copies)
+        return program if copy == Path(program) else str(copy)
+
+    def hold(self, wait_s: float) -> None:
+        """Have nothing started until copies are there, or ``wait_s`` have passed."""
+        self._held_until = time.monotonic() + wait_s
+
     def use_copies(self, copies: Mapping[str, str]) -> None:
         """Have what is started from now on use these copies. A zygote of another place has imported, and stays."""
-        self.copies.paths |= copies
-        self.copies.awaited_by = None
-        if self._zygote and self._zygote.is_of_a_copy and self.copies.program(sys.executable) == sys.executable:
+        self.copies |= copies
+        self._held_until = None
+        if self._zygote and self._zygote.is_of_a_copy and self._program(sys.executable) == sys.executable:
             self._end_zygote()  # its copy has lost files
         if self._is_wanted:
             self._wanted_zygote()
@@ -157,7 +139,7 @@ class Processes:
     def look_at_the_clock(self) -> None:
         """Do what is due. To be called every second."""
         now, zygote = time.monotonic(), self._zygote
-        if self.copies.awaited_by is not None and now >= self.copies.awaited_by:
+        if self._held_until is not None and now >= self._held_until:
             self.use_copies({})
         if zygote and not zygote.has_ended:
             zygote.end_if_silent()
@@ -174,7 +156,7 @@ class Processes:
             self._selector.unregister(zygote.socket)
             if zygote.is_of_a_copy and not was_ready:
                 log.warning("a process of the copied environment cannot be started: another one does without copies")
-                self.copies.paths, self._zygote = {}, None
+                self.copies, self._zygote = {}, None
                 self._wanted_zygote()
                 return
         elif not was_ready:
@@ -202,7 +184,7 @@ class Processes:
 
     def start(self, order: Message) -> None:
         """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
-        if self.copies.awaited_by is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
+        if self._held_until is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
             self._waiting.append(order)
         else:
             self._start(order)
@@ -221,7 +203,7 @@ class Processes:
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
-            environ.update(self.copies.environment(environ))
+            environ = staged.environment(self.copies, environ)
             if child.rank is not None:
                 environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
             files = [os.devnull, process["log"], process["log"]]
@@ -261,7 +243,7 @@ class Processes:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
-        return _start_program(order, self.copies.program(order["command"][0]))
+        return _start_program(order, self._program(order["command"][0]))
 
     # ----------------------------------------------------------------------------------------------------- the store
 

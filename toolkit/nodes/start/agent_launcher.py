@@ -7,11 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
 
-from toolkit.base import hostlist, logs
+from toolkit.base import hostlist
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
@@ -183,43 +181,6 @@ MODULE = (sys.executable, "-P", "-m")
 RETURN_WITHIN_S = 15.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.nodes.start.foreign"
-#: Each node passes a package on to this many others.
-FAN_OUT = 2
-
-log = logs.get(__name__)
-
-
-class CopyingListener(Protocol):
-    """Hears of imports and copies, for the hook ``prepare_nodes``. Called in the links' thread."""
-
-    def note_imported(self, host: str, message: Message) -> None:
-        """Note that the zygote of ``host`` has imported what ranks import."""
-
-    def note_staged(self, host: str, message: Message) -> None:
-        """Note that ``host`` has carried out an order to copy."""
-
-    def note_lost(self, host: str) -> None:
-        """Note that ``host`` has no agent."""
-
-
-@dataclass
-class CopyOrder:
-    """An order to copy, with the tree by which nodes take packages from each other.
-
-    Each node gets the next place in the tree when the order is sent to it.
-    """
-
-    message: Message
-    places: list[Message | None] = field(default_factory=list)
-
-    def place(self, relay: Message | None) -> list[Message]:
-        """Give the next node its place, and return the nodes above it, the nearest first."""
-        place, above = len(self.places), list[Message | None]()
-        self.places.append(relay)
-        while place > 0:
-            place = (place - 1) // FAN_OUT
-            above.append(self.places[place])
-        return [node for node in above if node is not None]
 
 
 class AgentLauncher(AgentUser):
@@ -238,33 +199,31 @@ class AgentLauncher(AgentUser):
         settings: Callable[[], Settings] = lambda: Settings(signals_all=True),
     ) -> None:
         self._run, self._allocation, self._container = run, allocation, container
-        self._agents, self._settings = agents, settings
+        self.agents, self._settings = agents, settings
+        self.holds_zygotes = False  #: until :meth:`release_zygotes`, while something is done on the nodes first
         self._ranks: AgentRanks | None = None
         self._store: AgentStore | None = None
         self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False  #: whether agents keep a zygote ready, which has imported torch
         self._return_by = 0.0
-        self._orders_to_copy: list[CopyOrder] = []  #: also for agents that connect later
-        self._has_to_copy_first = False
-        self.copying: CopyingListener | None = None
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         self._is_warm = self._is_forked(command)
         self._return_by = time.monotonic() + RETURN_WITHIN_S
-        self._agents.open(environ, events, self, again=True)
+        self.agents.open(environ, events, self, again=True)
 
     def prepare(self, hosts: Collection[str]) -> None:
-        self._agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
+        self.agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
         hosts = {self._allocation.hosts[0], *hosts}
-        self._agents.wait_for_returning(hosts, self._return_by)
-        self._agents.links.call(lambda: self._agents.ensure(hosts))
+        self.agents.wait_for_returning(hosts, self._return_by)
+        self.agents.links.call(lambda: self.agents.ensure(hosts))
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
-        links = self._agents.links
+        links = self.agents.links
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
         process: Message = {"rank": None, "environ": {}, "log": str(self._run.attempt_logs(attempt) / "store.log")}
@@ -283,11 +242,11 @@ class AgentLauncher(AgentUser):
         store: Store,
     ) -> RunningRanks:
         assert isinstance(store, AgentStore)
-        links = self._agents.links
+        links = self.agents.links
         ranks = AgentRanks(attempt, allocation, events, links)
         # The order of each node holds all its ranks, so one message starts them.
         cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
-        environ = {**environ, reports.VARIABLE: self._agents.reports_token}
+        environ = {**environ, reports.VARIABLE: self.agents.reports_token}
         common = srun_environment(allocation)
         if common:  # the agents' step does without them, and scripts read them
             common |= {name: environ[name] for name in GPU_REQUEST if name in environ}
@@ -303,34 +262,6 @@ class AgentLauncher(AgentUser):
         links.call(lambda: self._begin(ranks, store))
         return ranks
 
-    @property
-    def silent_hosts(self) -> frozenset[str]:
-        """Return the hosts whose agents are connected and have sent nothing for a while."""
-        return self._agents.silent_hosts
-
-    def await_copies(self) -> None:
-        """Delay all zygotes until :meth:`stage` has been called. They would import from the shared disk."""
-        self._has_to_copy_first = True
-
-    def stage(self, request: Message | None, *, wait_s: float) -> None:
-        """Have all agents carry out a ``CopyRequest``, if there is one.
-
-        Processes that they start wait for it at most ``wait_s``.
-        """
-
-        def send() -> None:
-            links = self._agents.links
-            if request is not None:
-                self._orders_to_copy.append(CopyOrder({"do": "stage", "request": request, "wait_s": wait_s}))
-                here = links.hosts
-                for host in [host for host in self._allocation.hosts if host in here]:
-                    self._send_to_copy(self._orders_to_copy[-1], host)
-            if self._is_warm and self._has_to_copy_first:
-                links.send_all({"do": "warm"})
-            self._has_to_copy_first = False
-
-        self._agents.links.call(send)
-
     def _order(
         self,
         attempt: int,
@@ -340,14 +271,14 @@ class AgentLauncher(AgentUser):
         cpus: int | None = None,
     ) -> Message:
         # Only the differences from the agents' environment are sent.
-        changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
+        changed = {name: value for name, value in environ.items() if self.agents.environ.get(name) != value}
         return {
             "do": "start",
             "attempt": attempt,
             "module": list(command[3:]) if self._is_forked(command) else None,
             "command": list(command),
             "environ": changed,
-            "unset": [name for name in self._agents.environ if name not in environ],
+            "unset": [name for name in self.agents.environ if name not in environ],
             "processes": processes,
             "cpus_per_task": cpus,
             "gets_signals": self._settings().signals_all,
@@ -367,25 +298,26 @@ class AgentLauncher(AgentUser):
 
     def _begin(self, ranks: AgentRanks, store: AgentStore) -> None:
         self._ranks = ranks
-        self._agents.ensure({self._allocation.hosts[0], *ranks.hosts})
+        self.agents.ensure({self._allocation.hosts[0], *ranks.hosts})
 
         def set_port() -> None:
             for order in ranks.orders.values():
                 order["environ"]["MASTER_PORT"] = str(store.port)
             ranks.may_begin = True
-            self._send_orders(self._agents.links.hosts)
+            self._send_orders(self.agents.links.hosts)
 
         store.when_ready(set_port)
-        self._send_orders(self._agents.links.hosts)
+        self._send_orders(self.agents.links.hosts)
 
-    def _send_to_copy(self, order: CopyOrder, host: str) -> None:
-        above = order.place(self._agents.relays.get(host))
-        is_above = len(order.places) * FAN_OUT - 1 < len(self._allocation.hosts)
-        self._agents.links.send(host, {**order.message, "above": above, "is_above": is_above})
+    def release_zygotes(self) -> None:
+        """Have zygotes import what ranks import, from now on. Called in the links' thread."""
+        if self._is_warm and self.holds_zygotes:
+            self.agents.links.send_all({"do": "warm"})
+        self.holds_zygotes = False
 
     def _send_orders(self, hosts: Collection[str]) -> None:
         """Send the waiting orders to the agents of ``hosts``, which are connected."""
-        here, links = self._allocation.hosts[0], self._agents.links
+        here, links = self._allocation.hosts[0], self.agents.links
         if self._store is not None and self._store_order is not None and here in hosts:
             if not self._store.is_closing:
                 links.send(here, self._store_order)
@@ -397,20 +329,17 @@ class AgentLauncher(AgentUser):
     # what the agents tell, see AgentUser
 
     def agent_connected(self, host: str) -> None:
-        self._agents.ready[host, "connected"] = time.time()
-        for order in self._orders_to_copy:
-            self._send_to_copy(order, host)
-        if self._is_warm and not self._has_to_copy_first:  # also on a spare
-            self._agents.links.send(host, {"do": "warm"})
+        self.agents.ready[host, "connected"] = time.time()
+        if self._is_warm and not self.holds_zygotes:  # also on a spare
+            self.agents.links.send(host, {"do": "warm"})
         self._send_orders([host])
 
     def take_message(self, host: str, message: Message) -> None:
         if message["is"] == "imported":
-            self._agents.ready[host, "imported"] = time.time()
-            self._agents.has_torch[host] = message["has_torch"]
-        if message["is"] in ("imported", "staged"):
-            self._tell_copying("note_imported" if message["is"] == "imported" else "note_staged", host, message)
-            return
+            self.agents.ready[host, "imported"] = time.time()
+            self.agents.has_torch[host] = message["has_torch"]
+        if message["is"] not in ("output", "ended", "not_started"):
+            return  # it is not about a process
         store, ranks = self._store, self._ranks
         # Messages of an earlier attempt's store are ignored; the ranks check their own.
         if message["is"] == "output":
@@ -422,24 +351,13 @@ class AgentLauncher(AgentUser):
         elif ranks is not None:
             ranks.take(host, message)
 
-    def _tell_copying(self, method: str, *what: Any) -> None:
-        """Tell the plugin that has files copied. One that fails hears no more: an error here would end the run."""
-        try:
-            if self.copying is not None:
-                getattr(self.copying, method)(*what)
-        except Exception as error:  # it may be other people's code
-            log.error("what follows the copying has failed, and hears no more: %r", error)
-            self.copying = None
-
     def agent_ended(self, host: str, why: str) -> None:
-        self._tell_copying("note_lost", host)
         if self._ranks is not None:
             self._ranks.lose(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:
             self._store.end(EXIT_FAILED)
 
     def agent_missing(self, host: str, why: str) -> None:
-        self._tell_copying("note_lost", host)
         if self._ranks is not None:
             self._ranks.never_began(host, why)
         if host == self._allocation.hosts[0] and self._store is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from toolkit.base import fsio, logs, outages
 from toolkit.files.rundir import RunDir
@@ -176,13 +176,16 @@ class AgentStarter(Protocol):
 
 
 class AgentUser:
-    """Starts ranks on the agents' nodes. The links' thread calls all methods; here they do nothing."""
+    """Has agents start ranks, or do other work on their nodes.
+
+    The links' thread calls all methods; here they do nothing.
+    """
 
     def agent_connected(self, host: str) -> None:
         """Note that orders can be sent to ``host`` from now on."""
 
     def take_message(self, host: str, message: Message) -> None:
-        """Take a message about a process."""
+        """Take a message that :class:`Agents` leaves to its users, as those about processes."""
 
     def agent_ended(self, host: str, why: str) -> None:
         """Note that the agent of ``host`` has ended. All that it had started has ended, too."""
@@ -229,7 +232,8 @@ class Agents:
         self.sick_hosts: Mapping[str, str] = {}
         self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
-        self.relays: dict[str, Message | None] = {}  #: where other nodes take packages, by host
+        self.described: dict[str, Message] = {}  #: by host: how its agent has described itself
+        self.listeners: tuple[AgentUser, ...] = ()  #: of plugins. They hear of each thing before the launcher
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
@@ -369,7 +373,17 @@ class Agents:
                 continue
             log.warning("no agent on %s: %s", host, why)
             self._requests.note_missing(NodeSilent(host, why, is_certain))
-            self._user.agent_missing(host, why)
+            self._tell("agent_missing", host, why)
+
+    def _tell(self, method: str, *what: Any) -> None:
+        """Tell the listeners and the launcher. A plugin that fails hears no more: an error here would end the run."""
+        for listener in self.listeners:
+            try:
+                getattr(listener, method)(*what)
+            except Exception as error:  # it may be other people's code
+                log.error("what a plugin does on the nodes has failed, and hears no more: %r", error)
+                self.listeners = tuple(each for each in self.listeners if each is not listener)
+        getattr(self._user, method)(*what)
 
     # what the links tell
 
@@ -382,7 +396,7 @@ class Agents:
         else:  # one that was given up as late would take the place of the agent that was started instead
             is_wanted = message["start"] == self._start_of.get(host)
         if is_wanted:
-            self.relays[host] = message["relay"]
+            self.described[host] = message
         return is_wanted
 
     def agent_came(self, host: str) -> None:
@@ -394,7 +408,7 @@ class Agents:
             command = self._watch_command(address, self._at.port)
             self.links.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
         self._requests.note_here(host)
-        self._user.agent_connected(host)
+        self._tell("agent_connected", host)
 
     def take_message(self, host: str, message: Message) -> None:
         match message["is"]:
@@ -414,9 +428,8 @@ class Agents:
             case "sick":
                 known, what = self.sick_hosts.get(host), str(message["what"])
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
-            # Messages about processes are the launcher's.
             case _:
-                self._user.take_message(host, message)
+                self._tell("take_message", host, message)
 
     def agent_left(self, host: str, why: str) -> None:
         """Note that the agent has ended, or cannot be reached any more."""
@@ -427,7 +440,7 @@ class Agents:
             return
         log.warning("node %s: %s", host, why)
         self._requests.note_missing(NodeSilent(host, why, is_certain=False))
-        self._user.agent_ended(host, why)
+        self._tell("agent_ended", host, why)
 
     def broke(self, error: Exception) -> None:
         """Take an error of the links' thread: no agent is served any more."""

@@ -60,9 +60,12 @@ class CopyKeeper:
                     socket.send_fds(self._relay, [b"c"], [connection.fileno()])
 
     def stage(self, order: Message) -> None:
-        """Carry out the supervisor's order to copy."""
+        """Copy packages to the node's own disk, from the nodes ``above``. Then send ``staged``.
+
+        What is started waits ``wait_s`` for that.
+        """
         if order["wait_s"]:
-            self._processes.copies.expect(order["wait_s"])
+            self._processes.hold(order["wait_s"])
         if self._relay is not None:
             self._relay.close()
         self._relay, channel = socket.socketpair()
@@ -86,9 +89,11 @@ class CopyKeeper:
 
         These wait for the answer. Without one they do without copies: half a copy is worse than none.
         """
-        if not self._processes.copies.paths or time.monotonic() - self._seen_whole < SEEN_FOR_S:
+        processes = self._processes
+        if not processes.copies or time.monotonic() - self._seen_whole < SEEN_FOR_S:
             return
-        paths = self._processes.copies.put_aside(CHECK_S)
+        paths, processes.copies = processes.copies, {}
+        processes.hold(CHECK_S)
 
         def take(text: bytes) -> None:
             whole: Mapping[str, str] = parsed(text, MapOf(TEXT)) or {}
@@ -98,7 +103,7 @@ class CopyKeeper:
                 problems = [f"{source}: files of its copy were removed from this node's disk" for source in lost]
                 self._send({"is": "staged", "copies": whole, "problems": problems})
             self._seen_whole = time.monotonic()
-            self._processes.use_copies(whole)
+            processes.use_copies(whole)
 
         try:
             self._helpers.ask(CHECK_COMMAND, take, json.dumps(paths).encode())

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 
@@ -30,6 +30,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.agents import AgentUser
 from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import Events, Launcher
 from toolkit.plugins.staging import package
@@ -43,6 +44,8 @@ COPY_BYTES_A_SECOND = 200e6
 #: In the background everything else comes first.
 BACKGROUND_NICE = 19
 LOOK_EVERY_S = 0.2
+#: Each node passes a package on to this many others.
+FAN_OUT = 2
 #: Ranks wait no longer for data, and with ``always`` for the environment: a disk of a node may hang.
 MOST_WAIT_S = 1800.0
 
@@ -77,13 +80,35 @@ def environment_source() -> PackageSource | None:
     return PackageSource(str(prefix), str(program.relative_to(prefix)))
 
 
-class NodeStaging:
+@dataclass
+class CopyOrder:
+    """An order to copy, with the tree by which nodes take packages from each other.
+
+    Each node gets the next place in the tree when the order is sent to it.
+    """
+
+    message: Message
+    places: list[Message | None] = field(default_factory=list)
+
+    def place(self, relay: Message | None) -> list[Message]:
+        """Give the next node its place, and return the nodes above it, the nearest first."""
+        place, above = len(self.places), list[Message | None]()
+        self.places.append(relay)
+        while place > 0:
+            place = (place - 1) // FAN_OUT
+            above.append(self.places[place])
+        return [node for node in above if node is not None]
+
+
+class NodeStaging(AgentUser):
     """Decides what is copied, and follows the copying. See the module. ``tell`` gets a line for each result."""
 
     def __init__(
         self, run: RunDir, config: JobConfig, allocation: Allocation, launcher: Launcher, tell: Callable[[str], None]
     ) -> None:
-        self._run, self._config, self._launcher, self._tell = run, config, launcher, tell
+        self._run, self._config, self._tell = run, config, tell
+        self._launcher = launcher if isinstance(launcher, AgentLauncher) else None
+        self._all_hosts = allocation.hosts
         self._hosts = {*allocation.without(config.cluster.spare_nodes).hosts}
         self._has_gpus = allocation.gpus_per_node > 0
         self._cache = run.path.parent.parent / ".stage"
@@ -99,24 +124,26 @@ class NodeStaging:
         self._imported: dict[str, Message] = {}  #: by host
         self._copied: dict[str, Message] = {}
         self._lost: set[str] = set()
+        self._orders: list[CopyOrder] = []  #: also for agents that connect later
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
     def decide(self) -> None:
         """Decide what the ranks wait for. To be called before the agents are started."""
-        if not isinstance(self._launcher, AgentLauncher):
+        if self._launcher is None:
             self._refuse("the ranks are started by srun, not by the agents")
         elif self._config.cluster.container is not None:
             self._refuse("the ranks use what is in the image of cluster.container")
         else:
-            self._launcher.copying = self
+            agents = self._launcher.agents
+            agents.listeners = (*agents.listeners, self)
             self._decide_environment()
             self._first += self._data
             if self._data:
                 self._limit_s = MOST_WAIT_S
             if self._first:
                 self._deadline = time.monotonic() + self._limit_s
-                self._launcher.await_copies()
+                self._launcher.holds_zygotes = True  # they would import from the shared disk
 
     def _decide_environment(self) -> None:
         stage, source = self._config.cluster.stage, self._environment
@@ -165,13 +192,13 @@ class NodeStaging:
                 break
         if self._is_done(hosts):
             self._summarize(hosts)
-        elif isinstance(self._launcher, AgentLauncher):
+        elif self._launcher is not None:
             limit = f", within {self._limit_s:.0f} s" if time.monotonic() >= self._deadline else ""
             self._note(f"the copies are not there in time{limit}: this start does without", is_problem=True)
-            self._launcher.stage(None, wait_s=0.0)
+            self._launcher.agents.links.call(self._launcher.release_zygotes)
 
     def _is_done(self, hosts: Collection[str]) -> bool:
-        silent = self._launcher.silent_hosts if isinstance(self._launcher, AgentLauncher) else frozenset[str]()
+        silent = frozenset[str]() if self._launcher is None else self._launcher.agents.silent_hosts
         done = self._copied.keys() | self._lost | silent
         return self._is_packed.is_set() and (not self._packages or {*hosts} <= done)
 
@@ -186,13 +213,27 @@ class NodeStaging:
                 packages = self._pack(request)
             finally:  # the start waits for this
                 self._packages |= {each.key: each for each in packages}
-                assert isinstance(self._launcher, AgentLauncher)
-                copying = CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice).to_json()
                 left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
-                self._launcher.stage(copying if packages else None, wait_s=left_s)
+                self.order(CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice), wait_s=left_s)
                 self._is_packed.set()
 
         threading.Thread(target=carry_out, daemon=True).start()
+
+    def order(self, request: CopyRequest, *, wait_s: float) -> None:
+        """Have all agents copy, if there is anything. What they start waits for it at most ``wait_s``."""
+        assert self._launcher is not None
+        links, release_zygotes = self._launcher.agents.links, self._launcher.release_zygotes
+
+        def send() -> None:
+            if request.packages:
+                order = CopyOrder({"do": "stage", "request": request.to_json(), "wait_s": wait_s})
+                self._orders.append(order)
+                here = links.hosts
+                for host in [host for host in self._all_hosts if host in here]:
+                    self._send(order, host)
+            release_zygotes()
+
+        links.call(send)
 
     def _pack(self, request: PackRequest) -> list[Package]:
         """Have the packages made by a separate process: they may take minutes."""
@@ -219,8 +260,24 @@ class NodeStaging:
 
     # -------------------------------------------------------------------------------------------- of the links' thread
 
-    def note_imported(self, host: str, message: Message) -> None:
-        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+    def agent_connected(self, host: str) -> None:
+        for order in self._orders:
+            self._send(order, host)
+
+    def _send(self, order: CopyOrder, host: str) -> None:
+        assert self._launcher is not None
+        agents = self._launcher.agents
+        above = order.place(agents.described[host]["relay"])
+        is_above = len(order.places) * FAN_OUT - 1 < len(self._all_hosts)
+        agents.links.send(host, {**order.message, "above": above, "is_above": is_above})
+
+    def take_message(self, host: str, message: Message) -> None:
+        if message["is"] == "imported":
+            self._note_imported(host, message)
+        elif message["is"] == "staged":
+            self._note_staged(host, message)
+
+    def _note_imported(self, host: str, message: Message) -> None:
         self._imported[host] = message
         if not self._hosts <= self._imported.keys() | self._lost:
             return
@@ -231,8 +288,7 @@ class NodeStaging:
             self._measures = False
             threading.Thread(target=self._judge_imports, daemon=True).start()
 
-    def note_staged(self, host: str, message: Message) -> None:
-        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+    def _note_staged(self, host: str, message: Message) -> None:
         is_first = host not in self._copied
         self._copied[host] = message
         for problem in message["problems"]:
@@ -242,9 +298,10 @@ class NodeStaging:
         if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
             threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
 
-    def note_lost(self, host: str) -> None:
-        """See :class:`~toolkit.nodes.start.agent_launcher.CopyingListener`."""
+    def agent_ended(self, host: str, why: str) -> None:
         self._lost.add(host)
+
+    agent_missing = agent_ended
 
     # ---------------------------------------------------------------------------------------------------- the figures
 
