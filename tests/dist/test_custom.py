@@ -143,7 +143,7 @@ def train_gan(session: Session, run_dir: Path, dies_in: int | None = None) -> tu
     given = ["data.global_batch_size=50", "checkpoint.every_steps=4", "optim={name: adam, lr: 0.002}"]
     given += ["train={max_steps: 10, log_every: 1, eval_every: 5, epochs: 9}"]
     config = load_config("configs/gan.yaml", given, site=False)
-    with closing(run_job.trainer_of(custom.Gan, config, None, session)) as training:
+    with closing(run_job.training_of(custom.Gan, config, None, session)) as training:
         if dies_in is not None:
             fail_in(training.trainer._loader, dies_in)
         return training.fit(), snapshot(training.strategy)
@@ -194,7 +194,7 @@ def shift_along_axes(rows: Tensor) -> float:
 
 def figure_of_first(session: Session, folder: Path) -> float:
     config = load_config("configs/gan.yaml", site=False)
-    with closing(run_job.trainer_of(custom.Gan, config, None, in_run(session, folder))) as training:
+    with closing(run_job.training_of(custom.Gan, config, None, in_run(session, folder))) as training:
         judge = run_job.evaluation(training.job, training.job.eval_set(), session.world_size)
         found = judge(training.strategy, lambda: False)
     assert found is not None

@@ -60,7 +60,7 @@ def train(session: Session, run_dir: Path, attempt: int, root: Path, workers: in
         checkpoint=CheckpointConfig(every_steps=SAVE_EVERY),
     )
     here = in_run(session, run_dir, attempt)
-    with closing(run_job.trainer_of(Classify, config, Params(mixup=0.2), here)) as training:
+    with closing(run_job.training_of(Classify, config, Params(mixup=0.2), here)) as training:
         training.fit()
         return {name: tensor_of(entry).clone() for name, entry in training.strategy.state().items()}
 

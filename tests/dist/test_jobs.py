@@ -144,7 +144,7 @@ def config_of(strategy: str, accumulate: int = 1, **more: Any) -> JobConfig:
 def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobConfig) -> dict[str, Any]:
     session = in_run(session, run_dir)
     state: dict[str, Tensor] = {}
-    with closing(run_job.trainer_of(kind, config, None, session)) as training:
+    with closing(run_job.training_of(kind, config, None, session)) as training:
         result = training.fit()
         state = {name: tensor_of(entry) for name, entry in training.strategy.state().items()}
     return {"metrics": dict(result.metrics), "state": state, "step": result.step}

@@ -235,7 +235,7 @@ def bare(work: Work, session: Session) -> Round:
     return timed(train, device)
 
 
-def trainer_of(work: Work, session: Session, log_every: int) -> Trainer:
+def training_of(work: Work, session: Session, log_every: int) -> Trainer:
     """Return a Trainer without an end that is ready for ``_train_step()``: no checkpoint, no evaluation."""
     config = replace(work.train, epochs=1, log_every=log_every, eval_every=NEVER)
     strategy = build_strategy(StrategyConfig(), session, config)
@@ -256,7 +256,7 @@ def trainer_of(work: Work, session: Session, log_every: int) -> Trainer:
 
 def ours(work: Work, session: Session) -> Round:
     """Return our loop, with a line of metrics every ``LOG_EVERY`` steps."""
-    trainer = trainer_of(work, session, LOG_EVERY)
+    trainer = training_of(work, session, LOG_EVERY)
 
     def train(steps: int) -> None:
         for _ in range(steps):

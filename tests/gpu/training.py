@@ -149,7 +149,7 @@ def steps_without_sync(session: Session, train: TrainConfig) -> int:
     """Make steps in which torch raises where the host waits for the GPU. It does not watch collectives."""
     sizes = throughput.GptSizes(layers=2, heads=2, width=64, vocabulary=256, length=32)
     work = throughput.gpt(sizes, 4, train.precision, compile=False)
-    trainer = throughput.trainer_of(replace(work, train=train), session, log_every=100)
+    trainer = throughput.training_of(replace(work, train=train), session, log_every=100)
     is_on_gpu = session.device.type == "cuda"
     for step in range(20):
         if is_on_gpu and step == 5:  # the first steps page-lock memory

@@ -212,7 +212,7 @@ class CheckpointFolder:
         except OSError as error:
             log.warning("%s is left behind: %s", temporary, error)
 
-    def sweep(self) -> Sequence[Path]:
+    def remove_leftovers(self) -> Sequence[Path]:
         """Remove the temporary folders of writers that died. Call it on rank 0 when an attempt starts.
 
         A run has one attempt at a time, so what was not begun here has no writer any more.

@@ -167,7 +167,7 @@ def _lead(
     # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
     if not read_only:
         checkpoints.refuse_of_others(checkpoints.folder)
-        checkpoints.sweep()
+        checkpoints.remove_leftovers()
     while True:
         paths = (path for path in checkpoints.list() if newest is None or step_of(path) <= newest)
         path = next((path for path in paths if path.name not in skipped), None)

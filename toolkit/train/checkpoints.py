@@ -65,7 +65,7 @@ class Checkpoints:
             if loaded is None and damage is not None:  # the next attempt begins with weights that nothing has touched
                 raise damage
         elif self._session.is_main:
-            checkpoints.sweep()
+            checkpoints.remove_leftovers()
             # What is on disk of a later step is damaged, and must not pass for the save of that step.
             for path in checkpoints.list():
                 if step_of(path) >= loaded.step:

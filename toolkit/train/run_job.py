@@ -40,7 +40,7 @@ def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
     gpus = config.cluster.gpus_per_node
     with (
         open_session(config.dist, gpus) as session,
-        closing(trainer_of(kind, config, params, session)) as training,
+        closing(training_of(kind, config, params, session)) as training,
     ):
         return training.fit()
 
@@ -64,7 +64,7 @@ class Training:
         return self.trainer.fit(evaluate, self.describe, _showing(self.job, eval_set, self.strategy), self.job)
 
 
-def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
+def training_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
     """Make all that a rank needs to train a job of class ``kind``. Every rank calls it."""
     # Seeds first: the job may draw random numbers when it is made.
     prepare(config.train.seed, deterministic=config.train.deterministic)

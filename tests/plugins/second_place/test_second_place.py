@@ -229,7 +229,7 @@ def test_what_arrives_after_the_training_has_begun_does_not_come_home(
     for thread in threads:
         thread.join(20)
     assert steps(home.folder) == [100, 50]
-    assert home.sweep() == []
+    assert home.remove_leftovers() == []
 
 
 def test_what_a_killed_writer_left_there_is_swept(home: CheckpointFolder, second: SecondPlace, tmp_path: Path) -> None:

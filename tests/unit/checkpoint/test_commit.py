@@ -92,14 +92,14 @@ def test_a_left_over_temporary_folder_does_not_block_later_saves(tmp_path: Path)
     alone(checkpoints, 200, weights(200.0))
     assert newest_step(checkpoints.folder) == 200
     assert left.exists()  # only the start of an attempt may conclude that its writer is dead
-    assert checkpoints.sweep() == [left]
+    assert checkpoints.remove_leftovers() == [left]
     assert not left.exists()
 
 
 def test_the_sweep_leaves_what_this_store_is_writing(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path, 100)
     writing = checkpoints.begin(200)
-    assert checkpoints.sweep() == []
+    assert checkpoints.remove_leftovers() == []
     assert writing.is_dir()
 
 

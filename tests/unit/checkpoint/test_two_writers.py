@@ -56,7 +56,7 @@ def test_two_writers_leave_whole_checkpoints_only_whoever_comes_when(tmp_path: P
 def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path) -> None:
     old, new = (CheckpointFolder(tmp_path) for _ in range(2))
     folder = old.begin(300)
-    assert new.sweep() == [folder]
+    assert new.remove_leftovers() == [folder]
     with pytest.raises(CheckpointError, match="has vanished"):
         old.write(folder / "rank-00001.safetensors", [])
     assert not folder.exists()

@@ -74,7 +74,7 @@ class SecondPlace:
         def fetch() -> None:
             try:
                 self._refuse_of_others()
-                self.checkpoints.sweep()
+                self.checkpoints.remove_leftovers()
                 valid = (home.valid(path) for path in home.list() if path.name not in damaged)
                 newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
                 there = [path for path in self.checkpoints.list() if step_of(path) > newest]
