@@ -97,7 +97,7 @@ def test_an_attempt_that_was_overtaken_removes_nothing(tmp_path: Path) -> None:
         alone(CheckpointFolder(tmp_path, Keep(3)), step, weights(step), metrics={})
     begun = CheckpointFolder(tmp_path).begin(300)
     late = CheckpointFolder(tmp_path, Keep(2), is_ours=lambda: False)
-    for remove in (late.sweep, late.prune, lambda: late.reject(late.path(100), "its bytes are wrong")):
+    for remove in (late.remove_leftovers, late.prune, lambda: late.reject(late.path(100), "its bytes are wrong")):
         with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
             remove()
     assert {*tmp_path.iterdir()} == {*map(late.path, (100, 150, 200)), begun}
