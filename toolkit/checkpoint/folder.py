@@ -205,7 +205,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.folder} belongs to a later attempt of the run: this one must not write there")
 
     def abandon(self, temporary: Path) -> None:
-        """Remove what a failed save wrote. What cannot be removed now is left to the next attempt's `remove_leftovers`."""
+        """Remove what a failed save wrote. What cannot be removed now is left to :meth:`remove_leftovers`."""
         self._begun.discard(temporary)
         try:
             fsio.remove_tree(temporary)
