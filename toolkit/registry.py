@@ -215,7 +215,7 @@ def find(kind: Kind, name: str) -> Any:
     path = where(kind, name)
     try:
         return None if path is None else load(path)
-    except OSError:
+    except (OSError, ConfigError):  # a refusal says what to do
         raise
     except Exception as error:  # it may be other people's code
         why = f"{type(error).__name__}: {error}"

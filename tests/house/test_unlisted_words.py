@@ -23,8 +23,8 @@ from toolkit.config.optim import OPTIMIZERS
 from toolkit.data.loader import build_loader
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.images.photographs import training_transform
+from toolkit.plugins.local_sgd import strategy as local_sgd
 from toolkit.plugins.local_sgd.config import LocalSgdConfig
-from toolkit.plugins.local_sgd.strategy import LocalSgd
 from toolkit.plugins.parameter_server import roles as parameter_server
 from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.pipeline import schedules
@@ -71,7 +71,8 @@ def a_pipeline_schedule(schedule: str) -> object:
 
 
 def a_meeting(outer: str) -> object:
-    made = LocalSgd(SESSION, LocalSgdConfig(outer=outer), a_layout("alone"), TrainConfig())  # type: ignore[arg-type]
+    config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(outer=outer))
+    made = local_sgd.build(config, SESSION, TrainConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spmd, "build", lambda self, *_: setattr(self, "_model", nn.Linear(1, 1)))
         made.build(nn.Module, NOBODY, of_pairs(cross_entropy), None)

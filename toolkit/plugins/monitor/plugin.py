@@ -8,6 +8,7 @@ PLUGIN = Plugin(
         "monitor_node": "toolkit.plugins.monitor.node_monitor:MonitorProcess",
         "job_usage": "toolkit.plugins.monitor.job_usage:JobUsageRecorder",
         "efficiency": "toolkit.plugins.monitor.efficiency:of_run",
+        "efficiency_rows": "toolkit.plugins.monitor.efficiency:rows",
         "efficiency_lines": "toolkit.plugins.monitor.efficiency:lines",
         "usage_curves": "toolkit.plugins.monitor.efficiency:curves",
     },
