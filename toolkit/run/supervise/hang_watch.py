@@ -73,11 +73,12 @@ class HangWatch:
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
             return
-        if self._reports is None:
-            is_stuck, still_s = self._investigator.ask("is_stuck"), self._investigator.ask("still_s")
-        else:
-            is_stuck, still_s = self._reports.is_stuck(), self._reports.still_s
-        if not is_stuck or still_s is None:
+        reports = self._reports
+        if not (self._investigator.ask("is_stuck") if reports is None else reports.is_stuck()):
+            return
+        # Only of ranks that are stuck: of others it is not known how long they have been still.
+        still_s = self._investigator.ask("still_s") if reports is None else reports.still_s
+        if still_s is None:  # the plugin has failed
             return
         how = f"no progress for {still_s:.0f} s, dist.timeout_s is {self._context.config.dist.timeout_s}"
         # Ask before the kill, which destroys the evidence.
