@@ -99,7 +99,7 @@ def other(value: Any, name: str) -> Any:
         case int():
             return value + 2
         case list():
-            return ["x"]
+            return [{}, {"nodes": 3}] if name == "components" else ["x"]
         case dict():
             return {"comment": "x"}
     return 2.0 if name == "mem_gb" else "x"
@@ -108,7 +108,7 @@ def other(value: Any, name: str) -> Any:
 #: Keys of ``cluster`` of which `toolkit doctor` tells srun nothing: it holds each node for some seconds, for one task.
 NOT_FOR_SRUN = {
     *("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "spare_nodes"),
-    *("signal_delay_s", "setup", "extra"),
+    *("signal_delay_s", "setup", "extra", "components"),
 }
 
 
@@ -127,7 +127,7 @@ def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(k
 #: How a follow-up job that is submitted inside a job gets a key's value: by Slurm's variables or answer about the job,
 #: or a value of its own.
 INHERITED = {
-    **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min"), "its variables"),
+    **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "components"), "its variables"),
     **dict.fromkeys(("partition", "account"), "its variables"),
     **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
     **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),

@@ -10,15 +10,29 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
 from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
-from toolkit.limits import PATH, TEXT, OneOf, Range, Text, Where, is_absolute
+from toolkit.limits import (
+    PATH,
+    TEXT,
+    OneOf,
+    Range,
+    Text,
+    Where,
+    fits,
+    hints_of,
+    is_absolute,
+    kind_names,
+    kinds_of,
+    limits_of,
+)
 from toolkit.slurm import commands, container
 
 #: Slurm counts nodes, tasks and CPUs of a task in 16 bits.
@@ -69,11 +83,38 @@ class ClusterConfig:
     setup: Annotated[list[str], Text(also="\t")] = field(default_factory=list)
     container: str | None = None  #: an image in which the ranks run, see slurm/container.py
     container_mounts: Annotated[list[str], PATH] = field(default_factory=list)  #: more folders that they see
+    #: of a heterogeneous job: the keys in which each component differs from these
+    components: list[dict[str, Any]] = field(default_factory=list)
     price: PriceConfig = field(default_factory=PriceConfig)  #: what an hour costs
     extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
+    @property
+    def parts(self) -> list[ClusterConfig]:
+        """Return what each component of the job asks for. A job without components is its only one.
+
+        Spares are asked for with the last component of the shape that most nodes have: they can replace these.
+        """
+        if not self.components:
+            return [self]
+        parts = [replace(self, components=[], spare_nodes=0, **own) for own in self.components]
+        shapes = [(part.tasks_per_node, part.cpus_per_task, part.gpus_per_node) for part in parts]
+        nodes = Counter[tuple[int, int, int]]()
+        for part, shape in zip(parts, shapes, strict=True):
+            nodes[shape] += part.nodes
+        [(common, _)] = nodes.most_common(1)
+        last = max(number for number, shape in enumerate(shapes) if shape == common)
+        parts[last].spare_nodes = self.spare_nodes
+        return parts
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that the job is to have."""
+        return sum(part.nodes * part.tasks_per_node for part in self.parts)
+
     def check(self) -> None:
         """Refuse what sbatch would not accept, or would take for something else. Raises ConfigError."""
+        for number, own in enumerate(self.components):
+            _check_component(self, f"cluster.components[{number}]", own)
         check_extra(self)
         if self.exclude is not None:
             _check_hosts("cluster.exclude", self.exclude)
@@ -87,6 +128,32 @@ class ClusterConfig:
             container.outermost(self.container_mounts)
         if self.setup:
             _check_setup(self.setup)
+
+
+#: The keys of ``cluster`` that a component may have of its own. sbatch takes the others from the first component.
+OF_COMPONENT = (
+    *("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gpu_type", "mem_gb", "exclusive"),
+    *("partition", "account", "qos", "constraint", "exclude"),
+)
+
+
+def _check_component(cluster: ClusterConfig, where: str, own: Mapping[str, Any]) -> None:
+    """Refuse a component with keys or values that ``cluster`` cannot have. Raises ConfigError."""
+    for key, value in own.items():
+        full = f"{where}.{key}"
+        if key not in OF_COMPONENT:
+            raise ConfigError(
+                f"{full}: is no key of a component; {nearest(key, OF_COMPONENT)}valid: {', '.join(OF_COMPONENT)}"
+            )
+        kinds = kinds_of(hints_of(ClusterConfig)[key])
+        if not fits(value, kinds):
+            raise ConfigError(f"{full}: {value!r} is refused; it takes {kind_names(kinds)}")
+        for limit in limits_of(ClusterConfig)[key]:
+            limit.check(full, value)
+    try:
+        replace(cluster, components=[], setup=[], extra={}, **own).check()
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("cluster.", f"{where}.", 1)) from None
 
 
 def _check_setup(lines: list[str]) -> None:

@@ -81,7 +81,7 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
                     f"{key}: arguments are for a script with a loop of its own, and {config.job} is none: give it keys "
                     "of its own, params.NAME=VALUE, with a class Params (docs/config.md)"
                 )
-        if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
+        if config.strategy.name == "dp" and (ranks or config.cluster.ranks) > 1:
             raise ConfigError(
                 "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
                 "cluster.tasks_per_node to 1"
@@ -89,12 +89,12 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
         # A run that has begun needs no first weights.
         if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
             origin.find(config.model.init_from)
-        ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
+        ranks = ranks or config.cluster.ranks
         check_batch(config, ranks)
         check_datasets(config.data)
         if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
             raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
-    if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
+    if login_node and config.dist.backend == "nccl" and not all(part.gpus_per_node for part in config.cluster.parts):
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
@@ -208,7 +208,8 @@ def _check_plugins(config: JobConfig) -> None:
             registry.require(hook, what)
     cluster, strategy = config.cluster, config.strategy
     # As in `toolkit.run.job.nodes.may_lose_nodes`: Slurm leaves such a job without a batch script.
-    if cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
+    nodes = sum(part.nodes for part in cluster.parts) + cluster.spare_nodes
+    if nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
         registry.require("watch_batch_host", "a job with cluster.spare_nodes or retry.allow_fewer_nodes")
     if strategy.name == "ddp" and strategy.compression != "none":
         registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")
@@ -221,10 +222,23 @@ def _check_plugins(config: JobConfig) -> None:
 def check_combinations(config: JobConfig) -> None:
     """Refuse what the chosen strategy, or another section, cannot do. Raises ConfigError."""
     checks_of(config.strategy.name).config(config)
+    _check_components(config)
     _check_data(config)
     check_step(config.train, config.strategy)
     _check_optim(config)
     _check_compression(config)
+
+
+def _check_components(config: JobConfig) -> None:
+    """Refuse components with ranks that srun starts: a step has nodes of one component."""
+    image = config.cluster.container
+    needs_srun = {"dist.backend: mpi": config.dist.backend == "mpi"}
+    needs_srun["a container for Pyxis"] = image is not None and container.parse(image).runtime == container.PYXIS
+    for what, is_asked in needs_srun.items():
+        if is_asked and len(config.cluster.parts) > 1:
+            raise ConfigError(
+                f"cluster.components: {what} needs one step of srun, which has nodes of one component only"
+            )
 
 
 def _check_data(config: JobConfig) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 from toolkit.base import hostlist, outages
 from toolkit.base.errors import RequestError
@@ -14,7 +16,10 @@ from toolkit.config import ClusterConfig
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobGpus
-from toolkit.slurm.variables import whole_number
+from toolkit.slurm.variables import of_components, whole_number
+
+#: The tasks, the CPUs of each task and the GPUs of a node.
+Shape: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,17 @@ class Allocation:
 
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]
-    cpus_per_task: int
+    cpus_per_task: int  #: on the nodes with the fewest
     gpus: tuple[int, ...] = ()  #: of each node; empty without GPUs
-    other_gres: tuple[str, ...] = ()  #: what else the job has on each node, such as ``scratch:10``
+    other_gres: tuple[str, ...] = ()  #: what else each component has on each of its nodes, such as ``scratch:10``
     asks_for_gpus: bool = True  #: False: it has whatever its nodes have
     job_id: str | None = None
     restart_count: int = 0
     cluster: str = ""  #: its name, which is empty without Slurm
+    task_cpus: tuple[int, ...] = ()  #: CPUs of each task, by node; empty: ``cpus_per_task`` on all
+    #: by node, the component of a heterogeneous job that it belongs to; empty in other jobs
+    components: tuple[int, ...] = ()
+    partitions: tuple[str, ...] = ()  #: of each component
 
     @property
     def world_size(self) -> int:
@@ -57,6 +66,11 @@ class Allocation:
         return dict(zip(self.hosts, self.gpus or [0] * len(self.hosts), strict=True))
 
     @property
+    def cpus_of(self) -> dict[str, int]:
+        """Return the number of CPUs of each node's tasks, by its name."""
+        return dict(zip(self.hosts, self.task_cpus or [self.cpus_per_task] * len(self.hosts), strict=True))
+
+    @property
     def gpus_per_node(self) -> int:
         """Return the number of GPUs of the node that has the most."""
         return max(self.gpus, default=0)
@@ -65,6 +79,12 @@ class Allocation:
     def is_uneven(self) -> bool:
         """True if nodes have different numbers of GPUs."""
         return len({*self.gpus}) > 1
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each node. A spare can stand in for a node of the same shape."""
+        each = zip(self.tasks, self.cpus_of.values(), self.gpus_of.values(), strict=True)
+        return dict(zip(self.hosts, each, strict=True))
 
     def gres(self, hosts: Collection[str]) -> str | None:
         """Return srun's ``--gres`` for a step on these nodes: as many GPUs as each of them has.
@@ -76,38 +96,85 @@ class Allocation:
         if not self.gpus_per_node:
             return None
         gpus = min(self.gpus_of[host] for host in hosts)
-        return ",".join([*([f"gpu:{gpus}"] if gpus else []), *self.other_gres]) or "none"
+        return ",".join([*([f"gpu:{gpus}"] if gpus else []), *filter(None, [self.other_gres_on(hosts)])]) or "none"
 
-    def by_gpus(self, hosts: Collection[str]) -> list[list[str]]:
-        """Return the nodes in groups that have the same number of GPUs."""
-        groups: dict[int, list[str]] = {}
+    def other_gres_on(self, hosts: Collection[str]) -> str:
+        """Return what else a step has on these nodes, which are of one component."""
+        return dict(enumerate(self.other_gres)).get(self._component_of.get(next(iter(hosts)), 0), "")
+
+    def steps(self, hosts: Collection[str]) -> list[list[str]]:
+        """Return the nodes in groups of which one step can be made: of one component, with as many GPUs on each."""
+        groups: dict[tuple[int | None, int], list[str]] = {}
+        component_of, gpus_of = self._component_of, self.gpus_of
         for host in hosts:
-            groups.setdefault(self.gpus_of[host], []).append(host)
+            groups.setdefault((component_of.get(host), gpus_of[host]), []).append(host)
         return list(groups.values())
+
+    @property
+    def by_component(self) -> list[list[str]]:
+        """Return the nodes of each component."""
+        groups: dict[int, list[str]] = {}
+        for host, component in zip(self.hosts, self.components or [0] * len(self.hosts), strict=True):
+            groups.setdefault(component, []).append(host)
+        return list(groups.values())
+
+    def step_options(self, hosts: Collection[str]) -> list[str]:
+        """Return srun's options for the component of these nodes. Without them it takes the first."""
+        component = self._component_of.get(next(iter(hosts)))
+        return [] if component is None else [f"--het-group={component}"]
+
+    @property
+    def _component_of(self) -> dict[str, int]:
+        return dict(zip(self.hosts, self.components, strict=bool(self.components)))
 
     def on(self, hosts: Sequence[str]) -> Allocation:
         """Return the part of the allocation on these of its nodes."""
-        tasks, gpus = dict(zip(self.hosts, self.tasks, strict=True)), self.gpus_of
+        place_of = {host: place for place, host in enumerate(self.hosts)}
+
+        def part(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[place_of[host]] for host in hosts) if values else ()
+
         return replace(
             self,
             hosts=tuple(hosts),
-            tasks=tuple(tasks[host] for host in hosts),
-            gpus=tuple(gpus[host] for host in hosts) if self.gpus else (),
+            tasks=part(self.tasks),
+            gpus=part(self.gpus),
+            task_cpus=part(self.task_cpus),
+            components=part(self.components),
         )
 
+    def as_asked(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``cluster.components`` of a job of this size. What else was ``asked`` for stays."""
+        first_of = dict(zip(reversed(self.components), reversed(self.hosts), strict=bool(self.components)))
+        found = []
+        for component, host in sorted(first_of.items()):
+            tasks, cpus, gpus = self.shapes[host]
+            own = {"partition": self.partitions[component], **(asked[component] if component < len(asked) else {})}
+            size = {"nodes": self.components.count(component), "tasks_per_node": tasks, "cpus_per_task": cpus}
+            found.append({**own, **size, **({"gpus_per_node": gpus} if self.asks_for_gpus else {})})
+        return found
+
     def without(self, spare: int) -> Allocation:
-        """Return what is left without ``spare`` nodes as replacements. Raises RequestError where that is nothing."""
+        """Return what is left without ``spare`` nodes as replacements.
+
+        They are the last nodes of the shape that most nodes have. Raises RequestError where none of it is left.
+        """
         if spare >= len(self.hosts):
             raise RequestError(
                 f"cluster.spare_nodes: {spare} of the job's {len(self.hosts)} nodes leave none to run on; "
                 "ask Slurm for cluster.nodes + cluster.spare_nodes nodes (in an sbatch script: #SBATCH --nodes)"
             )
-        if spare and len(set(self.tasks)) > 1:
+        shapes = self.shapes
+        ((common, count),) = Counter(shapes.values()).most_common(1)
+        alike = [host for host in self.hosts if shapes[host] == common]
+        if spare >= count:
             raise RequestError(
-                "cluster.spare_nodes: a spare can stand in for any node only where all have the same number of tasks, "
-                f"and this job has {','.join(map(str, self.tasks))}; use #SBATCH --ntasks-per-node"
+                f"cluster.spare_nodes: {spare} of this job's nodes, with {','.join(map(str, self.tasks))} tasks, could "
+                "stand in for no other: that needs the same number of tasks, CPUs and GPUs; use #SBATCH "
+                "--ntasks-per-node, or ask for more nodes of one kind"
             )
-        return self.on(self.hosts[: len(self.hosts) - spare])
+        spares = {*alike[count - spare :]}
+        return self.on([host for host in self.hosts if host not in spares])
 
     @property
     def job_key(self) -> str | None:
@@ -119,6 +186,11 @@ class Allocation:
     @staticmethod
     def local(config: ClusterConfig) -> Allocation:
         """Return this machine, with the tasks that the config asks for. Raises RequestError for more than one node."""
+        if config.components:
+            raise RequestError(
+                "cluster.components: the components of a heterogeneous job need Slurm, and this is to run on this "
+                "machine alone; use cluster.components=[], or submit where sbatch answers"
+            )
         if config.nodes != 1:
             raise RequestError(
                 f"cluster.nodes: {config.nodes} nodes need Slurm, and this is to run on this machine alone; "
@@ -139,41 +211,39 @@ class Allocation:
                 "`toolkit supervise` runs inside an allocation (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
                 "use sbatch or salloc, or `toolkit submit` from a login node"
             )
-        if whole_number(environ, "SLURM_HET_SIZE", 1) > 1:
-            raise RequestError(
-                f"this is a heterogeneous job of {environ['SLURM_HET_SIZE']} components, of which `toolkit supervise` "
-                "would use the first alone; submit a job of one component, or start the ranks with "
-                "`srun --het-group=0,1 toolkit run CONFIG`"
-            )
-        hosts = tuple(hostlist.expand(environ["SLURM_JOB_NODELIST"]))
+        # Ranks fill one component after the other, as with srun.
+        parts = of_components(environ)
+        nodes = [hostlist.expand(part["SLURM_JOB_NODELIST"]) for part in parts]
+        hosts = tuple(itertools.chain(*nodes))
         gpus = _gpus(environ, hosts, slurm)
-        tasks = _tasks(environ, len(hosts))
-        # 22.05 distributes these tasks by CPUs: seven to a node with four GPUs, and one to the next.
-        of_gpus = [whole_number(environ, "SLURM_NTASKS_PER_GPU", 0) * gpus.of_host[host] for host in hosts]
-        if sum(of_gpus) == sum(tasks):
-            tasks = tuple(of_gpus)
-        # The CPUs asked for, else an even share on the node with the scarcest.
-        cpus_per_task = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
-        if not cpus_per_task:
-            cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
-            cpus_per_task = max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))
+        tasks, task_cpus = list[int](), list[int]()
+        for part, names in zip(parts, nodes, strict=True):
+            counts = _tasks(part, [gpus.of_host[host] for host in names])
+            tasks += counts
+            task_cpus += [_cpus_per_task(part, counts)] * len(names)
         array_job, array_task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        components = tuple(number for number, names in enumerate(nodes) for _ in names)
         return Allocation(
             hosts=hosts,
-            tasks=tasks,
-            cpus_per_task=cpus_per_task,
+            tasks=tuple(tasks),
+            cpus_per_task=min(task_cpus),
             gpus=tuple(gpus.of_host[host] for host in hosts) if any(gpus.of_host.values()) else (),
             other_gres=gpus.other_gres,
             asks_for_gpus=gpus.are_asked,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
             cluster=cluster_name.in_job(environ),
+            task_cpus=tuple(task_cpus) if len({*task_cpus}) > 1 else (),
+            components=components if len(parts) > 1 else (),
+            partitions=tuple(part.get("SLURM_JOB_PARTITION", "") for part in parts) if len(parts) > 1 else (),
         )
 
 
 def _gpus(environ: Mapping[str, str], hosts: Sequence[str], slurm: SlurmCommands | None) -> JobGpus:
     """Return the GPUs of each node; those of this node for all where Slurm is not asked, or does not answer."""
-    if slurm is not None and any(name.startswith(("SLURM_GPUS", "SLURM_JOB_GPUS")) for name in environ):
+    if slurm is not None and any(
+        name.startswith(("SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_HET_SIZE")) for name in environ
+    ):
         ask = partial(slurm.gpus_of, environ["SLURM_JOB_ID"])
         answer = outages.ask(ask, "Slurm does not say how many GPUs each node has: taken as on this one", wait_s=0.0)
         if answer is not None and answer.of_host.keys() >= {*hosts}:
@@ -181,14 +251,26 @@ def _gpus(environ: Mapping[str, str], hosts: Sequence[str], slurm: SlurmCommands
     return JobGpus(dict.fromkeys(hosts, whole_number(environ, "SLURM_GPUS_ON_NODE", 0)))
 
 
-def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+def _tasks(environ: Mapping[str, str], gpus: Sequence[int]) -> list[int]:
+    """Return the tasks on each node of a component; ``gpus`` are those of its nodes."""
     if not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys():
-        return (1,) * nodes  # the number was not given; on an exclusive node Slurm then names its CPUs as tasks
+        return [1] * len(gpus)  # the number was not given; on an exclusive node Slurm then names its CPUs as tasks
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
-    tasks = tuple(hostlist.expand_counts(text))
-    if len(tasks) != nodes:
+    tasks = hostlist.expand_counts(text)
+    if len(tasks) != len(gpus):
         raise RequestError(
             f"SLURM_TASKS_PER_NODE={text} speaks of {len(tasks)} nodes and SLURM_JOB_NODELIST="
-            f"{environ['SLURM_JOB_NODELIST']} of {nodes}; was one of them changed by hand?"
+            f"{environ['SLURM_JOB_NODELIST']} of {len(gpus)}; was one of them changed by hand?"
         )
-    return tasks
+    # 22.05 distributes these tasks by CPUs: seven to a node with four GPUs, and one to the next.
+    of_gpus = [whole_number(environ, "SLURM_NTASKS_PER_GPU", 0) * count for count in gpus]
+    return of_gpus if sum(of_gpus) == sum(tasks) else tasks
+
+
+def _cpus_per_task(environ: Mapping[str, str], tasks: Sequence[int]) -> int:
+    """Return the CPUs asked for, else an even share on the node with the scarcest."""
+    asked = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
+    if asked:
+        return asked
+    cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+    return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))

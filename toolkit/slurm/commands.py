@@ -28,6 +28,7 @@ from toolkit.slurm.jobs import (
     parse_gpus,
     parse_jobs,
     parse_statuses,
+    row_of,
     rows_by_id,
 )
 from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, ProgramRefusedError, run_program
@@ -196,9 +197,7 @@ class Slurm:
             if error.says("Invalid job id"):
                 return None
             raise
-        # A whole array has several rows: return the row asked for, else the first.
-        rows = parse_jobs(text)
-        return next((row for row in rows if job_id in (row.job_id, row.requeue_id)), rows[0] if rows else None)
+        return row_of(parse_jobs(text), job_id)
 
     def gpus_of(self, job_id: str) -> JobGpus:
         return parse_gpus(self._run(["scontrol", "--details", "show", "job", job_id]))

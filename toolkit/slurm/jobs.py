@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from toolkit.base import hostlist
@@ -43,6 +43,8 @@ class JobRow:
     command: str | None = None
     work_dir: str | None = None
     stdout_path: str | None = None
+    het_job_id: str | None = None  #: the id of the first component, for every component of a heterogeneous job
+    others: tuple[JobRow, ...] = ()  #: of a first component: the other components
 
     @property
     def is_over(self) -> bool:
@@ -147,6 +149,28 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         command=fields.get("Command"),
         work_dir=fields.get("WorkDir"),
         stdout_path=fields.get("StdOut"),
+        het_job_id=fields.get("HetJobId"),
+    )
+
+
+def row_of(rows: Sequence[JobRow], job_id: str) -> JobRow | None:
+    """Return the row of this job. That of a heterogeneous job's first component stands for the whole job.
+
+    Of a whole array there are several rows: return the first.
+    """
+    row = next((row for row in rows if job_id in (row.job_id, row.requeue_id)), rows[0] if rows else None)
+    others = tuple(each for each in rows if row is not None and each is not row and each.het_job_id == row.job_id)
+    if row is None or not others:
+        return row
+    whole = (row, *others)
+    return replace(
+        row,
+        others=others,
+        # It ends with the component that ends first.
+        end_time=min((each.end_time for each in whole if each.end_time is not None), default=None),
+        preempt_time=next((each.preempt_time for each in whole if each.preempt_time is not None), None),
+        can_requeue=all(each.can_requeue for each in whole),
+        node_list=",".join(each.node_list for each in whole if each.node_list),
     )
 
 
@@ -171,7 +195,7 @@ class JobGpus:
     """The GPUs that a job has, by node, and what else it asked for by node in ``--gres``."""
 
     of_host: Mapping[str, int]
-    other_gres: tuple[str, ...] = ()  #: such as ``scratch:10``
+    other_gres: tuple[str, ...] = ()  #: of each component, such as ``scratch:10,nic:1``
     are_asked: bool = True  #: False: they are there because the job has its nodes to itself
 
 
@@ -184,10 +208,13 @@ def parse_gpus(text: str) -> JobGpus:
     for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
         count = sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)", gres)))
         of_host |= dict.fromkeys(hostlist.expand(nodes), count)
-    asked = re.search(r"^ +TresPerNode=(\S+)", text, re.MULTILINE)
-    items = [item.replace("=", ":") for item in _GRES.findall(asked[1])] if asked else []
+    others = []
+    for record in re.split(r"\n(?=JobId=)", text):
+        asked = re.search(r"^ +TresPerNode=(\S+)", record, re.MULTILINE)
+        items = [item.replace("=", ":") for item in _GRES.findall(asked[1])] if asked else []
+        others.append(",".join(item for item in items if item.partition(":")[0] != "gpu"))
     are_asked = re.search(r"^ +TresPer\w+=\S*gres[:/]gpu\b", text, re.MULTILINE) is not None
-    return JobGpus(of_host, tuple(item for item in items if item.partition(":")[0] != "gpu"), are_asked)
+    return JobGpus(of_host, tuple(others), are_asked)
 
 
 #: sbatch's options, by the fields in which scontrol shows them.

@@ -52,6 +52,32 @@ def whole_number(environ: Environ, name: str, default: int) -> int:
     return int(text)
 
 
+_OF_COMPONENT = re.compile(r"(.+)_HET_GROUP_([0-9]+)")
+#: Without a component's number they describe the first. 24.11 tells the others' only where they were asked for.
+_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_CPUS", "SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_MEM", "SLURM_TRES")
+
+
+def of_components(environ: Environ) -> list[Environ]:
+    """Return the environment of each component of a heterogeneous job; that of any other job alone.
+
+    A variable that describes one component has ``_HET_GROUP_N`` behind its name. Here it has the name that it has in
+    other jobs. What describes the first component alone is left out of the others.
+    """
+    count = whole_number(environ, "SLURM_HET_SIZE", 1)
+    if count == 1:
+        return [environ]
+    own: list[dict[str, str]] = [{} for _ in range(count)]
+    first = dict(environ)
+    for name, value in environ.items():
+        match = _OF_COMPONENT.fullmatch(name)
+        if match is not None and int(match[2]) < count:
+            own[int(match[2])][match[1]] = value
+            first.pop(name)
+    sizes = {name for each in own for name in each}
+    common = {name: value for name, value in first.items() if name not in sizes and not name.startswith(_SIZES)}
+    return [first | own[0], *(common | each for each in own[1:])]
+
+
 def refusal(problem: str, advice: str) -> PlacementError:
     """Return the error to raise, with the problem and what to do."""
     return PlacementError(f"cannot tell which rank this is: {problem}. What to do: {advice}.")

@@ -32,10 +32,10 @@ class Preflight:
         self.bad: dict[str, str] = {}
         self.unknown: tuple[str, ...] = ()
         self.meanwhile: Callable[[], None] = lambda: None
-        self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+        self.asked: list[tuple[tuple[str, ...], set[str]]] = []
 
-    def __call__(self, folder: Path, job: Allocation, *_: object) -> NodesReport:
-        self.asked.append((job.hosts, job.tasks))
+    def __call__(self, folder: Path, job: Allocation, *_: object, spares: set[str]) -> NodesReport:
+        self.asked.append((job.hosts, spares))
         self.meanwhile()
         return NodesReport(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
 
@@ -84,7 +84,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
 def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
     preflight.bad = {"node1": "the disk is full"}
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
-    assert preflight.asked == [(HOSTS, (1, 1, 0))]
+    assert preflight.asked == [(HOSTS, {"node3"})]
     assert run.attempts()[0].nodes == ("node2", "node3")
     assert run.status().bad_nodes == {"node1": "the disk is full"}
 

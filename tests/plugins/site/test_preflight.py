@@ -80,13 +80,13 @@ def examined(
     plays: Mapping[str, Play],
     hosts: Sequence[str] = HOSTS,
     limit_s: float = 30.0,
-    tasks: Sequence[int] | None = None,
+    spares: Sequence[str] = (),
     events: SimpleQueue[Any] | None = None,
 ) -> NodesReport:
     events = SimpleQueue() if events is None else events
     agents: Any = Agents(plays, events)
-    job = Allocation(tuple(hosts), tuple(tasks or [2] * len(hosts)), 1)
-    return report_on_nodes(tmp_path, job, agents, events, limit_s=limit_s)
+    job = Allocation(tuple(hosts), (2,) * len(hosts), 1)
+    return report_on_nodes(tmp_path, job, agents, events, spares=spares, limit_s=limit_s)
 
 
 def sick(*findings: Finding) -> Play:
@@ -210,8 +210,9 @@ def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkey
 def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents({}, events)
-    report_on_nodes(tmp_path, Allocation(tuple(HOSTS), (2, 1, 2, 0), 3), agents, events)
-    assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 3, 6, 6]
+    job = Allocation(tuple(HOSTS), (2, 1, 2, 1), 3, task_cpus=(3, 4, 3, 4))
+    report_on_nodes(tmp_path, job, agents, events, spares=["node4"])
+    assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 4, 6, 4]
 
 
 # ------------------------------------------------------------------------------------------------- late, and many nodes
@@ -239,7 +240,7 @@ def test_a_healthy_node_that_answers_late_is_well(tmp_path: Path) -> None:
 
 def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "SPARES_LIMIT_S", 0.1)
-    report = examined(tmp_path, {"node4": Play(never=True)}, tasks=[1, 1, 1, 0])
+    report = examined(tmp_path, {"node4": Play(never=True)}, spares=["node4"])
     assert report.took_s < 5
     assert (report.bad, list(report.warnings)) == ({}, ["node4"])
 

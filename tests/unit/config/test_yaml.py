@@ -276,7 +276,7 @@ def test_every_key_reads_back_equal(tmp_path: Path) -> None:
             if held is float:
                 values = [0.5, -0.0]
             elif get_origin(held) is dict:
-                values = {"${a}.0755": values, "b": {}}
+                values = {"${a}.0755": values, "b": {}} if get_origin(hint) is dict else [{"b": text}, {}]
             setattr(section, leaf, values)
         elif str in (get_args(hint) or [hint]):
             setattr(section, leaf, text)

@@ -38,7 +38,7 @@ def test_gpus_are_each_nodes_own_and_this_nodes_where_slurm_does_not_say() -> No
     slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 2, "node4": 0}, ("scratch:10",))
     allocation = Allocation.slurm(environ, slurm)
     assert (allocation.gpus, allocation.gpus_per_node) == ((4, 4, 2, 0), 4)
-    assert allocation.by_gpus(allocation.hosts) == [["node1", "node2"], ["node3"], ["node4"]]
+    assert allocation.steps(allocation.hosts) == [["node1", "node2"], ["node3"], ["node4"]]
     assert allocation.gres(["node1", "node2"]) == "gpu:4,scratch:10"
     assert allocation.gres(["node1", "node3"]) == "gpu:2,scratch:10"
     assert allocation.gres(["node4"]) == "scratch:10"
@@ -74,12 +74,75 @@ def test_outside_an_allocation_the_door_says_where_to_go() -> None:
         Allocation.slurm({})
 
 
-def test_a_heterogeneous_job_is_refused_since_its_other_nodes_would_idle() -> None:
-    with pytest.raises(RequestError, match=r"heterogeneous job of 2 components.*srun --het-group=0,1"):
-        Allocation.slurm({**BATCH, "SLURM_HET_SIZE": "2"})
-    assert Allocation.slurm({**BATCH, "SLURM_HET_SIZE": "1"}).world_size == 7
+#: Of a batch script on Slurm 24.11: one node with two tasks, and two nodes with one task each.
+HET = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_CLUSTER_NAME": "box",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_CPUS_ON_NODE": "4",
+    "SLURM_CPUS_PER_TASK_HET_GROUP_0": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "4",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "4",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "1(x2)",
+    "SLURM_JOB_ID_HET_GROUP_0": "1",
+    "SLURM_JOB_ID_HET_GROUP_1": "2",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "node1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
+    "SLURM_JOB_PARTITION": "fast",
+    "SLURM_JOB_PARTITION_HET_GROUP_0": "fast",
+    "SLURM_JOB_PARTITION_HET_GROUP_1": "slow",
+    "SLURM_NNODES": "1",
+    "SLURM_NPROCS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE_HET_GROUP_0": "2",
+    "SLURM_NTASKS_PER_NODE_HET_GROUP_1": "1",
+    "SLURM_TASKS_PER_NODE": "2",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1(x2)",
+}
+
+
+def test_ranks_fill_one_component_after_the_other_and_each_has_its_own_steps() -> None:
+    job = Allocation.slurm(HET)
+    assert (job.job_id, job.cpus_per_task, job.components) == ("1", 1, (0, 1, 1))
+    assert job.ranks_of == {"node1": range(2), "node2": range(2, 3), "node3": range(3, 4)}
+    assert job.cpus_of == {"node1": 2, "node2": 1, "node3": 1}
+    assert job.steps(["node3", "node1", "node2"]) == [["node3", "node2"], ["node1"]]
+    assert [job.step_options([host]) for host in ("node1", "node3")] == [["--het-group=0"], ["--het-group=1"]]
+    assert Allocation.slurm(BATCH).step_options(["node1"]) == []
+    assert job.on(["node3", "node1"]).components == (1, 0)
+
+
+def test_each_component_has_its_own_gpus_and_what_else_it_asked_for() -> None:
+    slurm = FakeSlurm()
+    slurm.gpus = JobGpus({"node1": 4, "node2": 0, "node3": 0}, ("scratch:10", "nic:1"))
+    job = Allocation.slurm(HET, slurm)
+    assert [job.gres([host]) for host in job.hosts] == ["gpu:4,scratch:10", "nic:1", "nic:1"]
+
+
+def test_the_config_of_a_run_keeps_the_components_for_a_resume() -> None:
+    job, size = Allocation.slurm(HET), {"tasks_per_node": 1, "cpus_per_task": 1, "gpus_per_node": 0}
+    first = {"partition": "fast", "nodes": 1, "tasks_per_node": 2, "cpus_per_task": 2, "gpus_per_node": 0}
+    assert job.as_asked([]) == [first, {"partition": "slow", "nodes": 2, **size}]
+    asked = [{}, {"partition": "slow,slower", "mem_gb": 4, "nodes": 9}]
+    assert job.without(1).as_asked(asked)[1] == {"partition": "slow,slower", "mem_gb": 4, "nodes": 1, **size}
+    assert Allocation.slurm(BATCH).as_asked([{}, {}]) == []
+
+
+def test_spares_are_of_the_commonest_kind_or_refused() -> None:
+    job = Allocation.slurm(HET)
+    assert job.without(1).hosts == ("node1", "node2")
+    with pytest.raises(RequestError, match=r"cluster\.spare_nodes: 2 .* 2,1,1 tasks"):
+        job.without(2)
 
 
 def test_several_nodes_without_slurm_are_refused() -> None:
     with pytest.raises(RequestError, match=r"cluster\.nodes"):
         Allocation.local(ClusterConfig(nodes=2))
+    with pytest.raises(RequestError, match=r"cluster\.components"):
+        Allocation.local(ClusterConfig(components=[{}, {}]))

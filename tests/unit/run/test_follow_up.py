@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,22 @@ def test_a_run_that_may_lose_nodes_keeps_them_in_its_follow_up_job_too(run: RunD
     run.config.write_text(dump_config(load_config(None, [key] if key else [], site=False)))
     slurm = FakeSlurm()
     assert ("--no-kill" in submitted(run, slurm, running(slurm))) == (key is not None)
+
+
+def test_a_follow_up_job_has_the_components_of_our_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.config.write_text(dump_config(load_config(None, ["cluster.spare_nodes=1"], site=False)))
+    for name, value in {"HET_SIZE": "2", "JOB_NUM_NODES_HET_GROUP_0": "1", "JOB_NUM_NODES_HET_GROUP_1": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE_HET_GROUP_1", "1")
+    slurm = FakeSlurm()
+    row = running(slurm, "--time=90", "--gres=gpu:1")
+    row = replace(row, others=(replace(row, job_id="2", options=("--constraint=old",)),))
+    options = submitted(run, slurm, row)[:-1]
+    first, second = options[: options.index(":")], options[options.index(":") + 1 :]
+    assert {"--no-requeue", "--dependency=afterany:1", "--nodes=1", "--gres=gpu:1", "--time=90"} <= {*first}
+    assert "--no-kill" not in first
+    assert {"--nodes=3", "--ntasks-per-node=1", "--constraint=old", "--no-kill", "--time=90"} <= {*second}
+    assert not any(option.startswith(("--ntasks=", "--gres", "--dependency")) for option in second)
 
 
 def test_another_gres_of_the_config_does_not_cost_the_follow_up_job_its_gpus(run: RunDir) -> None:

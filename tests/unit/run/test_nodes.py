@@ -119,6 +119,26 @@ def test_nodes_that_two_processes_remember_are_both_kept(run: RunDir) -> None:
     assert set(nodes.remembered(run)) == {"a", "b"}
 
 
+def test_a_spare_replaces_a_node_of_its_own_shape_only(run: RunDir) -> None:
+    uneven = Allocation(HOSTS, (2, 1, 1, 1), 1, job_id="7", components=(0, 1, 1, 1))
+    of = Nodes(run, uneven, spare=1, allow_fewer=False)
+    assert hosts(of) == ("a", "b", "c")
+    assert of.dispensable(["a", "b", "d"]) == {"b", "d"}
+    of.note(sick={"a": "hot", "b": "hot"}, drained={})
+    assert [*of.to_leave(["a", "b", "c"], HOSTS)] == ["b"]
+    of.condemn("b", "no answer")
+    assert hosts(of) == ("a", "d", "c")
+    of.condemn("a", "no answer")
+    assert hosts(of) is None
+
+
+def test_without_its_only_node_of_a_shape_a_run_goes_on_with_fewer(run: RunDir) -> None:
+    of = Nodes(run, Allocation(HOSTS, (2, 1, 1, 1), 1, job_id="7"), spare=0, allow_fewer=True)
+    of.condemn("a", "no answer")
+    assert of.dispensable(["b"]) == {"b"}
+    assert hosts(of) == ("b", "c", "d")
+
+
 @pytest.mark.parametrize(
     ("tasks", "spare", "words"),
     [((1, 1), 2, ["spare_nodes", "2 nodes", "--nodes"]), ((2, 1), 1, ["spare_nodes", "2,1", "--ntasks-per-node"])],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,29 @@ def test_the_users_exclusions_stay_and_drained_nodes_are_left_to_slurm(run: RunD
     row = JobRow(job_id="1", state="RUNNING", excluded="old[1-2]")
     bad = {"n1": BadNode("dead", 1.0), "n2": BadNode("drained: fan", 2.0, is_drained=True)}
     assert requeue.to_exclude(run, row, slurm, bad, {}) == "n1,old[1-2]"
+
+
+def test_components_that_share_a_partition_must_have_room_beside_each_other(run: RunDir) -> None:
+    """Slurm tests each component as if it were alone, and would hold the job that could never start."""
+
+    class Recording(FakeSlurm):
+        tests: list[list[str]] = []  # noqa: RUF012
+
+        def could_run(self, arguments: Sequence[str]) -> bool:
+            self.tests.append([*arguments])
+            return super().could_run(arguments)
+
+    environ = {"SLURM_HET_SIZE": "3"}
+    for number, (partition, nodes) in enumerate([("fast", "1"), ("slow", "2"), ("slow", "3")]):
+        environ[f"SLURM_JOB_PARTITION_HET_GROUP_{number}"] = partition
+        environ[f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}"] = nodes
+        environ[f"SLURM_NTASKS_PER_NODE_HET_GROUP_{number}"] = "2"
+    others = tuple(JobRow(job_id=job, state="RUNNING", excluded=f"old{job}") for job in ("2", "3"))
+    row, slurm = JobRow(job_id="1", state="RUNNING", others=others), Recording()
+    assert requeue.to_exclude(run, row, slurm, {"n1": BadNode("dead", 1.0)}, environ) == "n1,old[2-3]"
+    alone, *shared = slurm.tests
+    assert {"--partition=fast", "--nodes=1", "--ntasks-per-node=2", "--exclude=n1,old[2-3]"} <= {*alone}
+    assert shared == [["--partition=slow", "--nodes=5", "--exclude=n1,old[2-3]"]] * 2
 
 
 def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:

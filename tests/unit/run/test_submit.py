@@ -84,6 +84,38 @@ def test_every_cluster_key_reaches_the_sbatch_script() -> None:
     assert sbatch_script(full_config(), run) == GOLDEN.replace("{python}", shlex.quote(sys.executable))
 
 
+def test_each_component_has_its_block_of_options() -> None:
+    config = full_config()
+    config.cluster.spare_nodes = 1
+    config.cluster.components = [
+        {"nodes": 1},
+        {"nodes": 3, "tasks_per_node": 2, "gpus_per_node": 2, "gpu_type": None, "partition": "old", "mem_gb": 8.0},
+    ]
+    assert config.cluster.ranks == 1 * 4 + 3 * 2
+    script = sbatch_script(config, RunDir(Path("/r")))
+    options, _, rest = script.partition("\n\n# setup")
+    first, second = options.split("#SBATCH hetjob\n")
+    assert {"#SBATCH --nodes=1", "#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=a100:4"} <= {*first.splitlines()}
+    assert "no-kill" not in first
+    assert sorted(line.removeprefix("#SBATCH ") for line in second.splitlines()) == [
+        "--account=acc",
+        """--comment='it'"'"'s "quoted"; $(rm -rf /)'""",
+        "--constraint='a100&ib'",
+        "--cpus-per-task=6",
+        "--exclude='node[3,7]'",
+        "--exclusive",
+        "--gpus-per-node=2",
+        "--mem=8192M",
+        "--no-kill",
+        "--nodes=4",
+        "--ntasks-per-node=2",
+        "--partition=old",
+        "--qos=high",
+        "--time=60",
+    ]
+    assert "#SBATCH" not in rest
+
+
 def test_a_default_config_asks_for_nothing_it_was_not_told() -> None:
     text = sbatch_script(JobConfig(), RunDir(Path("/run")))
     for word in ("partition", "account", "gpus", "mem", "wckey", "exclusive", "srun"):

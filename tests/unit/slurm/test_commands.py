@@ -14,7 +14,7 @@ from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
-from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time
+from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time, row_of
 from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
@@ -178,6 +178,37 @@ def test_an_array_element_is_requeued_by_its_index_and_its_unsplit_rest_by_no_in
     element, rest = parse_jobs(ELEMENT + "\n" + REST)
     assert element.requeue_id == "2_1"
     assert rest.requeue_id == "2"
+
+
+#: Two components on Slurm 22.05, shortened. A preemption takes both, and both end with the one that ends first.
+HET = """JobId=1 HetJobId=1 HetJobOffset=0 JobName=s.sh
+   HetJobIdSet=1-2
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   StartTime=1795188629 EndTime=1795189229 Deadline=N/A
+   PreemptEligibleTime=1795188629 PreemptTime=None
+   NodeList=node1
+     Nodes=node1 CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)
+   TresPerNode=gres:gpu:a100:4,gres:scratch:10
+
+JobId=2 HetJobId=1 HetJobOffset=1 JobName=s.sh
+   HetJobIdSet=1-2
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   StartTime=1795188629 EndTime=1795188929 Deadline=N/A
+   PreemptEligibleTime=1795188629 PreemptTime=1795188700
+   NodeList=node[2-3]
+     Nodes=node[2-3] CPU_IDs=0 Mem=0 GRES=
+"""
+
+
+def test_the_row_of_a_heterogeneous_job_stands_for_all_its_components() -> None:
+    row = row_of(parse_jobs(HET), "1")
+    assert row is not None
+    assert (row.job_id, row.node_list, row.end_time) == ("1", "node1,node[2-3]", 1795188929.0)
+    assert row.preempt_time == 1795188700.0
+    assert [other.job_id for other in row.others] == ["2"]
+    assert parse_gpus(HET) == JobGpus({"node1": 4, "node2": 0, "node3": 0}, ("scratch:10", ""))
 
 
 @pytest.mark.parametrize(

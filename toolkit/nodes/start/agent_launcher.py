@@ -245,7 +245,8 @@ class AgentLauncher(AgentUser):
         links = self.agents.links
         ranks = AgentRanks(attempt, allocation, events, links)
         # The order of each node holds all its ranks, so one message starts them.
-        cpus = allocation.cpus_per_task if "affinity" in self._settings().task_plugins else None
+        binds = "affinity" in self._settings().task_plugins
+        cpus_of = allocation.cpus_of
         environ = {**environ, reports.VARIABLE: self.agents.reports_token}
         common = srun_environment(allocation)
         if common:  # the agents' step does without them, and scripts read them
@@ -256,8 +257,10 @@ class AgentLauncher(AgentUser):
                 own = rank_environment(place) | (srun_rank_environment(place) if common else {})
                 log_path = self._run.rank_log(attempt, place.rank)
                 processes.append({"rank": place.rank, "environ": own, "log": str(log_path)})
-            order = self._order(attempt, command, environ, processes, cpus)
+            order = self._order(attempt, command, environ, processes, cpus_of[host] if binds else None)
             order["environ"] |= common  # all of it, because the agent's own variables describe the agents' step
+            if common:
+                order["environ"]["SLURM_CPUS_PER_TASK"] = str(cpus_of[host])
             ranks.orders[host] = order
         links.call(lambda: self._begin(ranks, store))
         return ranks
@@ -399,7 +402,6 @@ def srun_environment(allocation: Allocation) -> dict[str, str]:
         **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), str(len(allocation.hosts))),
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
         "SLURM_STEP_NODELIST": hostlist.compress(allocation.hosts),
-        "SLURM_CPUS_PER_TASK": str(allocation.cpus_per_task),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class LocalAgent:
 
 
 class SrunAgents:
-    """An :class:`~.agents.AgentStarter`: the agents are one srun step of the job for all nodes with as many GPUs.
+    """An :class:`~.agents.AgentStarter`: the agents are one srun step for all nodes of a component with as many GPUs.
 
     A step has all resources of the job on its nodes. Its srun is killed, without notice to the step, as soon as all
     its agents have connected. When a batch host comes back just as Slurm has given it up, its slurmd ends the job's
@@ -70,8 +71,7 @@ class SrunAgents:
         self._numbers = itertools.count()
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        groups = self._allocation.by_gpus(hosts)
-        for group in groups:
+        for group in self._allocation.steps(hosts):
             self._start(group, at, environ, on_failure, self._allocation.gres(group))
 
     def _start(
@@ -84,6 +84,8 @@ class SrunAgents:
         *gpus: str,
     ) -> threading.Thread:
         """Start one step; return the thread that waits for its end. ``gpus`` is another option to ask for GPUs."""
+        if "OMP_NUM_THREADS" not in os.environ:  # a zygote reads it, before it knows its ranks
+            environ = {**environ, "OMP_NUM_THREADS": str(self._allocation.cpus_of[hosts[0]])}
         plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,
@@ -92,7 +94,7 @@ class SrunAgents:
             name=f"{self._run.id}.agents",
             mpi="none",
             gres=gres,
-            extra=["--cpu-bind=none", "--no-kill", "--label", *gpus],
+            extra=["--cpu-bind=none", "--no-kill", "--label", *self._allocation.step_options(hosts), *gpus],
             overlap=True,
         )
         # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.
@@ -114,7 +116,7 @@ class SrunAgents:
             # Slurm 22.05 compares a step's --gres with the numbers of other nodes, and later versions let a step with
             # --gpus wait for ever. So that is the second try, on each node alone.
             if refusals and not srun.given_up.is_set():
-                gres = ",".join(self._allocation.other_gres)
+                gres = self._allocation.other_gres_on(hosts)
                 counts = {host: f"--gpus={self._allocation.gpus_of[host]}" for host in hosts}
                 alone = [self._start([host], at, environ, on_failure, gres, count) for host, count in counts.items()]
                 # The kernel ends a child with the thread that has started it, see die_with_parent.

@@ -75,8 +75,9 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
         raise RequestError("--submit: the figures are written into the run; leave out --images, --output and --json")
     cluster = load_config(run.config, site=False).cluster
     extra = {key: value for key, value in cluster.extra.items() if not is_for_one_job(key)}
-    gpus = min(1, cluster.gpus_per_node)
-    one = replace(cluster, nodes=1, tasks_per_node=1, gpus_per_node=gpus, spare_nodes=0, extra=extra)
+    first, *_ = cluster.parts  # it runs on one node, as of the first component
+    gpus = min(1, first.gpus_per_node)
+    one = replace(first, nodes=1, tasks_per_node=1, gpus_per_node=gpus, spare_nodes=0, extra=extra)
     config = JobConfig(name=f"evaluate-{run.name}", job=FOREIGN_JOB, cluster=one)
     validate(config)
     words = ["--checkpoint", args.checkpoint, *(["--weights", args.weights] if args.weights else [])]

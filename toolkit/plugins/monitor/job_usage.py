@@ -16,6 +16,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.monitor.usage import NodeUsage
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.variables import of_components
 
 #: A GPU that has been idle for this long, and for as long as the attempt runs, is named as unused.
 UNUSED_AFTER_S = 240.0
@@ -38,8 +39,9 @@ class JobUsageRecorder:
         self._run, self._allocation = run, allocation
         self._price = PriceRecord(price.cpu_hour, price.gpu_hour, price.currency)
         # Slurm rounds up the CPUs that were asked for, and may give whole nodes.
-        given = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if allocation.job_id else []
-        self._cpus = sum(given) or allocation.cpus_per_task * allocation.world_size
+        parts = of_components(environ) if allocation.job_id else []
+        given = [hostlist.expand_counts(part.get("SLURM_JOB_CPUS_PER_NODE", "")) for part in parts]
+        self._cpus = sum(map(sum, given)) or allocation.cpus_per_task * allocation.world_size
         self._since = time.time()
         self._samples: dict[tuple[str, float], NodeUsage] = {}
         self._usage: JobUsage | None = None

@@ -82,6 +82,11 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
 
 def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapping[str, str]) -> NodesReport:
     there = len(allocation.hosts)
+    if allocation.components:
+        raise RequestError(
+            "toolkit doctor looks at nodes by one step of srun, and this heterogeneous job needs several; "
+            "call it on a login node, with cluster.partition=NAME for each kind of nodes"
+        )
     if nodes is not None and nodes > there:
         raise RequestError(f"--nodes {nodes}: this allocation has {there}; ask for fewer, or call it on a login node")
     count = nodes or there

@@ -30,8 +30,15 @@ log = logs.get(__name__)
 
 
 def slow_nodes(agents: Agents, job: Allocation, events: Events) -> dict[str, str]:
-    """Return the nodes of a job with a slow GPU, see :func:`slow_gpus`. A job of few GPUs has none."""
-    return slow_gpus(agents, job.hosts, events) if sum(job.gpus) >= LEAST_GPUS else {}
+    """Return the nodes of a job with a slow GPU, see :func:`slow_gpus`. A job of few GPUs has none.
+
+    Components may have GPUs of different kinds: each is compared with itself.
+    """
+    slow: dict[str, str] = {}
+    for hosts in job.by_component:
+        if sum(job.gpus_of[host] for host in hosts) >= LEAST_GPUS:
+            slow |= slow_gpus(agents, hosts, events)
+    return slow
 
 
 def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:

@@ -44,7 +44,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     """
     began = time.monotonic()
     config.name, config.cluster.nodes, config.cluster.time_min = NAME, nodes, 10
-    config.cluster.tasks_per_node = max(1, config.cluster.gpus_per_node)
+    config.cluster.tasks_per_node, config.cluster.components = max(1, config.cluster.gpus_per_node), []
     run = submit_foreign(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
     log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))

@@ -46,7 +46,7 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
         raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
     loaded = configs.load_config(config, overrides)
-    ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
+    ranks = loaded.cluster.ranks
     # Several checkpoints within the few steps, unless the user says how often.
     common = [*overrides, f"train.max_steps={plan.steps}"]
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
@@ -113,7 +113,7 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
                 nodes = changed.cluster.nodes
                 if ranks % nodes:
                     raise RequestError(f"resume-check: {ranks} ranks cannot be shared evenly by {nodes} nodes")
-                changed.cluster.tasks_per_node = ranks // nodes
+                changed.cluster.tasks_per_node, changed.cluster.components = ranks // nodes, []
                 fsio.write_atomic(run.dir.config, configs.dump_config(changed))
             run = resume(run.dir)
     return _completed(run)

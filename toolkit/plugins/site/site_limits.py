@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from toolkit.base import logs
 from toolkit.base.durations import in_units
@@ -25,8 +26,11 @@ def check_site(config: JobConfig) -> None:
     if profile is None:
         return
     # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
-    has_partition = bool(config.cluster.partition)
-    checks = [(_partition_problems(config, profile), has_partition), (_account_problems(config, profile), True)]
+    parts = [replace(config, cluster=part) for part in config.cluster.parts]
+    checks = [
+        *((_partition_problems(part, profile), bool(part.cluster.partition)) for part in parts),
+        *((_account_problems(part, profile), True) for part in parts),
+    ]
     for problems, is_certain in checks:
         for problem in problems:
             date = site_profile.date(profile.made)

@@ -102,6 +102,11 @@ class SrunLauncher(AgentUser):
         """Start the ranks. They get their numbers from the step's variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
+        if allocation.components:
+            raise RequestError(
+                "ranks that srun starts (MPI, Pyxis) are one step, and a step has nodes of one component of a "
+                "heterogeneous job; submit a job without #SBATCH hetjob, or use another dist.backend and container"
+            )
         fewest = min(allocation.gpus, default=0)
         if allocation.is_uneven and fewest < max(allocation.tasks):
             counts = ", ".join(f"{host} {gpus}" for host, gpus in allocation.gpus_of.items())

@@ -167,6 +167,10 @@ class _PointReader:
         """Check a whole config. Return whether it begins with the weights of a run that is waited for."""
         goes_on = begins_with(config, self._waits_for)
         prepare.check_submittable(config, self._executor, self._project, goes_on=goes_on)
+        if config.cluster.components:
+            raise ConfigError(
+                "cluster.components: Slurm has no arrays of heterogeneous jobs; submit each point by itself"
+            )
         return goes_on
 
     def _load(self, values: Values) -> JobConfig:

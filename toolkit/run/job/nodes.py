@@ -8,7 +8,8 @@ Spares replace nodes that died, fail repeatedly, are sick or are drained. Bad no
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from toolkit.files.json_record import JsonRecord, shape_of
 from toolkit.files.records import MapOf
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.allocation import Allocation, Shape
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
@@ -53,7 +54,8 @@ class Nodes:
     def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
         """Keep ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
         self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
-        self._wanted = len(allocation.without(spare).hosts)
+        self._shapes = allocation.shapes
+        self._wanted = allocation.without(spare).hosts
         self._out: dict[str, str] = {}
         self._bad = remembered(run)
         self._ailing: dict[str, BadNode] = {}
@@ -79,10 +81,13 @@ class Nodes:
         """The nodes that are in use, or spare, and have something wrong with them."""
         return {host: ailing for host, ailing in self._ailing.items() if host not in self._out}
 
-    @property
-    def can_lose_one(self) -> bool:
-        """True if the run could go on in this job with one node less."""
-        return self._is_enough(len(self._usable()) - 1)
+    def dispensable(self, hosts: Collection[str]) -> set[str]:
+        """Return those of ``hosts`` of which any one could be lost, and the run go on in this job."""
+        usable = self._usable() if hosts else []
+        left, wanted = self._count(usable), self._count(self._wanted)
+        if self._allow_fewer:
+            return {*hosts} if len(usable) > 1 else set()
+        return {host for host in hosts if left[self._shapes[host]] > wanted[self._shapes[host]]}
 
     def plan(self) -> Allocation | None:
         """Return the nodes of the next attempt; None where too few are left.
@@ -91,15 +96,30 @@ class Nodes:
         """
         # Suspicious ones come last, but are better than none. Of the others, those that are in use stay.
         usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in self._placed))
-        if not self._is_enough(len(usable)):
+        if not self._is_enough(usable):
             return None
-        chosen = usable[: self._wanted]
+        # As many nodes of each shape as the run has ranks for.
+        chosen, count_of = list[str](), self._count(self._wanted)
+        for host in usable:
+            if count_of[self._shapes[host]] > 0:
+                count_of[self._shapes[host]] -= 1
+                chosen.append(host)
         # Spares take the places of the nodes that leave.
-        if len(chosen) == len(self._placed):
-            stays = {*chosen} & {*self._placed}
-            others = iter([host for host in chosen if host not in stays])
-            chosen = [host if host in stays else next(others) for host in self._placed]
-        return self._allocation.on(chosen)
+        goes_on = self._count(chosen) == self._count(self._placed)
+        places = self._placed if goes_on else self._wanted
+        stays = {*chosen} & {*self._placed} if goes_on else set[str]()
+        others = {shape: deque[str]() for shape in self._shapes.values()}
+        for host in chosen:
+            if host not in stays:
+                others[self._shapes[host]].append(host)
+        filled = []
+        for host in places:
+            left = others[self._shapes[host]]
+            if host in stays:
+                filled.append(host)
+            elif left:
+                filled.append(left.popleft())
+        return self._allocation.on(filled)
 
     def note_used(self, plan: Allocation) -> None:
         """Note that an attempt starts on ``plan``."""
@@ -117,8 +137,12 @@ class Nodes:
     def _usable(self) -> list[str]:
         return [host for host in self._allocation.hosts if host not in self._out]
 
-    def _is_enough(self, count: int) -> bool:
-        return count >= (1 if self._allow_fewer else self._wanted)
+    def _is_enough(self, hosts: Sequence[str]) -> bool:
+        return bool(hosts) if self._allow_fewer else self._count(hosts) >= self._count(self._wanted)
+
+    def _count(self, hosts: Iterable[str]) -> Counter[Shape | None]:
+        """Return the number of nodes of each shape. That of a node of an earlier job is not known."""
+        return Counter(self._shapes.get(host) for host in hosts)
 
     def given_up(self, since: float) -> set[str]:
         """Return the nodes that another node has found bad since then. This node may be one, if it was cut off."""
@@ -143,14 +167,15 @@ class Nodes:
         with or without ranks.
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
-        good_count = sum(not self._is_suspicious(host) for host in spares)
+        good = self._count(host for host in spares if not self._is_suspicious(host))
         in_use, leaving = self.ailing, dict[str, BadNode]()
         for host in at_work:
             ailing = in_use.get(host)
             if ailing is None or (ailing.is_drained and host == self._allocation.hosts[0]):
                 continue
-            # No more nodes leave than there are good spares.
-            if len(leaving) < good_count:
+            # No more nodes leave than there are good spares of their shape.
+            if good[self._shapes[host]] > 0:
+                good[self._shapes[host]] -= 1
                 leaving[host] = ailing
         return leaving
 

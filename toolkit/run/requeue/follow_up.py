@@ -31,7 +31,7 @@ from toolkit.run.prepare import snapshot
 from toolkit.run.records import ownership, stop_request
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.variables import whole_number
+from toolkit.slurm.variables import of_components, whole_number
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
 #: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.
@@ -85,7 +85,7 @@ def submit(
     wait = f"--dependency=afterany:{':'.join(after)}"
     try:
         fsio.write_atomic(path, script)
-        job_id = slurm.sbatch([*options, "--no-requeue", wait, output, "--open-mode=append", str(path)])
+        job_id = slurm.sbatch(["--no-requeue", wait, output, "--open-mode=append", *options, str(path)])
     except (SlurmError, OSError) as error:
         log.warning("no follow-up job could be submitted: %s", error)
         return None
@@ -112,8 +112,21 @@ def command(run: RunDir) -> str:
     return f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
 
 
-def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
-    """Yield sbatch's options for another job like the present one."""
+def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list[str]:
+    """Return sbatch's options for another job like the present one, with a colon between those of two components."""
+    first, *others = options_of_components(environ, row, run)
+    return [*first, *(option for each in others for option in (":", *each))]
+
+
+def options_of_components(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list[list[str]]:
+    """Return sbatch's options for another job like the present one, for each of its components."""
+    parts = of_components(environ)
+    nodes = sum(whole_number(part, "SLURM_JOB_NUM_NODES", 1) for part in parts)
+    rows = (row, *row.others)
+    return [[*_options_of_component(part, own, run, nodes)] for part, own in zip(parts, rows, strict=False)]
+
+
+def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, nodes: int) -> Iterator[str]:
     present = [f"--{option}={environ[name]}" for option, name in _VARIABLE_OF.items() if environ.get(name)]
     present += row.options
     yield from present
@@ -121,7 +134,7 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
     given = {option.partition("=")[0] for option in present}
     # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
-    if may_lose_nodes(config, whole_number(environ, "SLURM_JOB_NUM_NODES", 1)):
+    if may_lose_nodes(config, nodes) and whole_number(environ, "SLURM_JOB_NUM_NODES", 1) > 1:
         yield "--no-kill"
     for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -165,19 +165,34 @@ def to_exclude(
     are left out: Slurm itself knows how long to avoid them.
     """
     bad = {host: each for host, each in bad.items() if not each.is_drained}
-    options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]
-    others = {*hostlist.expand(row.excluded)} - {*bad}
+    components = follow_up.options_of_components(environ, row, run)
+    others = {host for each in (row, *row.others) for host in hostlist.expand(each.excluded)} - {*bad}
     latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
     # Try all bad nodes first, then ever fewer, until Slurm could still run the job.
     for count in range(len(latest), 0, -1):
         names = hostlist.compress(sorted({*latest[:count], *others}))
-        arguments = [*options, f"--exclude={names}"]
-        if outages.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+        tests = [[*options, f"--exclude={names}"] for options in _with_room(components)]
+        if all(outages.ask(partial(slurm.could_run, test), "sbatch --test-only", 0.0) for test in tests):
             log.info("excluded from the next start: %s", names)
             return names
     if bad:
         log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
     return None
+
+
+def _with_room(components: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """Yield the options of jobs that can run exactly if one with these components can, except for nodes to exclude.
+
+    Slurm would test each component as if it were alone. Several that share a partition need room beside each other.
+    """
+    for options in components:
+        kept = [option for option in options if not option.startswith("--exclude=")]
+        partition = [option for option in options if option.startswith("--partition=")]
+        beside = [other for other in components if partition == [o for o in other if o.startswith("--partition=")]]
+        if len(beside) > 1:
+            nodes = sum(int(o.partition("=")[2]) for other in beside for o in other if o.startswith("--nodes="))
+            kept = [option for option in kept if not option.startswith(("--nodes=", "--ntasks"))] + [f"--nodes={nodes}"]
+        yield kept
 
 
 def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:

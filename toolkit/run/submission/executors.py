@@ -109,9 +109,15 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             submitted.append(job_id)
             super().__init__(folder, job_id, tasks)
 
+    class Executor(submitit.SlurmExecutor):
+        """Writes the options of all components into the script."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return sbatch.with_components(super()._make_submission_file_text(command, uid), config, run)
+
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
-            executor = submitit.SlurmExecutor(run.submitit, python=sbatch.exec_python())
+            executor = Executor(run.submitit, python=sbatch.exec_python())
             executor.job_class = KnownJob
             parameters = sbatch.slurm_parameters(config, run, token)
             # Not in slurm_parameters: a follow-up job is never requeued.

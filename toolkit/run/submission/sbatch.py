@@ -5,8 +5,10 @@ submitit makes the text from these terms.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,23 +22,42 @@ from toolkit.run.requeue import follow_up
 
 def sbatch_script(config: JobConfig, run: RunDir) -> str:
     """Return the text that submitit hands to sbatch, made by submitit itself."""
+    command = f"{exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
+    return with_components(_text_of(run, command, slurm_parameters(config, run, "TOKEN")), config, run)
+
+
+def with_components(script: str, config: JobConfig, run: RunDir) -> str:
+    """Return a batch script with the options of the job's other components behind those of the first."""
+    lines, blocks = script.split("\n"), list[str]()
+    for part in config.cluster.parts[1:]:
+        options = _text_of(run, "", slurm_parameters(config, run, "", part)).split("\n")
+        blocks += [
+            "#SBATCH hetjob",
+            *(line for line in options if line.startswith("#SBATCH") and not _WHOLE.match(line)),
+        ]
+    first = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH")) + 1
+    return "\n".join([*lines[:first], *blocks, *lines[first:]])
+
+
+#: Options that sbatch takes from the first component alone.
+_WHOLE = re.compile(r"#SBATCH --(?:job-name|output|error|open-mode|signal|wckey|dependency|requeue|no-requeue)\b")
+
+
+def _text_of(run: RunDir, command: str, values: Mapping[str, Any]) -> str:
     from submitit.slurm.slurm import _make_sbatch_string
 
-    command = f"{exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
-    return str(_make_sbatch_string(command=command, folder=run.submitit, **slurm_parameters(config, run, "TOKEN")))
+    return str(_make_sbatch_string(command=command, folder=run.submitit, **values))
 
 
 def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) -> str:
     """Return the script of a follow-up job. It lacks requests about one job's place in the queue."""
-    from submitit.slurm.slurm import _make_sbatch_string
-
     cluster = config.cluster
     extra = {key: value for key, value in cluster.extra.items() if not follow_up.is_for_one_job(key)}
     inherited = replace(config, cluster=replace(cluster, extra=extra))
     values = slurm_parameters(inherited, run, token)
     for name, value in follow_up.environment(run, [job_id]).items():
         values["setup"].append(f"export {name}={shlex.quote(value)}")
-    return str(_make_sbatch_string(command=follow_up.command(run), folder=run.submitit, **values))
+    return with_components(_text_of(run, follow_up.command(run), values), inherited, run)
 
 
 def exec_python() -> str:
@@ -47,19 +68,23 @@ def exec_python() -> str:
     return f"exec {shlex.quote(str(staged.origin(sys.executable)))}"
 
 
-def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:
+def slurm_parameters(
+    config: JobConfig, run: RunDir, token: str, component: ClusterConfig | None = None
+) -> dict[str, Any]:
     """Return submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
+
+    Of a heterogeneous job they are those of one of its components, the first if None.
 
     GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
     """
-    cluster = config.cluster
-    nodes = cluster.nodes + cluster.spare_nodes
+    parts = config.cluster.parts
+    cluster = component or parts[0]
     quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
     quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
     exports = [f"export {name}={value}" for name, value in quoted.items()]
     values: dict[str, Any] = {
         "job_name": config.name,
-        "nodes": nodes,
+        "nodes": cluster.nodes + cluster.spare_nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
         "gpus_per_node": _gpus(cluster),
@@ -72,7 +97,8 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "setup": [follow_up.IGNORE_SIGNALS, *cluster.setup, *exports],
     }
     others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
-    if may_lose_nodes(config, nodes):
+    # A component of one node goes without: if it is lost, Slurm would requeue that component, and keep the others.
+    if may_lose_nodes(config, sum(part.nodes + part.spare_nodes for part in parts)) and values["nodes"] > 1:
         others["no-kill"] = True
     if cluster.mem_gb is not None:
         others["mem"] = f"{round(cluster.mem_gb * 1024)}M"

@@ -50,6 +50,7 @@ def take_run(context: Context) -> None:
         cluster.nodes = len(used.hosts)
         cluster.tasks_per_node = max(allocation.tasks)
         cluster.cpus_per_task = allocation.cpus_per_task
+        cluster.components = used.as_asked(cluster.components)
         # No error: some sites do not have Slurm count their GPUs. The ranks will see.
         if cluster.gpus_per_node and not allocation.gpus_per_node:
             log.warning(

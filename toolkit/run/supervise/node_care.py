@@ -47,11 +47,12 @@ class NodeCare:
         Else Slurm requeues the job, and a network recovers.
         """
         context = self._context
-        if self._dead is None or context.agents is None or not context.nodes.can_lose_one:
+        if self._dead is None or context.agents is None:
             return
         # Also during a kill: a dead node never reports the end of its ranks.
         elsewhere = {*attempt.plan.hosts} - {context.allocation.hosts[0]}
-        self._dead.look(context.agents.silent_hosts & elsewhere - attempt.lost_nodes)
+        silent = context.agents.silent_hosts & elsewhere - attempt.lost_nodes
+        self._dead.look(context.nodes.dispensable(silent))
 
     def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
         """Ask the ranks to stop where good spares can replace drained or sick nodes. No step is lost by it."""

@@ -14,8 +14,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -43,32 +43,35 @@ T = TypeVar("T")
 
 
 def report_on_nodes(
-    folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S
+    folder: Path,
+    job: Allocation,
+    agents: Agents,
+    events: Events,
+    *,
+    spares: Collection[str] = (),
+    limit_s: float = LIMIT_S,
 ) -> NodesReport:
     """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
 
-    ``folder`` is the run's, on the file system that all nodes share. A node without tasks is a spare, which must be
-    able to replace any of the others. ``events`` is the queue of the agents' events. Any other event, such as a signal,
-    ends the wait, and is in the queue again on return.
+    ``folder`` is the run's, on the file system that all nodes share. ``spares`` are those of the nodes that need not
+    answer. ``events`` is the queue of the agents' events. Any other event, such as a signal, ends the wait, and is in
+    the queue again on return.
     """
-    hosts, tasks = job.hosts, job.tasks
+    hosts = job.hosts
     began = time.monotonic()
     shared = SharedFolder(folder)
     try:
         in_the_way = shared.prepare()
         if in_the_way is not None:
             return prevented(hosts, in_the_way, time.monotonic() - began)
-        # A spare is checked for as many CPUs as the largest node needs.
-        cpus = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
-        needs = list(zip(cpus, job.gpus_of.values(), strict=True))
+        needs = [(tasks * cpus, gpus) for tasks, cpus, gpus in job.shapes.values()]
         command_of = {
             (cpus, gpus): command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True))
             for cpus, gpus in set(needs)
         }
         orders = {host: {"do": "check", "command": command_of[need]} for host, need in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)
-        spares = {host for host, count in zip(hosts, tasks, strict=True) if count == 0}
-        nodes, errors = _listen(hosts, spares, events, began + limit_s)
+        nodes, errors = _listen(hosts, {*spares}, events, began + limit_s)
         agents.withdraw(number)
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors)
@@ -203,10 +206,10 @@ def mark_bad_nodes(context: Context) -> None:
     agents, nodes = context.agents, context.nodes
     if not context.config.cluster.preflight or context.job.slurm is None or agents is None:
         return
-    # Spare nodes are checked too, with no ranks on them.
+    # Spare nodes are checked too, for what a rank needs there.
     job, spare = context.allocation, context.config.cluster.spare_nodes
-    checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
-    report = report_on_nodes(context.run.path, checked, agents, context.events)
+    spares = {*job.hosts} - {*job.without(spare).hosts}
+    report = report_on_nodes(context.run.path, job, agents, context.events, spares=spares)
     if not report.is_fine and is_being_ended(context):
         return  # what ends the job ended the checks, too: they say nothing about the nodes
     for line in report.summary():
