@@ -78,7 +78,7 @@ log = logs.get(__name__)
 
 #: What a plugin may bring, see :class:`Plugin`.
 Kind: TypeAlias = Literal[
-    "commands", "strategies", "sections", "checks", "backends", "trackers", "hooks", "adapters", "datasets"
+    "commands", "strategies", "sections", "checks", "backends", "devices", "trackers", "hooks", "adapters", "datasets"
 ]
 
 
@@ -113,6 +113,7 @@ class Plugin:
       checked.
     * ``checks``: a subclass of `toolkit.config.validation.StrategyChecks`: what else a strategy refuses in a config.
     * ``backends``: a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
+    * ``devices``: for torch's name of a type of device, a :class:`toolkit.devices.kinds.DeviceKind`.
     * ``trackers``: a class, see `toolkit.plugins.trackers.protocol`.
     * ``hooks``: functions and classes that the core asks for by name where it needs them. docs/plugins.md lists them.
     * ``adapters``: a call of the module makes a script one that has the toolkit in its loop, as ``toolkit.start()``.
@@ -127,6 +128,7 @@ class Plugin:
     traits: Mapping[str, StrategyTraits] = field(default_factory=dict)
     checks: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -157,7 +159,7 @@ CORE = Plugin(
     traits=_CORE_TRAITS,
     checks=dict.fromkeys(_CORE_TRAITS, "toolkit.config.validation:StrategyChecks")
     | {"custom": "toolkit.config.validation:CustomChecks"},
-    backends=dict.fromkeys(("auto", "nccl", "gloo"), "torch.distributed"),
+    backends=dict.fromkeys(("auto", "nccl", "xccl", "gloo"), "torch.distributed"),
     datasets={name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")},
 )
 

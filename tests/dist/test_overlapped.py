@@ -199,7 +199,7 @@ class Alone:
 def test_the_bits_do_not_depend_on_how_much_is_worked_on_at_a_time(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.plugins.compression import schemes as compression
 
-    monkeypatch.setitem(compression.AT_ONCE, "cuda", 7)  # 2 blocks of each rank: the last piece is shorter
+    monkeypatch.setattr(compression, "AT_ONCE", 7)  # 2 blocks of each rank: the last piece is shorter
     found = []
     for kind in ("cpu", "cuda"):
         values = torch.randn(3 * 5 * 256, generator=torch.Generator().manual_seed(0))

@@ -26,6 +26,7 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     ["base"],
     ["registry"],
+    ["devices"],
     ["files"],
     ["limits"],
     ["slurm"],
@@ -127,6 +128,30 @@ def test_tests_of_the_core_import_no_plugin() -> None:
     """They run without plugins, see tests/unit/conftest.py."""
     for path in (ROOT / "tests/unit").rglob("*.py"):
         assert not [m for m in imports_of(path) if m.startswith(("toolkit.plugins", "tests.plugins"))], path
+
+
+#: What torch, the makers and their programs call devices.
+OF_ONE_KIND = re.compile(r"torch\.(cuda|xpu|hip)\b|is_cuda|nvidia(?!\.com)|\bcuda\b|rocm|nvml|_VISIBLE_DEVICES")
+
+
+def test_only_the_room_of_devices_knows_what_sets_them_apart() -> None:
+    """In code, that is: a comment may name a maker, as may a page of documentation."""
+    found = []
+    for path in SOURCES:
+        if path.parent.name == "devices" and path.parent.parent == PACKAGE:
+            continue
+        tree = tree_of(path)
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute | ast.Name):
+                text = ast.unparse(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                text = node.value
+            else:
+                continue
+            if OF_ONE_KIND.search(text):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text[:60]!r}")
+    assert found == []
 
 
 def test_no_plugin_imports_another() -> None:

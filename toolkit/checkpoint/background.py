@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from toolkit.base.errors import CheckpointError
-from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue, describe
 from toolkit.checkpoint.tensors import as_bytes
+from toolkit.devices import page_locked
 from toolkit.ranks.state import Entry, State, is_written_by
 
 
@@ -40,7 +40,7 @@ class Staging:
         """
         own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
         values = {name: entry.value for name, entry in own.items()}
-        on_gpu = {name: live for name, live in values.items() if isinstance(live, torch.Tensor) and live.is_cuda}
+        on_gpu = {name: live for name, live in values.items() if isinstance(live, torch.Tensor) and not live.is_cpu}
         places = self._block.places(on_gpu)
         staged: dict[str, Entry] = {}
         for name, entry in own.items():

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from toolkit.base.errors import CheckpointError, UnsavableStateError, listing
-from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.tensors import as_bytes, check_plain
+from toolkit.devices import page_locked
 from toolkit.ranks.state import Json, Replicated, State
 
 #: Seconds between two checks of a rank that waits: at first, at most, and at most with very many ranks.
@@ -206,7 +206,7 @@ class ReplicaSums:
         self._copies = [
             ([*sums], torch.stack([*sums.values()]).to("cpu", non_blocking=True)) for sums in found.values()
         ]
-        self._wait = page_locked.enqueued() if any(device.type == "cuda" for device in found) else lambda: None
+        self._wait = page_locked.enqueued() if any(device.type != "cpu" for device in found) else lambda: None
 
     def sums(self) -> Mapping[str, int]:
         """Return a number for each value. Waits for the GPU, if the values are there."""

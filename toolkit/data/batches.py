@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from toolkit.base.errors import JobFailedError
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import NO_SAMPLE, SampleReader
+from toolkit.devices.accelerator import module_of, with_streams
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 
@@ -53,9 +55,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     # What is read or made on the host is there already. To look at each tensor costs more than to fetch a small batch.
     if device.type == "cpu":
         return batch
-    if device.type != "cuda":
+    module = with_streams(device)
+    if module is None:
         return batch.to(device)
-    copies, computes = _copy_stream(device), torch.cuda.current_stream(device)
+    copies, computes = _copy_stream(device), module.current_stream(device)
 
     def move(tensor: Tensor) -> Tensor:
         moved = tensor.pin_memory().to(device, non_blocking=True)
@@ -64,7 +67,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         moved.record_stream(computes)
         return moved
 
-    with torch.cuda.stream(copies):
+    with module.stream(copies):
         batch = batch.map(move)
     # Only what is enqueued from here on waits. The step before, of which the host is ahead, is not held up.
     computes.wait_stream(copies)
@@ -72,6 +75,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> Any:
     """Return the one stream for copies. The allocator keeps memory for each stream, and does not share it."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return module_of(device).Stream(device)

@@ -338,5 +338,5 @@ def _source(
     draws = skips or not in_batches or _uses_workers(dataset)
     source: Source = InlineSource(reader, sampler, draws=draws)
     if workers > 0 and _uses_workers(dataset):
-        source = WorkerSource(reader, sampler, workers=workers, pin=device.type == "cuda")
+        source = WorkerSource(reader, sampler, workers=workers, pin=device.type != "cpu")
     return _DeviceSource(source, device, reader.finish)

@@ -6,9 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from toolkit.devices.accelerator import module_of, with_streams
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Throughput:
     """Speed over the last `window` steps, by a steady clock.
 
     Call `update` once a step, and `pause` after anything but training. The host's clock is read without a device sync:
-    on CUDA a single lap is the time to enqueue a step. The sum over a window that ends in a sync, as at a logging step,
-    is right.
+    on a GPU a single lap is the time to enqueue a step. The sum over a window is right if that ends in a sync, as at a
+    logging step.
     """
 
     window: int = 100
@@ -75,7 +78,7 @@ class Throughput:
         return amount / seconds if seconds else 0.0
 
 
-#: On CUDA at most this many laps are read: each takes two events, and a window may have thousands of steps.
+#: On a GPU at most this many laps are read: each takes two events, and a window may have thousands of steps.
 KEPT_LAPS = 64
 
 
@@ -113,15 +116,16 @@ class HostStopwatch:
         return mean
 
 
-class CudaStopwatch:
+class DeviceStopwatch:
     """The stopwatch for work that is only enqueued when the call returns.
 
     A ring of events keeps the last ``KEPT_LAPS`` laps.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events = [(_event(), _event()) for _ in range(KEPT_LAPS)]
+        self._device, self._module = device, module_of(device)
+        event = partial(self._module.Event, enable_timing=True)
+        self._events = [(event(), event()) for _ in range(KEPT_LAPS)]
         self._laps = 0
 
     def start(self) -> None:
@@ -133,7 +137,7 @@ class CudaStopwatch:
 
     def _record(self, end: int) -> None:
         # Without the device torch would first look for it, which takes several microseconds.
-        self._events[self._laps % KEPT_LAPS][end].record(torch.cuda.current_stream(self._device))
+        self._events[self._laps % KEPT_LAPS][end].record(self._module.current_stream(self._device))
 
     def take(self) -> float:
         count = min(self._laps, KEPT_LAPS)
@@ -146,10 +150,6 @@ class CudaStopwatch:
         return sum(float(begin.elapsed_time(end)) for begin, end in laps) / count / 1000
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def stopwatch(device: torch.device) -> Stopwatch:
     """Return the stopwatch for work on ``device``."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+    return HostStopwatch() if with_streams(device) is None else DeviceStopwatch(device)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from toolkit.devices.kinds import is_of_devices
+
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
     """Replace ``tensor`` in place by its sum over all ranks, and return it. No host sync on a GPU."""
@@ -115,7 +117,7 @@ _MESSAGE_BYTES = 1 << 18
 
 def _pieces(rows: Tensor) -> Sequence[Tensor]:
     """Split ``rows`` (n, m) into views of (n, some). One row of a piece is one message. NCCL gets one piece."""
-    if dist.get_backend().startswith("nccl"):
+    if is_of_devices(dist.get_backend()):
         return (rows,)
     return torch.split(rows, max(1, _MESSAGE_BYTES // rows.element_size()), dim=1)
 

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,9 +17,8 @@ import torch.distributed as dist
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-
-#: Where NVIDIA's driver lists its GPUs, and the device files of other GPUs.
-NVIDIA, OTHERS = Path("/proc/driver/nvidia/gpus"), Path("/dev/dri")
+from toolkit.devices import accelerator, on_node
+from toolkit.devices.kinds import is_of_devices
 
 
 class Backend(Protocol):
@@ -53,9 +51,9 @@ def backend_of_plugin(name: str) -> Backend | None:
 
 
 def choose_backend(name: str) -> str:
-    """Return torch's name of the backend. ``auto`` is NCCL with CUDA and gloo without."""
+    """Return torch's name of the backend. ``auto`` is that of the devices' kind: NCCL with CUDA, gloo without GPUs."""
     if name == "auto":
-        return "nccl" if torch.cuda.is_available() else "gloo"
+        return accelerator.kind().backend
     brought = backend_of_plugin(name)
     return name if brought is None else brought.register()
 
@@ -71,13 +69,19 @@ def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int
         # torchrun keeps its store over restarts.
         key = f"toolkit/backend/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if rank == 0:
-            store.set(key, json.dumps([backend, _torch_build()]))
-        main_backend, main_torch = json.loads(store.get(key))
+            store.set(key, json.dumps([backend, accelerator.kind().name, accelerator.build()]))
+        main_backend, main_kind, main_torch = json.loads(store.get(key))
+        kind = accelerator.kind().name
         if not refusal and backend != main_backend:
             refusal = (
-                f"this node would use {backend} ({_torch_build()}), and rank 0 uses {main_backend} ({main_torch}): all "
-                "need the same kind of device and the same torch; leave the node out (cluster.exclude), or set "
-                "dist.backend"
+                f"this node would use {backend} ({accelerator.build()}), and rank 0 uses {main_backend} "
+                f"({main_torch}): all need the same kind of device and the same torch; leave the node out "
+                "(cluster.exclude), or set dist.backend"
+            )
+        elif not refusal and kind != main_kind and is_of_devices(backend):
+            refusal = (
+                f"this rank has {kind} ({accelerator.build()}), rank 0 has {main_kind} ({main_torch}), and {backend} "
+                "connects devices of one kind: set dist.backend=gloo, or leave the node out (cluster.exclude)"
             )
         if refusal:
             store.set(f"{key}/refused", f"rank {rank} on {socket.gethostname()}: {refusal}")
@@ -92,56 +96,38 @@ def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int
 
 def _lack_of_gpus(backend: str, gpus: int) -> str:
     """Say why this rank cannot have the GPU that it needs; empty if it has one or needs none."""
-    if torch.cuda.is_available() or (backend != "nccl" and not gpus):
+    if accelerator.count() or not (gpus or is_of_devices(backend)):
         return ""
-    asked = f"cluster.gpus_per_node asks for {gpus} GPUs" if gpus else "dist.backend: nccl needs GPUs"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        why = ""
-    except Exception as error:  # torch's own words: an old driver, no CUDA in this build
-        why = f": {str(error).splitlines()[0]}"
+    asked = f"cluster.gpus_per_node asks for {gpus} GPUs" if gpus else f"dist.backend: {backend} needs GPUs"
+    why = accelerator.why_none()
     return (
-        f"{asked}, and {_torch_build()} sees none on {socket.gethostname()}{why} (the node has {_gpus_of_node()}"
-        f"{'' if hidden is None else f', CUDA_VISIBLE_DEVICES={hidden!r}'}); install a torch that is built for the "
-        "node's GPUs and driver (pytorch.org/get-started), or set cluster.gpus_per_node=0 to train on CPUs"
+        f"{asked}, and {accelerator.build()} sees none on {socket.gethostname()}{f': {why}' if why else ''} "
+        f"({on_node.described(os.environ)}); install a torch that is built for the node's GPUs and driver "
+        "(pytorch.org/get-started), or set cluster.gpus_per_node=0 to train on CPUs"
     )
-
-
-def _torch_build() -> str:
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    hip = getattr(torch.version, "hip", None)
-    return f"torch {torch.__version__}, built for {f'ROCm {hip}' if hip else build}"
-
-
-def _gpus_of_node() -> str:
-    nvidia = len(list(NVIDIA.glob("*"))) if NVIDIA.is_dir() else 0
-    if nvidia:
-        return f"{nvidia} with NVIDIA's driver"
-    others = len(list(OTHERS.glob("renderD*"))) if OTHERS.is_dir() else 0
-    return f"no NVIDIA driver, and {others} other devices in {OTHERS}" if others else "no GPU driver"
 
 
 def choose_device(store: dist.Store, backend: str, local_rank: int, local_world_size: int) -> torch.device:
     """Return the rank's device and make it current. All ranks of a node call it.
 
     It is the GPU of the local rank. Where Slurm lets a rank see some of the node's GPUs only (``--gpu-bind``), the
-    ranks that see the same ones share them out. Raises ConfigError where that leaves a rank of NCCL without its own.
+    ranks that see the same ones share them out. Raises ConfigError where that leaves a rank
+    without its own that NCCL or XCCL is to connect.
     """
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = accelerator.count()
     if not visible:
         return torch.device("cpu")
     index = local_rank
     if local_world_size > 1:
-        index = turn(store, local_rank, local_world_size, visible_gpus(visible))
-    if index >= visible and backend == "nccl":
+        index = turn(store, local_rank, local_world_size, accelerator.identities(visible))
+    if index >= visible and is_of_devices(backend):
         raise ConfigError(
             f"local rank {local_rank} of {local_world_size} on {socket.gethostname()} has no GPU of its own: the "
             f"{visible} that it sees are those of {index} ranks before it; start as many ranks on a node as it has "
             "GPUs, and let Slurm hide none of them (--gpu-bind, --gpus-per-task)"
         )
-    device = torch.device("cuda", index % visible)
-    torch.cuda.set_device(device)
+    device = torch.device(accelerator.kind().type, index % visible)
+    accelerator.module_of(device).set_device(device)
     return device
 
 
@@ -157,8 +143,3 @@ def turn(store: dist.Store, local_rank: int, local_world_size: int, visible: Seq
     if len(visible) >= local_world_size:
         return local_rank
     return sum(store.get(f"{key}/{other}").decode() == own for other in range(local_rank))
-
-
-def visible_gpus(count: int) -> list[str]:
-    """Return names of the visible GPUs that hold in every process of the node."""
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]

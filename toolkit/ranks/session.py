@@ -22,6 +22,7 @@ from toolkit.base import logs, proc_stat, signals, trust
 from toolkit.base.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.config import DistConfig
+from toolkit.devices.kinds import is_of_devices
 from toolkit.files import error_file, rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.hang.activity import Activity
@@ -177,7 +178,7 @@ def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if backend == "nccl" else None,
+            device_id=device if is_of_devices(backend) else None,
         )
         # Pushed before the session, so closed after it.
         stack.push(partial(_close_process_group, rank))
@@ -309,7 +310,7 @@ def _close_process_group(rank: int, kind: object, error: BaseException | None, t
         error_file.write(error, rank)
     if not dist.is_initialized():
         return
-    if crashed and dist.get_backend() == "nccl":
+    if crashed and is_of_devices(dist.get_backend()):
         with suppress(Exception):  # the exception that is on its way is the one to show
             distributed_c10d._abort_process_group()
     else:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.base import logs
 from toolkit.base.errors import ToolkitError
@@ -72,7 +73,8 @@ def rank_address(environ: Mapping[str, str], peer: str) -> str:
         index = socket.if_nametoindex(named)
     except OSError:
         raise ToolkitError(f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no such interface") from None
-    addresses = sorted((address for address, owner in _netlink_addresses() if owner == index), key=lambda a: ":" in a)
+    own = [each.address for each in _netlink_addresses() if each.interface == index]
+    addresses = sorted(own, key=lambda address: ":" in address)
     if not addresses:
         raise ToolkitError(f"GLOO_SOCKET_IFNAME={named}: this interface of {socket.gethostname()} has no address")
     return addresses[0]
@@ -146,11 +148,29 @@ def rank_network_environment(
     """
     wanted: dict[str, str] = {}
     if not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= environ.keys():
-        name = interface_for(peer, sysfs).name
-        wanted |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name}
+        found = interface_for(peer, sysfs)
+        wanted |= {"NCCL_SOCKET_IFNAME": f"={','.join(_rails(found, sysfs))}", "GLOO_SOCKET_IFNAME": found.name}
     if nccl_ib_hca:
         wanted["NCCL_IB_HCA"] = nccl_ib_hca if nccl_ib_hca[0] in "=^" else f"={nccl_ib_hca}"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _rails(first: Interface, sysfs: Path) -> list[str]:
+    """Return the interfaces that are as good as ``first``, which is among them: hsn0 to hsn3 of a Slingshot node.
+
+    They have its name but for the number, its speed, and an address in its network: NCCL connects the first of one node
+    to the first of another, the second to the second. gloo uses one alone.
+    """
+    addresses = [*_netlink_addresses()]
+    own = next((each for each in addresses if each.address == first.address), None)
+    # Of link-local addresses every interface has one.
+    if own is None or first.speed_mbps is None or ipaddress.ip_address(own.address).is_link_local:
+        return [first.name]
+    stem = first.name.rstrip("0123456789")
+    near = [socket.if_indextoname(each.interface) for each in addresses if each.network == own.network]
+    rails = [_read_interface(sysfs, name) for name in dict.fromkeys(near) if name.rstrip("0123456789") == stem]
+    equal = [rail.name for rail in rails if rail.operstate == first.operstate and rail.speed_mbps == first.speed_mbps]
+    return sorted({first.name, *equal}, key=lambda name: (len(name), name))
 
 
 # --------------------------------------------------------------------------------------------------------- sysfs
@@ -266,9 +286,9 @@ def _owner(address: str) -> str | None:
 
     Finds secondary and IPv6 addresses too.
     """
-    index = dict(_netlink_addresses()).get(address)
-    if index is not None:
-        return socket.if_indextoname(index)
+    for each in _netlink_addresses():
+        if each.address == address:
+            return socket.if_indextoname(each.interface)
     return "lo" if _is_loopback(address) else None
 
 
@@ -278,8 +298,19 @@ _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _HEADER, _IFADDRMSG, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
 
 
-def _netlink_addresses() -> Iterator[tuple[str, int]]:
-    """Yield address and interface index of every RTM_NEWADDR message of a dump."""
+class _Address(NamedTuple):
+    address: str
+    interface: int  #: its index
+    prefix: int  #: bits of the address that name its network
+
+    @property
+    def network(self) -> object:
+        """Return the network that the address is in."""
+        return ipaddress.ip_interface(f"{self.address}/{self.prefix}").network
+
+
+def _netlink_addresses() -> Iterator[_Address]:
+    """Yield address, interface index and prefix of every RTM_NEWADDR message of a dump."""
     # Ask the kernel for a dump of the addresses of all families.
     request = _IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     header = _HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0)
@@ -291,14 +322,15 @@ def _netlink_addresses() -> Iterator[tuple[str, int]]:
                 if kind == _NLMSG_DONE:
                     return
                 if kind == _RTM_NEWADDR:
-                    family, _, _, _, index = _IFADDRMSG.unpack_from(body)
+                    family, prefix, _, _, index = _IFADDRMSG.unpack_from(body)
                     position = _IFADDRMSG.size
                     while position + _ATTRIBUTE.size <= len(body):
                         length, attribute = _ATTRIBUTE.unpack_from(body, position)
                         # On a point-to-point link IFA_ADDRESS is the other end; our own is IFA_LOCAL, which IPv6
                         # does not send.
                         if attribute == (_IFA_LOCAL if family == socket.AF_INET else _IFA_ADDRESS):
-                            yield socket.inet_ntop(family, body[position + _ATTRIBUTE.size : position + length]), index
+                            address = socket.inet_ntop(family, body[position + _ATTRIBUTE.size : position + length])
+                            yield _Address(address, index, prefix)
                         position += _aligned(length)
 
 

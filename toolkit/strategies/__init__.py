@@ -10,6 +10,7 @@ import torch.distributed as dist
 from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, check_section, check_step, mesh_of
+from toolkit.devices import accelerator
 from toolkit.limits import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
@@ -66,8 +67,9 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
 
     gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
     """
-    if session.device.type == "cuda" and session.world_size > 1 and dist.get_backend() == "gloo":
-        raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use nccl")
+    if session.device.type != "cpu" and session.world_size > 1 and dist.get_backend() == "gloo":
+        backend = accelerator.kind().backend
+        raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use {backend}")
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:

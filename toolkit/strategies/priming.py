@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError, JobFailedError, listing
 from toolkit.config import TrainConfig
+from toolkit.devices import accelerator
 from toolkit.hang.activity import PRIMING, Activity
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
@@ -41,8 +42,7 @@ from toolkit.strategies.objective import HOW, Forward, Loss, Objective
 def same_randomness() -> Iterator[None]:
     """Restore torch's, Python's and numpy's random state afterwards, as if no number had been drawn."""
     plain, legacy = random.getstate(), np.random.get_state()
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(gpus):
+    with accelerator.forked_rng():
         try:
             yield
         finally:
@@ -52,9 +52,7 @@ def same_randomness() -> Iterator[None]:
 
 def random_state() -> tuple[Any, ...]:
     """Return a value that differs once a random number has been drawn."""
-    tensors = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        tensors.append(torch.cuda.get_rng_state())
+    tensors = [torch.get_rng_state(), *accelerator.random_states()]
     legacy: Any = np.random.get_state()
     of_torch = [tensor.numpy().tobytes() for tensor in tensors]
     return (*of_torch, random.getstate(), legacy[1].tobytes(), *legacy[2:])

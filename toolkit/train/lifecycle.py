@@ -20,6 +20,7 @@ from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import PluginError, StoppedError
 from toolkit.checkpoint.reader import Loaded
+from toolkit.devices import accelerator
 from toolkit.files.run_files import STOPPED_PHASE
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity
@@ -325,9 +326,10 @@ class Lifecycle:
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has used. It is torch's on the GPU, or the host's without a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return the most memory that this rank has used: torch's on its GPU, else the host's."""
+    on_device = None if device.type == "cpu" else accelerator.memory_peak_bytes(device)
+    if on_device is not None:
+        return on_device
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

@@ -24,11 +24,12 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
 from toolkit.config.optim import is_path
+from toolkit.devices.kinds import CPU, CUDA, XPU
 from toolkit.limits import choose
 from toolkit.strategies.models import blocks
 
 #: Devices for which torch has fused optimizers.
-_FUSED = ("cpu", "cuda")
+_FUSED = (CPU.type, CUDA.type, XPU.type)
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:

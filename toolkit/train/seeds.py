@@ -16,6 +16,8 @@ import torch
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.data.permutation import hash64
+from toolkit.devices import accelerator
+from toolkit.devices.kinds import CPU
 
 #: Tags that keep these seeds apart from those that other parts of the package hash from the same run seed.
 _STEP = 0x53544550
@@ -43,16 +45,10 @@ def reseed(seed: int, step: int, share: int) -> None:
 def _seed_generators(word: int) -> None:
     """Seed torch's generators for the CPU and every GPU, ``random`` and numpy's legacy one.
 
-    This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us. Only ``strategy.name: dp`` uses GPUs
-    other than the current one: each gets its own numbers, or the parts of a batch would have the same dropout masks.
+    This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us.
     """
     seed_cpu(word)
-    number = word >> 1
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_device()
-        for index, generator in enumerate(torch.cuda.default_generators):
-            # The current GPU gets ``number`` itself, whatever its index.
-            generator.manual_seed(number ^ index ^ current)
+    accelerator.seed(word >> 1)
 
 
 def seed_cpu(word: int) -> None:
@@ -76,7 +72,7 @@ def apply_gpu_settings(config: TrainConfig) -> None:
     """
     torch.set_float32_matmul_precision(config.float32_matmul)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
-    if not config.expandable_segments or not torch.cuda.is_available():
+    if not config.expandable_segments or accelerator.kind() is CPU:
         return
     # What the user has set of the allocator is left alone.
     if theirs := [name for name in ALLOCATOR_VARIABLES if name in os.environ]:

@@ -24,6 +24,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import FIXED_ON_RESUME, JobConfig, value_of
 from toolkit.data.loader import Batches
+from toolkit.devices import accelerator
 from toolkit.files.rundir import TRACE_VARIABLE
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
@@ -50,8 +51,8 @@ def trace_if_asked(session: Session) -> Any:
 
 def conditions(session: Session) -> dict[str, Json]:
     """Return what a resume needs, beside the run's identity, to reproduce every bit."""
-    if session.device.type == "cuda":
-        processor = torch.cuda.get_device_name(session.device)
+    if session.device.type != "cpu":
+        processor = accelerator.name_of(session.device)
     else:
         try:
             lines = Path("/proc/cpuinfo").read_text().split("\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from toolkit.devices.watched import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.hangs import node_watch
 from toolkit.plugins.hangs.node_watch import GpuUse, NodeWatch, RankProcesses
@@ -254,15 +256,16 @@ def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "busy"), [("0\n37\n", True), ("0\n0\n", False), ("[N/A]\n", False), ("", False), (None, False)]
+    ("shares", "busy"), [((0.0, 0.37), True), ((0.0, 0.0), False), ((None,), False), ((), False), (None, False)]
 )
-def test_a_gpu_is_busy_where_nvidia_smi_says_so(answer: str | None, busy: bool) -> None:
-    assert GpuUse(lambda _: answer).is_busy() is busy
+def test_a_gpu_is_busy_where_its_driver_says_so(shares: Sequence[float | None] | None, busy: bool) -> None:
+    gpus: Any = SimpleNamespace(gpus=shares, load=lambda share: Load(share, None, None, None))
+    assert GpuUse(lambda _: None if shares is None else gpus).is_busy() is busy
 
 
 def test_a_driver_that_fails_or_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: object) -> str:
-        raise subprocess.SubprocessError("no devices were found")
+    def fails(_: object) -> Gpus:
+        raise GpusError("no devices were found")
 
     assert not GpuUse(fails).is_busy()
     monkeypatch.setattr(node_watch, "GPU_WAIT_S", 0.01)

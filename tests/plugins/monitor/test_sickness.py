@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
+from toolkit.devices.nvml import Nvml
+from toolkit.devices.watched import Condition, Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.monitor import sickness
-from toolkit.plugins.monitor.gpus import Condition, Gpus, GpusError, Load, WatchedGpu
-from toolkit.plugins.monitor.nvml import Nvml
 from toolkit.plugins.monitor.sickness import (
     FULL_LOOKS,
     HOT_LOOKS,
@@ -171,6 +171,7 @@ def test_xid_errors_of_the_hardware_are_told_and_those_of_programs_are_not(gpu_n
 class OtherGpus:
     """One GPU of a vendor that says little."""
 
+    cannot_tell = "nothing of its fans"
     gpus = (WatchedGpu(0, handle="card0", model="MI300X"),)
 
     def __init__(self) -> None:
@@ -185,6 +186,9 @@ class OtherGpus:
 
     def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         return 5, 16
+
+    def processes(self, gpu: WatchedGpu) -> list[int]:
+        return []
 
     def faults(self) -> list[str]:
         return ["GPU 0: fabric error"]

@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit.base.errors import ToolkitError
-from toolkit.base.node_programs import Ask
+from toolkit.devices.nvml import is_visible
+from toolkit.devices.watched import Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
 from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.slurm import network
@@ -238,13 +241,23 @@ def test_room_is_bytes_and_inodes(
 
 # ---------------------------------------------------------------------------------------------------------- devices
 
-#: What nvidia-smi printed on a node with four H100.
-SMI = "".join(f"{index}, GPU-{index}a5c, {used}, 81559\n" for index, used in enumerate((4, 4, 4, 4)))
-USED = SMI.replace("1, GPU-1a5c, 4,", "1, GPU-1a5c, 40000,")
 
+def four(environ: Mapping[str, str], used: Sequence[int] = (4, 4, 4, 4), users: Sequence[int] = ()) -> Gpus:
+    """Play a node with four H100 of which a variable may hide some. ``used`` is in MiB."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
 
-def smi(memory: str, apps: str = "") -> Ask:
-    return lambda arguments: memory if "memory" in arguments[0] else apps
+    class Four:
+        cannot_tell = ""
+        gpus = tuple(WatchedGpu(i, i, "H100") for i in range(4) if is_visible(i, f"GPU-{i}a5c", visible))
+
+        def load(self, gpu: WatchedGpu) -> Load:
+            return Load(0.0, used[gpu.index] << 20, None, None, 81559 << 20)
+
+        def processes(self, gpu: WatchedGpu) -> Sequence[int]:
+            return users
+
+    found: Any = Four()
+    return found
 
 
 def by_check(found: Sequence[Finding]) -> dict[str, Finding]:
@@ -265,40 +278,42 @@ def by_check(found: Sequence[Finding]) -> dict[str, Finding]:
     ],
 )
 def test_gpus_are_counted_as_cuda_will(asked: int, environ: Mapping[str, str], severity: str, figure: str) -> None:
-    found = by_check(devices.check_gpus(asked, environ, smi(SMI)))["gpus"]
+    found = by_check(devices.check_gpus(asked, environ, four))["gpus"]
     assert (found.severity, found.figure) == (severity, figure)
 
 
 def test_memory_that_somebody_left_is_named_with_its_owner() -> None:
-    found = by_check(devices.check_gpus(4, {}, smi(USED, "4242, python train.py\n")))["gpu memory"]
+    left = partial(four, used=(4, 40_000, 4, 4), users=[os.getpid()])
+    found = by_check(devices.check_gpus(4, {}, left))["gpu memory"]
     assert found.severity == "bad"
     assert "GPU 1: 39.1 GiB" in found.text
-    assert "pid 4242 python train.py" in found.text
+    assert f"pid {os.getpid()} {sys.executable}" in found.text
 
 
 def test_memory_of_gpus_that_are_not_ours_is_not_ours_to_judge() -> None:
-    found = devices.check_gpus(2, {"CUDA_VISIBLE_DEVICES": "0,2"}, smi(USED))
+    found = devices.check_gpus(2, {"CUDA_VISIBLE_DEVICES": "0,2"}, partial(four, used=(4, 40_000, 4, 4)))
     assert [finding.severity for finding in found] == ["ok", "ok"]
 
 
 def test_a_driver_that_fails_is_bad() -> None:
-    def fail(_: Sequence[str]) -> str:
-        raise subprocess.SubprocessError("nvidia-smi failed with exit code 9: couldn't communicate with the driver")
+    def fail(_: object) -> Gpus:
+        raise GpusError("nvmlInit_v2 failed with code 9")
 
     (found,) = devices.check_gpus(4, {}, fail)
     assert found.severity == "bad"
-    assert "couldn't communicate" in found.text
+    assert "code 9" in found.text
 
 
-def test_without_nvidia_smi_device_files_are_counted(tmp_path: Path) -> None:
+def test_where_no_driver_answers_device_files_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
+        (tmp_path / "dev" / name).touch()
     (found,) = devices.check_gpus(2, {}, lambda _: None, tmp_path)
     assert (found.severity, found.figure) == ("ok", "2")
 
 
 def test_a_node_that_is_asked_for_no_gpus_has_nobody_asked() -> None:
-    def never(_: Sequence[str]) -> str:
+    def never(_: object) -> Gpus:
         raise AssertionError
 
     assert devices.check_gpus(0, {}, never) == []

@@ -39,7 +39,8 @@ class Copying(NodeStaging):
 #: Stands for the agent's program, on a node where no process can be forked for a helper.
 FORKLESS_AGENT = """
 import errno, pathlib, sys
-from toolkit.nodes.agent import gpus, helpers, node
+from toolkit.nodes.agent import helpers, node
+from toolkit.devices import on_node as gpus
 def fail(*_, **__):
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 helpers.start_child = fail
@@ -66,7 +67,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     check(site, ["true"])
     assert "cannot be started" in site.next().message["text"]
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
-    for text in ("gpus.py cannot be started", "stack-reader cannot be started"):
+    for text in ("on_node import main; main() cannot be started", "stack-reader cannot be started"):
         assert text in said
     site.close()
 

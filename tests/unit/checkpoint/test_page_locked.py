@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.background import Staging
+from toolkit.devices import page_locked
 from toolkit.ranks.state import PerRank, Replicated, State
 
 STATE: State = {
@@ -76,7 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current.device)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(found, blocking))
-    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(Tensor, "is_cpu", False, raising=False)
     return found
 
 

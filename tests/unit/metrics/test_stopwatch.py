@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from toolkit.metrics.meters import KEPT_LAPS, CudaStopwatch, HostStopwatch, stopwatch
+from toolkit.metrics.meters import KEPT_LAPS, DeviceStopwatch, HostStopwatch, stopwatch
 
 
 def test_a_lap_is_the_mean_since_it_was_last_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ class Event:
 def test_on_cuda_the_last_laps_are_read_from_a_ring_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
-    watch = CudaStopwatch(torch.device("cuda", 1))
+    watch = DeviceStopwatch(torch.device("cuda", 1))
     for _ in range(3 * KEPT_LAPS):
         watch.start()
         watch.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from toolkit.base.errors import ConfigError
+from toolkit.devices import accelerator
+from toolkit.devices.kinds import CUDA, ROCM
 from toolkit.ranks import device
 
 
@@ -34,7 +37,7 @@ def on_ranks(store: TCPStore, count: int, call: Callable[[Store, int], Any]) -> 
 
 
 def test_gpus_that_torch_does_not_see_are_missed_on_all_ranks(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     said = on_ranks(store, 2, lambda store, rank: device.agree(store, rank, 2, "gloo", gpus=4))
     assert said[0] == said[1]
@@ -49,7 +52,7 @@ def test_gpus_that_torch_does_not_see_are_missed_on_all_ranks(store: TCPStore, m
 
 
 def test_a_rank_alone_is_refused_as_well(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
     with pytest.raises(ConfigError, match=r"dist\.backend: nccl needs GPUs, and torch .* sees none"):
         device.agree(store, 0, 1, "nccl", gpus=0)
     device.agree(store, 0, 1, "gloo", gpus=0)
@@ -58,13 +61,37 @@ def test_a_rank_alone_is_refused_as_well(store: TCPStore, monkeypatch: pytest.Mo
 def test_one_node_without_gpus_is_named_on_all_ranks_before_a_group_opens(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
     backends = ["nccl", "nccl", "gloo", "nccl"]
     said = on_ranks(store, 4, lambda store, rank: device.agree(store, rank, 4, backends[rank], gpus=1))
     assert len({*said}) == 1
     assert said[0].startswith("rank 2 on ")
     assert "would use gloo" in said[0]
     assert "rank 0 uses nccl" in said[0]
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("nccl", True), ("gloo", False), ("mpi", False)])
+def test_two_kinds_of_devices_meet_over_gloo_alone(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, backend: str, is_refused: bool
+) -> None:
+    """ROCm's torch opens a group of the same name, nccl, which is another library."""
+    own = threading.local()
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
+    monkeypatch.setattr(accelerator, "kind", lambda: own.kind)
+
+    def agree(store: Store, rank: int) -> None:
+        own.kind = ROCM if rank == 1 else CUDA
+        device.agree(store, rank, 3, backend, gpus=1)
+
+    said = on_ranks(store, 3, agree)
+    if not is_refused:
+        assert said == [None] * 3
+        return
+    assert len({*said}) == 1
+    assert said[0].startswith("rank 1 on ")
+    assert "has ROCm" in said[0]
+    assert "rank 0 has CUDA" in said[0]
+    assert "dist.backend=gloo" in said[0]
 
 
 def test_ranks_of_one_kind_agree(store: TCPStore) -> None:
@@ -92,10 +119,10 @@ def test_ranks_share_out_the_gpus_that_slurm_lets_them_see(
 def test_a_rank_without_a_gpu_of_its_own_is_refused_over_nccl_alone(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "built_for", lambda: CUDA)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(device, "visible_gpus", lambda count: ["a", "b"])
+    monkeypatch.setattr(accelerator, "identities", lambda count: ["a", "b"])
     chosen = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "gloo", rank, 3).index)
     assert chosen == [0, 1, 0]
     said = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "nccl", rank, 3).index)

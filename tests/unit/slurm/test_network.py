@@ -125,6 +125,32 @@ def test_the_rank_environment_matches_the_interface_exactly() -> None:
     assert found == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "=hsn0,hsn1,hsn2,hsn10"),
+        ({"class/net/hsn1/speed": "100000"}, "=hsn0,hsn2,hsn10"),
+        ({"class/net/hsn2/operstate": "down"}, "=hsn0,hsn1,hsn10"),
+        ({"class/net/hsn0/speed": "-1"}, "=hsn0"),  # nothing can be compared
+    ],
+)
+def test_nccl_gets_all_rails_of_equal_speed_in_one_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], expected: str
+) -> None:
+    """As on nodes with several Slingshot cards. gloo uses one interface alone."""
+    names = ["hsn0", "hsn10", "hsn2", "hsn1", "nmn0", "hsn3"]
+    addresses = [network._Address(f"10.253.0.{index}", index, 16) for index in range(5)]
+    addresses += [network._Address("10.9.0.1", 5, 16)]  # hsn3 is in another network
+    monkeypatch.setattr(network, "_netlink_addresses", lambda: iter(addresses))
+    monkeypatch.setattr(socket, "if_indextoname", lambda index: names[index])
+    monkeypatch.setattr(network, "_source_address", lambda peer: "10.253.0.0")
+    for name in names:
+        write(tmp_path, {f"class/net/{name}/operstate": "up", f"class/net/{name}/speed": "200000"})
+    write(tmp_path, changed)
+    found = rank_network_environment({}, "nid000001", tmp_path)
+    assert found == {"NCCL_SOCKET_IFNAME": expected, "GLOO_SOCKET_IFNAME": "hsn0"}
+
+
 def test_what_the_user_set_is_left_alone() -> None:
     assert rank_network_environment({"NCCL_SOCKET_IFNAME": "ib"}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
     both = {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "x"}

@@ -48,7 +48,9 @@ from typing import Protocol
 
 from toolkit import registry
 from toolkit.base import disks, fsio, logs
-from toolkit.nodes.agent import connections, gpus, preimports, reports
+from toolkit.base.node_programs import bare_python
+from toolkit.devices import on_node
+from toolkit.nodes.agent import connections, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -67,8 +69,8 @@ ABOUT_THE_NODE = ("imported", "sick")
 INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
-#: Finds the CPUs near the GPUs, see toolkit.nodes.agent.gpus.
-GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
+#: Finds the CPUs near the GPUs, see toolkit.devices.on_node.
+GPUS_COMMAND = bare_python("toolkit.devices.on_node")
 
 log = logs.get(__name__)
 
@@ -138,7 +140,7 @@ class Agent:
         self._selector.register(woken, selectors.EVENT_READ, lambda: self._processes.pass_on(woken.recv(4096)))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
-        if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
+        if on_node.has_gpus():  # before the first ranks, which wait for the import of torch
             self._helpers.ask_if_possible(GPUS_COMMAND, self._processes.take_gpus)
         next_heartbeat = 0.0
         try:

@@ -20,7 +20,6 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from toolkit.base import fsio
 from toolkit.files.records import TEXT, ListOf, Null, Record, read_or
@@ -176,15 +175,15 @@ def _threads() -> int:
 def has_gpu() -> bool:
     """True if a fork of this process could not use its GPU.
 
-    A GPU has been opened, or CUDA was asked how many there are. ``torch.cuda.is_available()`` asks that where NVML does
+    A GPU has been opened, or its runtime was asked how many there are, as torch does where the driver's library does
     not answer. Without a GPU it does no harm.
     """
-    torch: Any = sys.modules.get("torch")
-    is_in_bad_fork = getattr(torch and torch._C, "_cuda_isInBadFork", None)  # only torch builds with CUDA have it
-    if is_in_bad_fork is None:
+    if "torch" not in sys.modules:
         return False
+    from toolkit.devices import accelerator
+
     # torch tells it only to a fork.
     pid = os.fork()
     if pid == 0:
-        os._exit(int(is_in_bad_fork()))
-    return bool(os.waitpid(pid, 0)[1]) and torch.cuda.device_count() > 0
+        os._exit(int(accelerator.is_in_bad_fork()))
+    return bool(os.waitpid(pid, 0)[1]) and accelerator.count() > 0

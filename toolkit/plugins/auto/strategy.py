@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from toolkit.base import fsio, logs, node_memory
 from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.devices import accelerator
 from toolkit.files import records
 from toolkit.files.json_record import FileRecord
 from toolkit.files.rundir import RunDir
@@ -197,8 +198,9 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
 
     Without a GPU: the rank's part of what its node, or its job on the node, may use.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    on_device = None if device.type == "cpu" else accelerator.total_memory_bytes(device)
+    if on_device is not None:
+        return on_device
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
     return node_memory.total_bytes() // ranks
 

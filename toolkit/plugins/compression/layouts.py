@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from toolkit.config import STATELESS, StrategyConfig, TrainConfig
+from toolkit.devices.accelerator import with_streams
+from toolkit.devices.kinds import is_of_devices
 from toolkit.plugins.compression.compressed import Compressed, refuse_types
 from toolkit.plugins.compression.schemes import Scheme, Wire, build_scheme
 from toolkit.ranks.session import Session
@@ -62,7 +64,8 @@ class _BucketHook:
 
     def __init__(self, scheme: Scheme, wire: Wire, device: torch.device) -> None:
         self._scheme, self._wire, self._device = scheme, wire, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._module = with_streams(device)
+        self._stream = None if self._module is None else self._module.Stream(device)
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Replace the bucket's gradients by their means over the ranks. Return a future of them.
@@ -87,8 +90,8 @@ class _BucketHook:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             yield
 
 
@@ -96,7 +99,7 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig, how: dic
     """Return the layout. ``how`` is what all layouts take."""
     # NCCL's collectives are only enqueued. What keeps nothing for the next step is sent during the backward pass then.
     keeps_nothing = config.compression in STATELESS and not config.compression_layers
-    if keeps_nothing and dist.get_backend() == "nccl":
+    if keeps_nothing and is_of_devices(dist.get_backend()):
         how |= {"channels_last": train.channels_last, "find_unused": config.find_unused}
         return Overlapped(session, compression=config.compression, **how)
     return Compressed(session, config=config, channels_last=train.channels_last, **how)

@@ -179,7 +179,7 @@ class Int8:
 
 #: The number of blocks worked on at a time, by kind of device. On the CPU they stay in a processor's cache from one
 #: operation to the next. On a GPU each operation costs microseconds, so there are few of them, on 64 MiB.
-AT_ONCE = {"cpu": 512, "cuda": 1 << 16}
+ON_CPU_AT_ONCE, AT_ONCE = 512, 1 << 16
 
 
 class Blocks:
@@ -191,7 +191,7 @@ class Blocks:
         self.multiple = BLOCK * wire.ranks
         self._codec = codec
         self._wire = wire
-        self._at_once = AT_ONCE[kind]
+        self._at_once = ON_CPU_AT_ONCE if kind == "cpu" else AT_ONCE
         self._rank_by_rank = kind == "cpu"
 
     def exchange(self, values: Tensor) -> Tensor:

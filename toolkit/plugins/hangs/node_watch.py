@@ -1,4 +1,4 @@
-"""Watches the ranks of a script that reports nothing, from outside, by /proc and nvidia-smi.
+"""Watches the ranks of a script that reports nothing, from outside, by /proc and by what the GPUs' driver tells.
 
 Runs once on each node, beside the ranks, and needs only Python's own library. A rank is all processes that began with
 its mark in their environment, and all that these have started. A rank is silent while, from one look to the next,
@@ -21,19 +21,19 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit.base import proc_stat
-from toolkit.base.node_programs import Ask, ask_smi
 from toolkit.base.proc_stat import ProcessStat
+from toolkit.devices.watched import Gpus, GpusError, open_gpus
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.hangs import outside_stacks
 
@@ -47,7 +47,7 @@ MOVING, SILENT, ENDED, HIDDEN = "moving", "silent", "ended", "hidden"
 LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
 #: A process that is younger than this may still become another program, with another environment.
 YOUNG_S = 60.0
-#: A faulty driver lets nvidia-smi wait for ever.
+#: A faulty driver may never answer.
 GPU_WAIT_S = 15.0
 
 
@@ -207,15 +207,16 @@ def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:
 
 
 class GpuUse:
-    """Asks nvidia-smi, in a thread: with a faulty driver it does not answer."""
+    """Asks the driver of the GPUs, in a thread: a faulty one does not answer."""
 
-    def __init__(self, ask: Ask = ask_smi) -> None:
-        self._ask = ask
+    def __init__(self, open_gpus: Callable[[Mapping[str, str]], Gpus | None] = open_gpus) -> None:
+        self._open = open_gpus
+        self._gpus: Gpus | None = None
         self._thread: threading.Thread | None = None
         self._is_busy = False
 
     def is_busy(self) -> bool:
-        """True if a GPU that this node's ranks may use is busy now. False where nvidia-smi does not answer."""
+        """True if a GPU that this node's ranks may use is busy now. False where that is not told."""
         if self._thread is None or not self._thread.is_alive():
             self._is_busy = False
             self._thread = threading.Thread(target=self._look, daemon=True)
@@ -224,11 +225,9 @@ class GpuUse:
         return self._is_busy
 
     def _look(self) -> None:
-        try:
-            answer = self._ask(["--query-gpu=utilization.gpu"]) or ""
-        except (OSError, subprocess.SubprocessError):
-            return
-        self._is_busy = any(int(percent) > 0 for percent in re.findall(r"^\s*(\d+)\s*$", answer, re.MULTILINE))
+        with suppress(GpusError, OSError):
+            self._gpus = self._gpus or self._open(os.environ)
+            self._is_busy = self._gpus is not None and any(self._gpus.load(gpu).busy for gpu in self._gpus.gpus)
 
 
 # ----------------------------------------------------------------------------------------------------------- the watch
@@ -268,7 +267,7 @@ class NodeWatch:
             if has_moved(known.usages, usages, elapsed_s):
                 known.still_s = 0.0
             known.usages = usages
-        # nvidia-smi is asked only when it matters. A busy GPU counts as a sign of life of all ranks.
+        # The driver is asked only when it matters. A busy GPU counts as a sign of life of all ranks.
         is_any_still = any(rank.usages and rank.still_s > self._bound_s / 2 for rank in self._ranks.values())
         if is_any_still and self._is_gpu_busy():
             for known in self._ranks.values():

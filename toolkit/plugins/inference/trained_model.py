@@ -24,6 +24,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
 from toolkit.data.loader import eval_batches
 from toolkit.data.pictures import Pictures
+from toolkit.devices import accelerator
 from toolkit.files.rundir import RunDir, refuse_code_of_others
 from toolkit.ranks.batch import Batch, Share
 from toolkit.run.rank.user_job import job_class, load, params_of
@@ -84,7 +85,7 @@ def trained(
     average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
     """
     config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.first()
     # A job that prepares other data than the run's must not write them into the run's folder.
     with tempfile.TemporaryDirectory() as scratch:
         job = _job_of(run, config, Path(scratch) if data else run.path, device)

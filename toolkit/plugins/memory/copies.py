@@ -26,11 +26,11 @@ import torch
 
 from toolkit.base import logs, node_memory
 from toolkit.base.errors import ConfigError, ToolkitError
-from toolkit.checkpoint import page_locked
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
+from toolkit.devices import page_locked
 from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, RankFiles, Role, layout, split
 from toolkit.plugins.memory.links import Receiver, Sender
 from toolkit.plugins.memory.load import KEY, MemoryLoad
@@ -222,7 +222,7 @@ class Memory:
         copy while the training goes on.
         """
         shared, own = split(state)
-        is_on_gpu = any(isinstance(entry.value, torch.Tensor) and entry.value.is_cuda for entry in state.values())
+        is_on_gpu = any(isinstance(entry.value, torch.Tensor) and not entry.value.is_cpu for entry in state.values())
         about: dict[str, Json] = {
             "attempt": self._attempt,
             "step": step,

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from toolkit.base.errors import CheckpointError
-from toolkit.checkpoint import page_locked, tensors
+from toolkit.checkpoint import tensors
 from toolkit.checkpoint.manifest import TensorRecord, file_name
-from toolkit.checkpoint.page_locked import ALIGNMENT
 from toolkit.checkpoint.writer import KINDS, parts_of, record_of
+from toolkit.devices import page_locked
+from toolkit.devices.page_locked import ALIGNMENT
 from toolkit.nodes.agent import state_memory
 from toolkit.ranks.state import Entry, Json, Replicated, State
 

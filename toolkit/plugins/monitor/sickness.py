@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.plugins.monitor.gpus import Condition, Gpus
+from toolkit.devices.watched import Condition, Gpus
 
 #: Seconds between two looks.
 LOOK_EVERY_S = 30.0

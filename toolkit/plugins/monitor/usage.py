@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.base import proc_stat
 from toolkit.base.proc_stat import ProcessStat
-from toolkit.plugins.monitor.gpus import Gpus
+from toolkit.devices.watched import Gpus
 
 #: A process that is younger may still become another program, with the job's variables.
 YOUNG_S = 60.0

@@ -134,7 +134,7 @@ class Flat:
     def pack(self, tensors: Sequence[Tensor], message: Tensor | None = None) -> Tensor:
         """Return the tensors as a message. It takes the memory of an older ``message`` if that is given."""
         if message is None:
-            message = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            message = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
         if not tensors:
             return message
         there = message if message.device == self._device else torch.empty_like(message, device=self._device)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.config import StrategyConfig, mesh_of
+from toolkit.devices.accelerator import module_of
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_objects
 from toolkit.ranks.state import Entry, Replicated, Sharded
@@ -133,8 +134,8 @@ class StageModule(nn.Module):
         # A stage passes micro-batches in the order of their numbers, so a counter gives each its seed.
         if self.training:
             torch.default_generator.manual_seed(self._seed)
-            if self._device.type == "cuda":
-                torch.cuda.manual_seed(self._seed)
+            if self._device.type != "cpu":
+                module_of(self._device).manual_seed(self._seed)
             self._seed += 1
         with self._precision():
             outputs: Tensor = self.chain(inputs, given)

@@ -20,6 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from toolkit.base import fsio, logs
+from toolkit.devices import accelerator
+from toolkit.devices.kinds import CPU
 from toolkit.run.records.user_request import Answer
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
@@ -44,11 +46,15 @@ class StepProfile:
         self._step = ExitStack()  #: the entry of the step in progress
         self._thread: threading.Thread | None = None
         self._has_failed = False
-        self._on_gpu = torch.cuda.is_available()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        kind = accelerator.kind()
+        self._on_gpu = kind is not CPU
+        # torch's profiler knows ROCm's GPUs by the name of CUDA's, and a device of a package as PrivateUse1.
+        of_device = getattr(ProfilerActivity, kind.type.upper(), ProfilerActivity.PrivateUse1)
+        activities = [ProfilerActivity.CPU, *([of_device] if self._on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
-        if memory and self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        self._history: Any = accelerator.memory_history() if memory else None
+        if self._history is not None:
+            self._history._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._profile.start()
         self._begin_step(first)
 
@@ -82,11 +88,11 @@ class StepProfile:
         """Stop to record, and write the files in a thread."""
         snapshot: Any = None
         if self._on_gpu:
-            torch.cuda.synchronize()  # the kernels of the last step belong to it
+            torch.accelerator.synchronize()  # the kernels of the last step belong to it
         self._profile.stop()
-        if self._memory and self._on_gpu:
-            snapshot = torch.cuda.memory._snapshot()
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._history is not None:
+            snapshot = self._history._snapshot()
+            self._history._record_memory_history(enabled=None)
         self._thread = threading.Thread(target=self._write, args=[step, snapshot], name="toolkit-profile", daemon=True)
         self._thread.start()
 
@@ -131,7 +137,8 @@ class StepProfile:
             with suppress(Exception):
                 self._profile.stop()
             with suppress(Exception):
-                torch.cuda.memory._record_memory_history(enabled=None)
+                if self._history is not None:
+                    self._history._record_memory_history(enabled=None)
         self._answer(Answer(refused=f"the profile has failed, the training goes on: {error}"))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from toolkit.base import fsio
 from toolkit.checkpoint.tensors import to_bytes
+from toolkit.devices import accelerator
 from toolkit.files.rundir import RunDir
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
@@ -87,8 +88,7 @@ class StepTrace:
     def take_start(self, lr: float) -> None:
         """Take the learning rate, and the random generators' state before the step."""
         states = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            states.append(torch.cuda.get_rng_state())
+        states += accelerator.random_states()
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
     def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:

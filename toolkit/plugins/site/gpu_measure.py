@@ -24,6 +24,8 @@ if __name__ == "__main__":
 
 import torch
 
+from toolkit.devices import accelerator
+
 GEMM_S, COPY_S = 4.0, 1.0
 #: Edge of the matrices, and bytes of a copy.
 EDGE, COPY_BYTES = 8192, 256 << 20
@@ -47,14 +49,14 @@ def _gemm(device: torch.device, edge: int, for_s: float) -> float:
 
 
 def _copy(device: torch.device, size_bytes: int, for_s: float) -> float:
-    host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(host, device=device)
     return rate(lambda: target.copy_(host, non_blocking=True), device, for_s)
 
 
 def rate(work: Callable[[], object], device: torch.device, for_s: float) -> float:
     """Return how often a second ``device`` does ``work``. The first time, which may load kernels, does not count."""
-    wait: Callable[[], object] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    wait: Callable[[], object] = int if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     work()
     wait()
     began, count = time.perf_counter(), 0
@@ -67,7 +69,7 @@ def rate(work: Callable[[], object], device: torch.device, for_s: float) -> floa
 
 def main() -> None:
     """Measure all GPUs that this process sees."""
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [torch.device(accelerator.kind().type, index) for index in range(accelerator.count())]
     print(json.dumps(measure(devices, EDGE, COPY_BYTES, GEMM_S, COPY_S)), flush=True)
 
 

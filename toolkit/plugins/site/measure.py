@@ -53,8 +53,8 @@ def _median_s(size: int, rounds: int, device: torch.device) -> float:
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         if number >= 2:  # the first rounds open connections
             times.append(time.perf_counter() - began)
     return statistics.median(times)

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from toolkit.base import disks, fsio, trust
 from toolkit.base.errors import RequestError
+from toolkit.devices.installed import GPU_FILES, GPU_FOLDERS
 from toolkit.files.json_record import FileRecord, JsonRecord
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.
@@ -33,8 +34,6 @@ BLOCK_BYTES = 1 << 20
 #: Large files that an environment's copy only links to. Nothing reads them, or, on nodes without GPUs, nearly nothing.
 LARGE_BYTES = 16 << 20
 UNREAD_SUFFIXES = (".a", ".bc")
-GPU_FOLDERS = ("nvidia", "triton", "cupy")
-GPU_FILES = ("libtorch_cuda",)
 #: Folders of a base environment of conda that hold other environments and downloads.
 LINKED_FOLDERS = ("pkgs", "envs")
 

@@ -147,7 +147,7 @@ class StreamLoader:
         if share.count:
             reader = _StreamReader(make(share, seed), seed, share, collate)
             self._source = (
-                WorkerSource(reader, self._sampler, workers=1, pin=self._device.type == "cuda")
+                WorkerSource(reader, self._sampler, workers=1, pin=self._device.type != "cpu")
                 if workers
                 else InlineSource(reader, self._sampler)
             )

@@ -15,6 +15,7 @@ from toolkit import config as configs
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
+from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir
 from toolkit.run.attempt.facts import THEN_PRINTED
@@ -153,7 +154,7 @@ def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
     if last.cause != "out_of_memory":
         return ""
     how = "" if last.first_failure is None else last.first_failure.how
-    if any(word in how for word in ("CUDA", "HIP", "OutOfMemoryError")):
+    if DEVICE_OUT_OF_MEMORY.search(how):
         # Half of the samples at a time, and the same steps.
         pieces, share = config.train.accumulate * 2, config.data.global_batch_size // max(1, last.world_size or 1)
         return f"train.accumulate={pieces}" if share >= pieces and not _has_loop(config, run) else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from toolkit.base import fsio, log_text, secret_values, tracebacks
 from toolkit.base.errors import EXIT_REQUEST
+from toolkit.devices.error_texts import DEVICE_ERROR, DEVICE_OUT_OF_MEMORY
 from toolkit.files import records
 from toolkit.files.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
 from toolkit.files.rundir import RunDir
@@ -48,24 +49,16 @@ _ERROR_FILE = Record(
         "comes_again": Maybe(FLAG),
     }
 )
-#: Error texts about lack of memory, a GPU's or the node's: of torch, CUDA, ROCm, NCCL, numpy, C++ and the kernel.
+#: Error texts about lack of the node's memory: of numpy, Python, C++ and the kernel.
 _OUT_OF_MEMORY = re.compile(
-    r"OutOfMemory|(?:CUDA|HIP) out of memory|error: out of memory|'out of memory'|\bMemoryError\b|_ArrayMemoryError"
-    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc|\[Errno 12\]|Cannot allocate memory"
-    r"|(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY|(?:cuda|hip)ErrorMemoryAllocation"
+    r"\bMemoryError\b|_ArrayMemoryError|error: out of memory|std::bad_alloc|\[Errno 12\]|Cannot allocate memory"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
 )
 _NAME = re.compile(r"error-(\d{1,9})\.json")
 
-#: Error texts of CUDA, NCCL and their drivers about this node's devices. A failed assertion in a kernel, a wrong
-#: argument and lack of memory are the program's fault, and ncclRemoteError is about some other node.
-_DEVICE_ERROR = re.compile(
-    r"(?:CUDA|HIP) error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
-    r"|no kernel image|out of memory|operation not)"
-    r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No CUDA GPUs are available|CUDA unknown error"
-    r"|CUDA driver initialization failed|Unexpected error from cudaGetDeviceCount"
-    r"|ncclSystemError|ncclUnhandledCudaError"
-    # gloo: the node's own kernel refuses a connection. It names no address.
-    r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
+#: gloo: the node's own kernel refuses a connection. It names no address.
+_NO_WAY_OUT = re.compile(
+    r"\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)"
 )
 #: Error texts about another process that ended first: a peer that closed a connection, or a launcher's child.
 _CONSEQUENCE = re.compile(
@@ -116,7 +109,7 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         how = f"{fields['type']}: {fields.get('message', '')}"
     match = _NAME.fullmatch(path.name)
     assert match, path
-    memory = _OUT_OF_MEMORY.search(how) is not None
+    memory = any(text.search(how) for text in (_OUT_OF_MEMORY, DEVICE_OUT_OF_MEMORY))
     # The address to which it could not connect, where the error names one.
     unreached, other_end = None, _UNREACHED.search(how)
     with contextlib.suppress(ValueError):
@@ -128,7 +121,7 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         time=float(fields.get("time") or path.stat().st_mtime),
         traceback=fields.get("traceback", ""),
         out_of_memory=memory,
-        blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
+        blames_node=not memory and any(text.search(how) for text in (DEVICE_ERROR, _NO_WAY_OUT)),
         is_consequence=is_consequence(how),
         unreached=unreached,
         comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from toolkit.base.errors import EXIT_STOPPED
+from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY, OF_DEVICES
 from toolkit.files.run_files import HALVED
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Past, RankFailure, Stop, Verdict, first_failure
 from toolkit.run.job.slurm_job import JobFate
@@ -182,7 +183,7 @@ def _what_failed(facts: Facts, first: RankFailure | None) -> str:
 
 def _less_memory(facts: Facts, first: RankFailure | None) -> str:
     # torch's own error is about a GPU.
-    if first is None or not re.search("OutOfMemory|CUDA|HIP|cuda|hip", first.how):
+    if first is None or not DEVICE_OUT_OF_MEMORY.search(first.how):
         return "give it more (cluster.mem_gb) or less to hold"
     advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
     return advice if facts.is_foreign else f"{advice} (strategy.name: fsdp)"
@@ -368,7 +369,7 @@ def attempts_without_progress(facts: Facts) -> int:
 #: What errors name that may be chance, however often they come: the network, a device or the system.
 _CHANCE = re.compile(
     r"(?i)gloo|nccl|\bconnect|timed? ?out|time-?out|\bpeer\b|broken pipe|reset by|unavailable|\bstore\b"
-    r"|cuda|\bhip\b|\[errno "
+    rf"|{OF_DEVICES}|\[errno "
 )
 #: What differs between two texts of one error: addresses in memory, and process numbers.
 _VARIES = re.compile(r"0x[0-9a-f]+|\bpid \d+")

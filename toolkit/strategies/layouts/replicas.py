@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
+from toolkit.devices import accelerator
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.ranks.session import Session
@@ -186,7 +187,7 @@ def data_parallel(session: Session, *, precision: str, compile: bool, recompute:
     for key, is_set in (("train.compile", compile), ("strategy.activation_checkpointing", recompute)):
         if is_set:
             raise ConfigError(f"{key}: dp copies the model in every step, which this does not survive; use ddp")
-    gpus = torch.cuda.device_count() if session.device.type == "cuda" else 0
+    gpus = accelerator.count() if session.device.type != "cpu" else 0
     log.info(
         "dp: a batch is shared by %s of this process, its weights copied and its outputs gathered in every step; "
         "ddp with a rank for each GPU does neither, is faster and goes over several nodes",

@@ -128,7 +128,7 @@ class Shards(Layout):
             if self._device.type == "cpu":
                 why = "ranks without a GPU have all in host memory anyway"
                 log.warning("strategy.cpu_offload changes nothing here: %s", why)
-            offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+            offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         parts = blocks(model)
         if self._recompute:
             checkpoint_activations(model, self._recompute)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from toolkit.devices.accelerator import module_of
+
 CUDA_VARIABLE = "TOOLKIT_MPI_CUDA"
 
 #: MPI's type to move elements, by their size in bytes.
@@ -44,8 +46,8 @@ def on_host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         raise TypeError(f"no {tensor.layout} or quantized tensors over MPI; send dense ones")
     device = tensor.device if os.environ.get(CUDA_VARIABLE) == "1" else torch.device("cpu")
     staged = tensor.detach().to(device, dtype or tensor.dtype).contiguous()
-    if staged.is_cuda:
-        torch.cuda.current_stream(staged.device).synchronize()  # MPI knows no streams
+    if not staged.is_cpu:
+        module_of(staged.device).current_stream(staged.device).synchronize()  # MPI knows no streams
     return staged
 
 
@@ -53,8 +55,8 @@ def give_back(staged: Tensor, tensor: Tensor) -> None:
     """Copy into ``tensor`` what has arrived in ``staged``, unless both share memory."""
     if staged.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(staged.view_as(tensor))
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # the caller may be on another stream
+        if not tensor.is_cpu:
+            module_of(tensor.device).current_stream(tensor.device).synchronize()  # the caller may be on another stream
 
 
 def described(tensor: Tensor, datatype: MPI.Datatype | None = None, counts: Sequence[int] | None = None) -> list[Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.devices import accelerator
 from toolkit.plugins.mpi.backend.group import NAME, MpiGroup
 
 #: Open MPI spins while it waits. With more threads than cores (data workers, a second thread of ours), the ranks that
@@ -20,7 +21,9 @@ YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 def register() -> str:
     """Make the backend known to torch and return its name."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            NAME, _create, extended_api=True, devices=[*dict.fromkeys(("cpu", accelerator.built_for().type))]
+        )
     return NAME
 
 

@@ -90,7 +90,7 @@ class MpiWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = Future[list[Tensor]](devices=list({tensor.device for tensor in self._result if tensor.is_cuda}))
+            future = Future[list[Tensor]](devices=list({tensor.device for tensor in self._result if not tensor.is_cpu}))
             # The work ended before the future was asked for.
             if self._ended.is_set():
                 self._announce(future)

@@ -99,7 +99,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
     return [
         asking("network", "the name service", lambda: [_find_address(request)]),
         Check(lambda: _look_up(request), look_up_s, slow),
-        asking("gpus", "nvidia-smi", lambda: devices.check_gpus(request.gpus, os.environ)),
+        asking("gpus", "the driver of the GPUs", lambda: devices.check_gpus(request.gpus, os.environ)),
         quick(lambda: [host.check_cpus(asked)]),
         quick(lambda: [host.check_taken(asked)]),
         quick(lambda: _check_limits(request.gpus)),

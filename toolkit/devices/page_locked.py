@@ -2,7 +2,8 @@
 
 Copies into it are only enqueued: the host does not wait for them. torch's own allocator of such memory rounds each
 tensor up to a power of two. A state of many tensors would take up to twice its size. Here the process maps memory of
-the right size, and registers it with CUDA.
+the right size, and registers it with CUDA or HIP. Other runtimes have no such call in torch: copies to them are waited
+for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from toolkit.base import logs
+from toolkit.devices import accelerator
+from toolkit.devices.kinds import CUDA, ROCM
 
 #: Tensors begin at multiples of this.
 ALIGNMENT = 64
@@ -27,6 +30,8 @@ log = logs.get(__name__)
 
 def lock(buffer: mmap.mmap) -> bool:
     """Page-lock ``buffer``, as torch.cuda._pin_memory_utils does. Return True on success."""
+    if accelerator.built_for() not in (CUDA, ROCM):
+        return False
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cuda.cudaHostRegister(_address(buffer), len(buffer), _PORTABLE))
     if error:
@@ -53,12 +58,15 @@ def enqueued() -> Callable[[], None]:
     The current GPU of a new thread is the first one of the process. CUDA would make a context there for the wait, which
     takes some hundred MB of another rank's memory.
     """
-    device = torch.cuda.current_device()
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the waiting thread leaves its CPU
+    kind = accelerator.built_for()
+    module: Any = accelerator.module_of(torch.device(kind.type))
+    device = module.current_device()
+    # By a blocking one the waiting thread leaves its CPU.
+    event = module.Event(blocking=True) if kind in (CUDA, ROCM) else module.Event()
     event.record()
 
     def wait() -> None:
-        with torch.cuda.device(device):
+        with module.device(device):
             event.synchronize()
 
     return wait

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p
 from typing import Any
 
-from toolkit.plugins.monitor.gpus import Condition, GpusError, Load, WatchedGpu
+from toolkit.devices.watched import Condition, GpusError, Load, WatchedGpu
 
 LIBRARY = "libnvidia-ml.so.1"
 #: Return codes.
@@ -23,8 +23,8 @@ HW_SLOWDOWN, HW_THERMAL, HW_POWER_BRAKE = 0x08, 0x40, 0x80
 #: Field of ``nvmlDeviceGetFieldValues``: what has to be done to make the GPU well again.
 RECOVERY_ACTION = 230
 XID_EVENT = 0x08
-#: The most Xid events that are read at once.
-MOST_EVENTS = 100
+#: The most Xid events, and processes of a GPU, that are read at once.
+MOST_EVENTS, MOST_PROCESSES = 100, 64
 #: What a GPU needs before it works again, nvmlDeviceGpuRecoveryAction_t. After an action that is not listed it is told
 #: by its number. The headers disagree on 5: in nvidia-ml-py 13.580 it is a reset of the bus, in 13.615 that is 6.
 RECOVERY_ACTIONS = {
@@ -76,6 +76,10 @@ class _FieldValue(Structure):
     )
 
 
+class _Process(Structure):
+    _fields_ = (("pid", c_uint), ("used", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint))
+
+
 class _Event(Structure):
     _fields_ = (
         ("device", c_void_p),
@@ -87,10 +91,12 @@ class _Event(Structure):
 
 
 class Nvml:
-    """NVIDIA's GPUs: :class:`toolkit.plugins.monitor.gpus.Gpus`.
+    """NVIDIA's GPUs: :class:`toolkit.devices.watched.Gpus`.
 
     ``visible`` is the value of CUDA_VISIBLE_DEVICES: other GPUs are another job's.
     """
+
+    cannot_tell = ""
 
     def __init__(self, visible: str | None, library: str = LIBRARY) -> None:
         """Open the library. Raises GpusError where there is none, or no driver that works."""
@@ -132,6 +138,7 @@ class Nvml:
             None if memory is None else memory.used,
             None if milliwatts is None else milliwatts / 1000,
             None if millijoules is None else millijoules / 1000,
+            None if memory is None else memory.total,
         )
 
     def condition(self, gpu: WatchedGpu) -> Condition:
@@ -168,6 +175,13 @@ class Nvml:
         names = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
         generation, lanes = (self._number(name, gpu, c_uint) or 0 for name in names)
         return generation, lanes
+
+    def processes(self, gpu: WatchedGpu) -> Iterator[int]:
+        """Yield the processes with a context there. NVML hides those of other users' containers."""
+        count, found = c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+        code = self._call("nvmlDeviceGetComputeRunningProcesses_v3", gpu.handle, byref(count), found)
+        if code == SUCCESS:
+            yield from (process.pid for process in found[: count.value])
 
     def faults(self) -> Iterator[str]:
         """Yield the Xid errors of the hardware since the last call. ``GPU ?``: an unknown one."""

@@ -1,0 +1,155 @@
+"""Which GPUs a node has and which CPUs are near each, on nodes of real machines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.devices.machines import DAWN, DGX, JUPITER, LUMI, Machine
+from toolkit.devices import on_node
+from toolkit.devices.kinds import ROCM, contradiction
+from toolkit.devices.sysfs import AmdGpus, IntelGpus
+from toolkit.devices.watched import GpusError, open_gpus
+
+
+def numa_nodes(machine: Machine, root: Path, environ: Mapping[str, str] | None = None) -> list[int]:
+    """Return the NUMA node of each visible device, by the CPUs that are near."""
+    lists = [on_node.parse(cpus) for cpus in machine.numa_cpus]
+    return [lists.index(near) for near in on_node.near_cpus(environ or {}, root)]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        pytest.param(LUMI, [3, 3, 1, 1, 0, 0, 2, 2], id="lumi"),
+        pytest.param(JUPITER, [0, 1, 2, 3], id="jupiter"),
+        pytest.param(DGX, [0, 0, 0, 0, 1, 1, 1, 1], id="dgx"),
+        pytest.param(DAWN, [0, 0, 0, 0, 1, 1, 1, 1], id="dawn"),
+    ],
+)
+def test_cpus_near_the_gpus_of_a_real_machine(tmp_path: Path, machine: Machine, expected: Sequence[int]) -> None:
+    root = machine.write(tmp_path)
+    assert on_node.has_gpus(root)
+    assert len(on_node.allowed(root)) == len(machine.gpus)
+    assert numa_nodes(machine, root) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, [0, 0]),
+        ({"ROCR_VISIBLE_DEVICES": "2,4,0", "HIP_VISIBLE_DEVICES": "2,0"}, [3, 1]),
+        # HIP takes CUDA's variable where its own is empty, and no other time.
+        ({"CUDA_VISIBLE_DEVICES": "7"}, [2]),
+        ({"HIP_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "7"}, [0]),
+        ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "7"}, [2]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-0000000000001006,GPU-0000000000001000"}, [2, 3]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+        ({"GPU_DEVICE_ORDINAL": "7", "ZE_AFFINITY_MASK": "7"}, [3, 3, 1, 1, 0, 0, 2, 2]),  # of OpenCL and of Intel
+    ],
+)
+def test_each_runtimes_variables_choose_among_amds_gpus(
+    tmp_path: Path, environ: Mapping[str, str], expected: Sequence[int]
+) -> None:
+    assert numa_nodes(LUMI, LUMI.write(tmp_path), environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"ZE_AFFINITY_MASK": "1,4"}, [0, 1]),  # since 2023 tiles are counted
+        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "1,3"}, [0, 1]),
+        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, [0, 0, 1, 1]),
+    ],
+)
+def test_intels_variables_count_tiles_or_whole_gpus(
+    tmp_path: Path, environ: Mapping[str, str], expected: Sequence[int]
+) -> None:
+    assert numa_nodes(DAWN, DAWN.write(tmp_path), environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"},
+        {"ROCR_VISIBLE_DEVICES": "GPU-00000000000010ff"},
+        {"HIP_VISIBLE_DEVICES": "8"},
+        {"HIP_VISIBLE_DEVICES": "-1"},
+    ],
+)
+def test_nothing_is_said_of_amds_gpus_that_are_not_certain(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    with pytest.raises((LookupError, ValueError)):
+        on_node.near_cpus(environ, LUMI.write(tmp_path))
+
+
+def test_variables_that_leave_no_gpu_are_named_with_what_to_do() -> None:
+    both = {"ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"}
+    said = contradiction(ROCM, both) or ""
+    assert "CUDA_VISIBLE_DEVICES=6,7 counts among the 2 devices that ROCR_VISIBLE_DEVICES=6,7 leaves" in said
+    assert "unset CUDA_VISIBLE_DEVICES" in said
+    assert contradiction(ROCM, {**both, "CUDA_VISIBLE_DEVICES": "0,1"}) is None
+    # As a site with ConstrainDevices has it: the numbers begin anew in each job.
+    assert contradiction(ROCM, {"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}) is None
+
+
+def test_gpus_of_other_jobs_are_not_counted(tmp_path: Path) -> None:
+    root = LUMI.write(tmp_path)
+    for minor in (128, 129, 130, 131):
+        (root / f"dev/dri/renderD{minor}").unlink()
+    assert numa_nodes(LUMI, root, {"ROCR_VISIBLE_DEVICES": "0,1"}) == [0, 0]
+
+
+def test_a_node_without_gpus_has_none(tmp_path: Path) -> None:
+    assert not on_node.has_gpus(tmp_path)
+    assert on_node.near_cpus({}, tmp_path) == []
+    assert open_gpus({}, tmp_path) is None
+
+
+def test_a_message_says_what_the_node_has_and_what_hides_it(tmp_path: Path) -> None:
+    environ = {"ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"}
+    said = on_node.described(environ, LUMI.write(tmp_path))
+    assert said.startswith("the node has 8 for ROCm, CUDA_VISIBLE_DEVICES='6,7', ROCR_VISIBLE_DEVICES='6,7', ")
+    assert said.endswith("unset CUDA_VISIBLE_DEVICES")
+
+
+def test_amds_driver_tells_use_memory_power_errors_and_processes(tmp_path: Path) -> None:
+    root = LUMI.write(tmp_path)
+    for pid, held in ((4242, 5 << 30), (7, 0)):
+        file = root / f"sys/class/kfd/kfd/proc/{pid}/vram_40002"
+        file.parent.mkdir(parents=True)
+        file.write_text(str(held))
+    gpus = open_gpus({"ROCR_VISIBLE_DEVICES": "2,3"}, root)
+    assert isinstance(gpus, AmdGpus)
+    first, second = gpus.gpus
+    assert (first.index, first.model) == (2, "AMD Instinct MI250X")
+    load = gpus.load(first)
+    assert (load.busy, load.memory_bytes, load.total_memory_bytes) == (0.87, 10 << 30, 64 << 30)
+    assert (load.power_w, load.energy_j) == (231.0, None)
+    condition = gpus.condition(first)
+    assert (condition.uncorrected_errors, condition.link_width, condition.most_link_generation) == (2, 16, 4)
+    assert gpus.link(first) == (4, 16)
+    assert ([*gpus.processes(first)], [*gpus.processes(second)]) == ([4242], [])
+    assert "energy" in gpus.cannot_tell
+    shutil.rmtree(first.handle)
+    assert gpus.condition(first).is_lost
+
+
+def test_intels_driver_tells_energy_and_says_that_it_tells_no_use(tmp_path: Path) -> None:
+    gpus = open_gpus({}, DAWN.write(tmp_path))
+    assert isinstance(gpus, IntelGpus)
+    assert len(gpus.gpus) == 4  # tiles share their GPU's files
+    load = gpus.load(gpus.gpus[3])
+    assert (load.busy, load.memory_bytes, load.energy_j) == (None, None, 7000.0)
+    assert gpus.link(gpus.gpus[3]) == (5, 16)
+    assert "use" in gpus.cannot_tell
+
+
+def test_files_that_are_not_as_documented_are_an_error_of_the_watch(tmp_path: Path) -> None:
+    root = LUMI.write(tmp_path)
+    (root / "sys/class/kfd/kfd/topology/nodes/4/properties").write_text("simd_count many")
+    with pytest.raises(GpusError, match="many"):
+        open_gpus({}, root)
+    assert "cannot be read" in on_node.described({}, root)

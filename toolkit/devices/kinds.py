@@ -1,0 +1,73 @@
+"""The kinds of devices on which ranks train, as torch and the makers' runtimes call them. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device. A plugin may bring more of them, see ``devices`` of :class:`toolkit.registry.Plugin`."""
+
+    name: str  #: in messages
+    type: str  #: of its `torch.device`; ROCm's torch calls its GPUs cuda
+    backend: str  #: the process group that ``dist.backend: auto`` takes
+    #: Variables that hide devices from a process. Each counts among those that the one before it leaves.
+    visible: tuple[tuple[str, ...], ...] = ()
+    vendor: str = ""  #: PCI's number of the maker, as in /sys
+    tool: str = ""  #: the maker's command that lists its GPUs
+
+
+CUDA = DeviceKind("CUDA", "cuda", "nccl", (("CUDA_VISIBLE_DEVICES",),), "0x10de", "nvidia-smi -L")
+#: The second level is HIP's. It takes CUDA's variable where its own is empty (clr, rocdevice.cpp).
+ROCM = DeviceKind(
+    *("ROCm", "cuda", "nccl"),
+    visible=(("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    vendor="0x1002",
+    tool="rocm-smi",
+)
+XPU = DeviceKind("XPU", "xpu", "xccl", (("ZE_AFFINITY_MASK",),), "0x8086", "xpu-smi discovery")
+CPU = DeviceKind("CPU", "cpu", "gloo")
+GPUS = (CUDA, ROCM, XPU)
+
+#: How a variable names a part of a GPU (MIG).
+PART = "MIG-"
+
+#: Process groups that send nothing from host memory, and whose collectives are only enqueued.
+DEVICE_BACKENDS = ("nccl", "xccl")
+
+
+def is_of_devices(backend: str) -> bool:
+    """True if a process group of this backend serves tensors on GPUs alone, by enqueued work."""
+    return backend.startswith(DEVICE_BACKENDS)
+
+
+def visible_words(kind: DeviceKind, environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Return each variable that hides devices, with the devices that it names, in the order in which they count."""
+    found = []
+    for names in kind.visible:
+        set_ones = [name for name in names if name in environ]
+        # An empty one counts only if no other of its level says more.
+        name = next((name for name in set_ones if environ[name].strip()), next(iter(set_ones), None))
+        if name is not None:
+            found.append((name, [word.strip() for word in environ[name].split(",") if word.strip()]))
+    return found
+
+
+def contradiction(kind: DeviceKind, environ: Mapping[str, str]) -> str | None:
+    """Return what is wrong with variables that hide devices from each other; None if nothing is.
+
+    A Slurm that sets the variables of all makers names the same numbers in each. HIP counts them among the devices that
+    ROCm's own variable leaves: of ROCR_VISIBLE_DEVICES=2,3 and CUDA_VISIBLE_DEVICES=2,3 nothing is left.
+    """
+    levels = visible_words(kind, environ)
+    for (outer, given), (inner, wanted) in pairwise(levels):
+        lost = [word for word in wanted if word.isdigit() and int(word) >= len(given)]
+        if lost:
+            return (
+                f"{inner}={environ[inner]} counts among the {len(given)} devices that {outer}={environ[outer]} leaves, "
+                f"and there is no number {lost[0]}: unset {inner}"
+            )
+    return None

@@ -1,0 +1,199 @@
+"""The GPUs of a node that this process may use, and the CPUs near each. Needs neither torch nor a maker's library.
+
+What the drivers show in /proc and /sys is read; no GPU is opened. Drivers of NVIDIA before 590 wake a GPU up before
+they tell which one it is, and for a lost GPU a read may wait for ever. So the node's agent starts :func:`main` as a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit.devices.kinds import CUDA, GPUS, ROCM, XPU, DeviceKind, contradiction, visible_words
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+#: AMD's driver lists CPUs and GPUs here, in the order in which ROCm numbers them (amdkfd, kfd_topology.c).
+KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+DRM = Path("/sys/class/drm")
+_PCI = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True)
+class NodeGpu:
+    """A GPU that the device cgroup of this process allows."""
+
+    kind: DeviceKind
+    index: int  #: the runtime's number of it, before variables hide any
+    address: str  #: on the PCI bus, such as 0000:c1:00.0
+    model: str = ""  #: by which unequal GPUs can be told
+    uuid: str = ""  #: by which a variable may name it; empty where there is none
+    number: str = ""  #: the driver's own, by which it lists the processes on it
+    tiles: int = 1  #: parts that may be devices of their own
+
+
+def has_gpus(root: Path = Path("/")) -> bool:
+    """True if a driver of GPUs is loaded. It costs one look at some folders, and no GPU is woken up."""
+    return _in(root, DRIVER).is_dir() or any((root / "dev/dri").glob("renderD*"))
+
+
+def named_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the devices that variables name for this process, of whichever maker; None if none is set."""
+    levels = [level for kind in GPUS for level in visible_words(kind, environ)]
+    return min((words for _, words in levels), key=len, default=None)
+
+
+def device_files(root: Path = Path("/")) -> int:
+    """Return how many device files of GPUs there are, for a node whose driver tells nothing else."""
+    return max(len([*(root / "dev").glob(pattern)]) for pattern in ("nvidia[0-9]*", "dri/renderD*"))
+
+
+def allowed(root: Path = Path("/")) -> list[NodeGpu]:
+    """Return the node's GPUs, of the first maker that has some here.
+
+    ``root`` is the folder in which ``dev``, ``proc`` and ``sys`` lie. Raises OSError, LookupError or ValueError where a
+    driver's files are not as documented.
+    """
+    for read in (_nvidia, _amd, _intel):
+        if gpus := [replace(gpu, index=index) for index, gpu in enumerate(read(root))]:
+            return gpus
+    return []
+
+
+def _nvidia(root: Path) -> Iterator[NodeGpu]:
+    folder = _in(root, DRIVER)
+    for gpu in sorted(folder.iterdir()) if folder.is_dir() else ():  # named by PCI addresses
+        fields = _fields((gpu / "information").read_text().splitlines(), ":")
+        if _may_open(root / f"dev/nvidia{fields['Device Minor']}"):
+            yield NodeGpu(CUDA, 0, gpu.name, fields["Model"], fields["GPU UUID"])
+
+
+def _amd(root: Path) -> Iterator[NodeGpu]:
+    folder = _in(root, KFD)
+    for node in sorted(folder.iterdir(), key=lambda path: int(path.name)) if folder.is_dir() else ():
+        try:
+            fields = _fields((node / "properties").read_text().splitlines(), " ")
+        except PermissionError:  # of a GPU that the cgroup hides
+            continue
+        if int(fields.get("simd_count", "0")) and _may_open(root / f"dev/dri/renderD{fields['drm_render_minor']}"):
+            place = int(fields["location_id"])
+            bus, slot = place >> 8 & 0xFF, place >> 3 & 0x1F
+            address = f"{int(fields.get('domain', '0')):04x}:{bus:02x}:{slot:02x}.{place & 7}"
+            unique = int(fields.get("unique_id", "0"))
+            uuid, number = f"GPU-{unique:016x}" if unique else "", _text(node / "gpu_id")
+            yield NodeGpu(ROCM, 0, address, fields.get("device_id", ""), uuid, number)
+
+
+def _intel(root: Path) -> Iterator[NodeGpu]:
+    found = []
+    for render in _in(root, DRM).glob("renderD*"):
+        device = render / "device"
+        if _text(device / "vendor") == XPU.vendor and _may_open(root / f"dev/dri/{render.name}"):
+            address = next(line.partition("=")[2] for line in _lines(device / "uevent") if line.startswith("PCI_SLOT"))
+            # A tile is a folder of the card with drivers before Xe's, and one of the device with Xe's.
+            tiles = len([*device.glob("drm/card*/gt/gt*")]) or len([*device.glob("tile*")])
+            found.append(NodeGpu(XPU, 0, address, _text(device / "device"), tiles=max(tiles, 1)))
+    yield from sorted(found, key=lambda gpu: gpu.address)
+
+
+def visible(environ: Mapping[str, str], root: Path = Path("/")) -> list[NodeGpu]:
+    """Return the GPUs that the variables leave, in the order in which torch numbers them.
+
+    Raises OSError, LookupError or ValueError where that is not certain: a part of a GPU (MIG), variables that
+    contradict each other, unequal GPUs, which CUDA orders by their speed, and the other runtimes among each other.
+    """
+    devices = [device for gpu in allowed(root) for device in _devices(gpu, environ)]
+    if not devices:
+        return []
+    kind = devices[0].kind
+    if wrong := contradiction(kind, environ):
+        raise ValueError(wrong)
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({device.model for device in devices}) > 1:
+        raise ValueError(f"{kind.name} numbers unequal GPUs in an order of its own")
+    for _, words in visible_words(kind, environ):
+        devices = [_named(word, devices) for word in words]
+    return devices
+
+
+def _devices(gpu: NodeGpu, environ: Mapping[str, str]) -> Sequence[NodeGpu]:
+    """Return what the runtime makes of a GPU. Since 2023 Intel's makes a device of each tile, unless told otherwise."""
+    is_one = gpu.kind is not XPU or environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT") == "COMPOSITE"
+    return [gpu] if is_one else [gpu] * gpu.tiles
+
+
+def _named(word: str, devices: Sequence[NodeGpu]) -> NodeGpu:
+    """Return the device that a word of a variable names: a number, or the beginning of a UUID."""
+    if word.startswith("GPU-"):
+        [found] = [device for device in devices if device.uuid.lower().startswith(word.lower())]
+        return found
+    if not word.isdigit():
+        raise ValueError(f"{word} may be a part of a GPU, or none")
+    return devices[int(word)]
+
+
+def described(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return which GPUs this node has, and what hides them, for a message to someone whose torch sees none."""
+    try:
+        gpus = allowed(root)
+    except (OSError, LookupError, ValueError) as error:
+        return f"what drivers say about the node's GPUs cannot be read: {error!r}"
+    has = f"{len(gpus)} for {gpus[0].kind.name}" if gpus else "no GPU that a driver shows this process"
+    names = dict.fromkeys(name for kind in GPUS for level in kind.visible for name in level if name in environ)
+    wrong = contradiction(gpus[0].kind, environ) if gpus else None
+    hidden = [f"{name}={environ[name]!r}" for name in names]
+    return ", ".join([f"the node has {has}", *hidden, *([wrong] if wrong else [])])
+
+
+def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[int]]:
+    """Return the CPUs of each visible GPU's NUMA node, in the order in which torch numbers the GPUs.
+
+    Raises as :func:`visible` does, also where a GPU belongs to no NUMA node (-1). Sources: CUDA's programming guide
+    (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``), ROCm's guide on GPU isolation, and Linux,
+    ABI/testing/sysfs-bus-pci.
+    """
+    near = []
+    for gpu in visible(environ, root):
+        node = int(_text(_in(root, _PCI) / gpu.address / "numa_node"))
+        near.append(parse((root / f"sys/devices/system/node/node{node}/cpulist").read_text()))
+    return near
+
+
+def parse(cpulist: str) -> list[int]:
+    """Return the CPUs of a list in Linux's format: ``0-3,8``. Raises ValueError, also for an empty one."""
+    ends = [[int(end) for end in part.split("-")] for part in cpulist.split(",")]
+    return [cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)]
+
+
+def _in(root: Path, path: Path) -> Path:
+    return root / path.relative_to("/")
+
+
+def _fields(lines: Iterable[str], between: str) -> dict[str, str]:
+    parts = (line.partition(between) for line in lines)
+    return {key.strip(): value.strip() for key, _, value in parts}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip()
+
+
+def _may_open(file: Path) -> bool:
+    """True if this process may open a device's file. That asks the device cgroup, which Slurm's ConstrainDevices sets.
+
+    access(2) does not open the device.
+    """
+    return os.access(file, os.R_OK | os.W_OK)
+
+
+def main() -> None:
+    """Print the CPUs near each GPU as JSON; nothing where that is not certain."""
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        print(json.dumps(near_cpus(os.environ)))

@@ -1,0 +1,140 @@
+"""Asks AMD's and Intel's drivers about GPUs, by their files in /sys. Needs no root, no library, and opens no GPU.
+
+Sources: Linux, gpu/amdgpu/driver-misc.rst, gpu/amdgpu/ras.rst and gpu/amdgpu/thermal.rst;
+ABI/testing/sysfs-driver-intel-i915-hwmon and -xe-hwmon; ABI/testing/sysfs-bus-pci.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit.devices.on_node import NodeGpu
+from toolkit.devices.watched import Condition, Load, WatchedGpu
+
+#: The speed of a lane by the generation of PCIe, as Linux writes it (drivers/pci/probe.c).
+GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
+
+
+class _SysfsGpus:
+    """What the files of PCI devices and of hwmon tell of the GPUs of any maker."""
+
+    def __init__(self, gpus: Sequence[NodeGpu], root: Path = Path("/")) -> None:
+        """Take the GPUs that the job may use. ``root`` is the folder in which ``sys`` lies."""
+        self._root = root
+        self._numbers: dict[str, list[str]] = {}  #: the driver's own, by address
+        for gpu in gpus:
+            self._numbers.setdefault(gpu.address, []).append(gpu.number)
+        pci = root / "sys/bus/pci/devices"
+        # Parts of one GPU (partitions, tiles) have one address, and one set of files.
+        count = Counter(gpu.address for gpu in gpus)
+        first = {gpu.address: gpu for gpu in reversed(gpus)}
+        self.gpus = [
+            WatchedGpu(first[address].index, pci / address, _model(pci / address), devices)
+            for address, devices in count.items()
+        ]
+
+    def load(self, gpu: WatchedGpu) -> Load:
+        """Return how much ``gpu`` works."""
+        microjoules = _first(gpu.handle, "hwmon/hwmon*/energy1_input")
+        microwatts = _first(gpu.handle, "hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input")
+        return Load(
+            None,
+            None,
+            None if microwatts is None else microwatts / 1e6,
+            None if microjoules is None else microjoules / 1e6,
+        )
+
+    def condition(self, gpu: WatchedGpu) -> Condition:
+        """Return how well ``gpu`` is."""
+        if not gpu.handle.is_dir():
+            return Condition(is_lost=True)
+        return Condition(
+            link_width=_number(gpu.handle / "current_link_width"),
+            most_link_width=_number(gpu.handle / "max_link_width"),
+            link_generation=_generation(gpu.handle / "current_link_speed"),
+            most_link_generation=_generation(gpu.handle / "max_link_speed"),
+        )
+
+    def link(self, gpu: WatchedGpu) -> tuple[int, int]:
+        """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""
+        generation, lanes = _generation(gpu.handle / "current_link_speed"), _number(gpu.handle / "current_link_width")
+        return generation or 0, lanes or 0
+
+    def processes(self, gpu: WatchedGpu) -> Iterator[int]:
+        """Yield nothing: these drivers do not tell."""
+        yield from ()
+
+    def faults(self) -> Iterator[str]:
+        """Yield nothing: faults stand in the kernel's log, which needs root."""
+        yield from ()
+
+
+class AmdGpus(_SysfsGpus):
+    """AMD's GPUs: :class:`toolkit.devices.watched.Gpus`."""
+
+    cannot_tell = "AMD's driver tells no energy here, and only root reads its faults (dmesg)"
+
+    def load(self, gpu: WatchedGpu) -> Load:
+        """Return how much ``gpu`` works. Energy is not told; power is that of the package, for both of its halves."""
+        common = super().load(gpu)
+        percent = _number(gpu.handle / "gpu_busy_percent")
+        return Load(
+            None if percent is None else percent / 100,
+            _number(gpu.handle / "mem_info_vram_used"),
+            common.power_w,
+            common.energy_j,
+            _number(gpu.handle / "mem_info_vram_total"),
+        )
+
+    def condition(self, gpu: WatchedGpu) -> Condition:
+        """Return how well ``gpu`` is, with the uncorrected errors of its memory since the driver was loaded."""
+        errors = None
+        with suppress(OSError, AttributeError):  # "ue: 0", then the corrected ones
+            found = re.search(r"^ue: (\d+)", (gpu.handle / "ras/umc_err_count").read_text(), re.MULTILINE)
+            errors = int(found[1]) if found else None
+        common = super().condition(gpu)
+        return Condition(**{**vars(common), "uncorrected_errors": errors})
+
+    def processes(self, gpu: WatchedGpu) -> Iterator[int]:
+        """Yield the processes with memory on ``gpu``, of every user (amdkfd, kfd_process.c)."""
+        for number in self._numbers[gpu.handle.name]:
+            for file in (self._root / "sys/class/kfd/kfd/proc").glob(f"*/vram_{number}"):
+                if _number(file):
+                    yield int(file.parent.name)
+
+
+class IntelGpus(_SysfsGpus):
+    """Intel's GPUs: :class:`toolkit.devices.watched.Gpus`."""
+
+    cannot_tell = "Intel's driver tells neither the use of a GPU nor of its memory here, and only root reads its faults"
+
+
+def _model(device: Path) -> str:
+    with suppress(OSError):
+        if name := (device / "product_name").read_text().strip():
+            return name
+    with suppress(OSError):
+        return " ".join((device / name).read_text().strip() for name in ("vendor", "device"))
+    return ""
+
+
+def _first(device: Path, *patterns: str) -> int | None:
+    files = (file for pattern in patterns for file in sorted(device.glob(pattern)))
+    return next((value for file in files if (value := _number(file)) is not None), None)
+
+
+def _number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
+
+
+def _generation(file: Path) -> int | None:
+    """Return the generation of a link whose speed reads ``16.0 GT/s PCIe``; None where it is not known."""
+    with suppress(OSError):
+        return GENERATIONS.get(file.read_text().split(" ")[0])
+    return None
