@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 from tests.box import state
-from tests.box.config import LOGIN, Spec, config_files, hosts
+from tests.box.config import GPU_TYPE, LOGIN, Spec, config_files, hosts
 from tests.box.errors import BoxError, BoxUnavailable
 from tests.box.namespaces import (
     CGROUPS,
@@ -52,7 +52,8 @@ class Box:
     `cpus` is the number that Slurm believes each node has; all share the machine's cores. `profile` strict has the
     limits of strict sites (see config.py). `shared` are more folders that all nodes see, at their path on the host.
     `grace_s` is the GraceTime of the low partition. `gpus` is the number of each node's GPUs, which are counted and do
-    not exist. The cluster ends with the process that made it, even by SIGKILL.
+    not exist; `gpu_types`, `gpu_shares` and `topology` are those of config.py. The cluster ends with the process that
+    made it, even by SIGKILL.
     """
 
     def __init__(
@@ -66,12 +67,27 @@ class Box:
         grace_s: int = 30,
         slurmd_timeout_s: int = 30,
         gpus: Sequence[int] = (),
+        gpu_types: Sequence[str] = (GPU_TYPE,),
+        gpu_shares: Mapping[str, int] | None = None,
+        topology: str = "",
     ):
         strict = profile == "strict"
         # strict binds tasks to cores, and can't bind to cores that aren't there
         cpus = cpus or (os.cpu_count() or 1 if strict else 4)
         name = name or f"box{secrets.token_hex(3)}"  # also the cluster's name, so that no two runs have the same
-        self.spec = Spec(name, nodes, cpus, strict, slurm, grace_s, slurmd_timeout_s, gpus)
+        self.spec = Spec(
+            name,
+            nodes,
+            cpus,
+            strict,
+            slurm,
+            grace_s,
+            slurmd_timeout_s,
+            gpus,
+            gpu_types,
+            gpu_shares or {},
+            topology,
+        )
         self.box_dir = state.boxes_dir() / name
         self.shared = self.box_dir / "shared"
         self._more_shared = [Path(path).absolute() for path in shared]

@@ -1,8 +1,9 @@
 """The files a box configures Slurm with, as text. Every value that differs from Slurm's default has its reason here."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SUBNET = "10.77.0"  # a box's network has no way out and no name on the host: every box may use the same one
 LOGIN = "login"
@@ -23,11 +24,21 @@ class Spec:
     grace_s: int = 30
     slurmd_timeout_s: int = 30
     gpus: Sequence[int] = ()  #: of each node; none by default, and two on strict nodes
+    gpu_types: Sequence[str] = (GPU_TYPE,)  #: in turn, of a node's GPUs
+    gpu_shares: Mapping[str, int] = field(default_factory=dict)  #: ``shard`` and ``mps``: how many of each GPU
+    topology: str = ""  #: the text of topology.conf, of switches or blocks
 
     @property
     def gpus_of(self) -> dict[str, int]:
         """Return the number of each node's GPUs, by its name."""
         return dict(zip(self.node_names, self.gpus or [2 * self.strict] * self.nodes, strict=True))
+
+    def gres_of(self, node: str) -> dict[str, int]:
+        """Return the numbers of the node's generic resources, by their names with the types."""
+        gpus = self.gpus_of[node]
+        types = Counter(self.gpu_types[index % len(self.gpu_types)] for index in range(gpus))
+        shares = {name: gpus * count for name, count in self.gpu_shares.items() if gpus}
+        return {f"gpu:{kind}": count for kind, count in types.items()} | shares
 
     @property
     def node_names(self) -> list[str]:
@@ -56,10 +67,17 @@ def config_files(spec: Spec) -> dict[str, str]:
     }
     # File, not Count alone (that makes the node INVAL); with it Slurm sets CUDA_VISIBLE_DEVICES
     files["gres.conf"] = "".join(
-        f"NodeName={node} Name=gpu Type={GPU_TYPE} File={file}\n"
+        f"NodeName={node} Name=gpu Type={spec.gpu_types[index % len(spec.gpu_types)]} File={file}\n"
         for node, gpus in spec.gpus_of.items()
-        for file in _GPU_FILES[:gpus]
+        for index, file in enumerate(_GPU_FILES[:gpus])
+    ) + "".join(
+        f"NodeName={node} Name={name} Count={count * gpus}\n"
+        for node, gpus in spec.gpus_of.items()
+        for name, count in spec.gpu_shares.items()
+        if gpus
     )
+    if spec.topology:
+        files["topology.conf"] = spec.topology
     return files
 
 
@@ -70,9 +88,10 @@ def hosts(spec: Spec) -> str:
 def slurm_conf(spec: Spec) -> str:
     nodes = f"node[1-{spec.nodes}]"
     size = f"CPUs={spec.cpus} RealMemory={spec.memory_mb} State=UNKNOWN"
+    gres = {node: ",".join(f"{name}:{count}" for name, count in spec.gres_of(node).items()) for node in spec.node_names}
     each = "\n".join(
-        f"NodeName={node} NodeAddr={spec.addresses[node]} {size}{f' Gres=gpu:{GPU_TYPE}:{gpus}' if gpus else ''}"
-        for node, gpus in spec.gpus_of.items()
+        f"NodeName={node} NodeAddr={spec.addresses[node]} {size}{f' Gres={gres[node]}' if gres[node] else ''}"
+        for node in spec.node_names
     )
     return f"""\
 ClusterName={spec.name}
@@ -105,8 +124,8 @@ UnkillableStepTimeout=3600
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-GresTypes=gpu
-{_STRICT if spec.strict else _PLAIN}{_memory_limit(spec)}
+GresTypes={",".join(["gpu", *spec.gpu_shares])}
+{_topology(spec)}{_STRICT if spec.strict else _PLAIN}{_memory_limit(spec)}
 {each}
 PartitionName=DEFAULT Nodes={nodes} MaxTime=INFINITE State=UP
 PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_s}
@@ -143,6 +162,11 @@ StorageHost=localhost
 StorageUser=root
 StorageLoc=slurm_acct_db
 """
+
+
+def _topology(spec: Spec) -> str:
+    plugin = "block" if "BlockName" in spec.topology else "tree"
+    return f"TopologyPlugin=topology/{plugin}\n" if spec.topology else ""
 
 
 def _memory_limit(spec: Spec) -> str:
