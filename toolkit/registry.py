@@ -66,6 +66,7 @@ BUILT_IN = (
     "tensor",
     "testing",
     "tokens",
+    "topology",
     "trackers",
     "watch",
     "why",

@@ -146,6 +146,10 @@ class SlurmCommands(Protocol):
         """
         ...
 
+    def topology(self) -> str:
+        """Return what `scontrol show topology` prints: switches or blocks, each with its nodes."""
+        ...
+
     def release_nodes(self, job_id: str, *, keep: str) -> None:
         """Give back the nodes of a running job except the node list ``keep``. Steps go on there.
 
@@ -288,6 +292,9 @@ class Slurm:
     def drained(self, node_list: str) -> dict[str, str]:
         # --all also lists nodes whose partition is hidden.
         return parse_drained(self._run(["scontrol", "--all", "show", "node", node_list]))
+
+    def topology(self) -> str:
+        return self._run(["scontrol", "show", "topology"])
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
         # Not the plain environment: with a job's environment scontrol leaves scripts in the working directory

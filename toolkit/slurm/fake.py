@@ -100,6 +100,7 @@ class FakeSlurm(_FakeJobs):
         self.excluded: dict[str, str] = {}
         self.depends: dict[str, tuple[str, ...]] = {}  #: by pending job, the jobs given to `depend`
         self.gpus = JobGpus({})  #: of any job
+        self.switches = ""  #: what `scontrol show topology` prints
         self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
         self.asked_for_nodes: list[str] = []  #: the node list of each call of `drained`
         self.asked_for_jobs: list[tuple[str, ...]] = []  #: each call of `user_jobs`, as (), and of `accounted_jobs`
@@ -208,6 +209,10 @@ class FakeSlurm(_FakeJobs):
         self.asked_for_nodes.append(node_list)
         self._contact()
         return {host: self.drains[host] for host in hostlist.expand(node_list) if host in self.drains}
+
+    def topology(self) -> str:
+        self._contact()
+        return self.switches
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
         self._contact()
