@@ -37,7 +37,7 @@ from toolkit.strategies import build_strategy
 #: between three of the others, and a step that the job makes.
 BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
 #: Keys of ``cluster`` that Slurm is not asked for: the supervisor reads them.
-NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage", "stage_dir"}
+NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage", "stage_dir", "tasks_per_gpu"}
 
 
 def test_an_unknown_strategy_is_refused_with_all_names() -> None:
@@ -107,7 +107,7 @@ def other(value: Any, name: str) -> Any:
 
 #: Keys of ``cluster`` of which `toolkit doctor` tells srun nothing: it holds each node for some seconds, for one task.
 NOT_FOR_SRUN = {
-    *("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "spare_nodes"),
+    *("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "spare_nodes", "segment"),
     *("signal_delay_s", "setup", "extra", "components"),
 }
 
@@ -129,7 +129,9 @@ def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(k
 INHERITED = {
     **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "components"), "its variables"),
     **dict.fromkeys(("partition", "account"), "its variables"),
-    **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
+    **dict.fromkeys(
+        ("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos", "segment"), "Slurm's answer"
+    ),
     **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),
 }
 

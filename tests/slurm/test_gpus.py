@@ -1,13 +1,19 @@
-"""Jobs that ask for GPUs in each of sbatch's ways: every node's ranks see all GPUs that the job has there."""
+"""Jobs that ask for GPUs in each of sbatch's ways: every node's ranks see all GPUs that the job has there.
+
+The ways are the rows of the table in docs/launchers.md.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 
+from tests.pages import ROOT
 from tests.slurm.conftest import start_box, visit
 from tests.slurm.site import END_S, Site
 from toolkit.files import rundir
@@ -17,13 +23,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 GPUS = {"node1": 4, "node2": 4, "node3": 2}
 #: Names five GPUs, as the driver of a node does. The checks of a node count those that Slurm makes visible.
 SMI = "#!/bin/sh\nfor gpu in 0 1 2 3 4; do echo $gpu, GPU-$gpu, 0, 80000; done\n"
-RANK = 'echo "rank $SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES ${SLURM_GPUS:-none}"'
+RANK = 'echo "rank $SLURM_PROCID $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:-none} ${SLURM_GPUS:-none}"'
 
 
 @pytest.fixture(scope="module")
 def gpu_box_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with ExitStack() as stack:
-        box = start_box(stack, nodes=len(GPUS), cpus=8, profile="plain", gpus=[*GPUS.values()])
+        types = ("fake", "fake", "other", "other")
+        box = start_box(
+            stack, nodes=3, cpus=8, profile="plain", gpus=[*GPUS.values()], gpu_types=types, gpu_shares={"shard": 4}
+        )
         yield from visit(box, request)
 
 
@@ -58,36 +67,82 @@ def run_job(site: Site, name: str, *options: str, also: str = "true") -> dict[st
     return {host: (devices, request) for host, devices, request in sorted(seen)}
 
 
-ALL = "0,1,2,3"
+class Way(NamedTuple):
+    """A row of the table: sbatch's options, and what the ranks see on the first, second and third node."""
+
+    options: list[str]
+    seen: list[str]
+    since: str  #: the first version of Slurm that has the options
+
+    def __str__(self) -> str:
+        return " ".join(self.options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--nodes=2", "--gpus=8", "--ntasks-per-node=4"], id="of-the-job"),
-        pytest.param(["--ntasks=8", "--gpus-per-task=1"], id="of-a-task"),
-        pytest.param(["--gpus=8", "--ntasks-per-gpu=1"], id="tasks-of-a-gpu"),
-        pytest.param(["--nodes=2", "--gres=gpu:fake:4", "--gpu-bind=closest"], id="of-a-node-with-type"),
-        pytest.param(["--nodes=2", "--gpus-per-node=4"], id="of-a-node"),
-        pytest.param(["--nodes=2", "--gpus-per-socket=4", "--sockets-per-node=1"], id="of-a-socket"),
-        pytest.param(["--nodelist=node[1-2]", "--exclusive"], id="whole-nodes-without-a-request"),
-        pytest.param(["--nodelist=node[1-2]", "--exclusive", "--gres=gpu:2"], id="whole-nodes-with-a-smaller-request"),
-    ],
-)
-def test_each_way_to_ask_for_gpus_starts(gpu_site: Site, options: list[str], request: pytest.FixtureRequest) -> None:
-    name = request.node.callspec.id
-    assert {host: devices for host, (devices, _) in run_job(gpu_site, name, *options).items()} == {
-        "node1": ALL,
-        "node2": ALL,
-    }
+def ways() -> list[Way]:
+    page = (ROOT / "docs/launchers.md").read_text()
+    table = page.partition("### Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
+    rows = [row.strip("| ").split(" | ") for row in table if row.startswith("| `")]
+    return [
+        Way(options.strip("`").split(), re.findall("`(.+?)`", seen), "".join(re.findall("from Slurm (.+) on", seen)))
+        for options, seen, _ in rows
+    ]
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, id=str(way)) for way in ways()])
+def test_each_way_to_ask_for_gpus_gives_ranks_those_that_the_page_says(gpu_site: Site, way: Way) -> None:
+    if gpu_site.box.spec.slurm < way.since:
+        refused = gpu_site.box.run(["sbatch", *way.options, "--wrap=true"], check=False)
+        assert "unrecognized option" in refused.stderr
+        return
+    found = run_job(gpu_site, re.sub(r"\W+", "-", str(way)).strip("-"), *way.options)
+    seen = (way.seen or ["none"]) * (1 if len(way.seen) > 1 else 2)
+    assert {host: devices for host, (devices, _) in found.items()} == dict(zip(GPUS, seen, strict=False))
 
 
 def test_nodes_with_unequal_numbers_of_gpus_have_their_own(gpu_site: Site) -> None:
     """The check of the nodes beside it, and the variable that scripts read, are there as well."""
     doctor = f"toolkit doctor --json >{gpu_site.folder}/report.json"
     seen = run_job(gpu_site, "uneven", "--nodes=3", "--gpus=10", also=doctor)
-    assert seen == {"node1": (ALL, "10"), "node2": (ALL, "10"), "node3": ("0,1", "10")}
+    assert seen == {"node1": ("0,1,2,3", "10"), "node2": ("0,1,2,3", "10"), "node3": ("0,1", "10")}
     report = json.loads((gpu_site.folder / "report.json").read_text())
     assert report["fine"], report
     figures = [f["figure"] for node in report["nodes"].values() for f in node["findings"] if f["check"] == "gpus"]
     assert figures == ["2"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "devices"),
+    [("gpus", "--gpus-per-node=2", ["0", "0", "1", "1"]), ("shards", "--gres=shard:4", ["0"] * 4)],
+)
+def test_each_rank_sees_the_one_gpu_that_it_shares(gpu_site: Site, name: str, option: str, devices: list[str]) -> None:
+    script = gpu_site.folder / f"shared-{name}.sh"
+    command = f"toolkit exec cluster.tasks_per_gpu={devices.count('0')} --name {script.stem} -- sh -c '{RANK}'"
+    script.write_text(f"#!/bin/bash\nexport TOOLKIT_RUNS={gpu_site.runs}\nexec {command}\n")
+    job = gpu_site.sbatch("--nodes=2", "--ntasks-per-node=4", option, str(script))
+    gpu_site.box.wait_job(job, END_S)
+    run = gpu_site.find(script.stem)
+    said = [run.rank_log(1, rank).read_text().split() for rank in range(8)]
+    expected = [["node1", device] for device in devices] + [["node2", device] for device in devices]
+    assert [words[2:4] for words in said] == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["cluster.gpus_per_node=9"], "ask for less: `sinfo"),
+        (["cluster.gpus_per_node=1", "cluster.gpu_type=h100"], "ask for less: `sinfo"),
+        (["cluster.gpus_per_node=1", "cluster.extra.gres=shard:1"], "shard and mps do not go with gpu"),
+        (["cluster.extra.gres=goo:1"], "`sinfo -o '%P %G'` shows what there is"),
+    ],
+)
+def test_what_the_site_has_not_is_refused_before_anything_is_queued(
+    gpu_site: Site, overrides: list[str], says: str
+) -> None:
+    runs = rundir.all_runs(gpu_site.runs)
+    command = ["toolkit", "exec", *overrides, "--", "true"]
+    refused = gpu_site.box.run(command, check=False, env={"TOOLKIT_RUNS": str(gpu_site.runs)})
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert says in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert gpu_site.box.run(["squeue", "--noheader"]).stdout == ""
+    assert rundir.all_runs(gpu_site.runs) == runs

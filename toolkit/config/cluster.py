@@ -58,6 +58,7 @@ class ClusterConfig:
 
     nodes: _Some = 1  #: nodes of the job
     tasks_per_node: _Some = 1  #: ranks on each of them; one for each GPU where there are GPUs
+    tasks_per_gpu: Annotated[int, Range(1, 64)] = 1  #: ranks that share a GPU, for small jobs; over gloo
     cpus_per_task: _Some = 1  #: CPU cores of each rank, for it and its data workers
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0  #: 0: a job on CPUs
     gpu_type: Annotated[str, TEXT, _GPU_TYPE] | None = None  #: the type in a site's --gres, such as a100
@@ -72,6 +73,8 @@ class ClusterConfig:
     exclusive: bool = False  #: no other job on the same nodes
     #: more nodes than the ranks need, to go on without one that fails
     spare_nodes: Annotated[int, Range(0, _SLURMS_MOST)] = 0
+    #: nodes that must share a block of the site's topology, such as an NVLink domain, as for sbatch --segment
+    segment: _Some | None = None
     #: a checkpoint is committed at least so long before the time limit
     signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
     preflight: bool = True  #: check the nodes before the ranks start (the plugin site does)
@@ -118,10 +121,11 @@ class ClusterConfig:
         check_extra(self)
         if self.exclude is not None:
             _check_hosts("cluster.exclude", self.exclude)
-        if 0 < self.gpus_per_node < self.tasks_per_node:
+        if 0 < self.gpus_per_node * self.tasks_per_gpu < self.tasks_per_node:
             raise ConfigError(
                 f"cluster.tasks_per_node: {self.tasks_per_node} ranks cannot share {self.gpus_per_node} GPUs of a "
-                "node; each rank needs one of its own: set both keys to the same number"
+                f"node, each for {self.tasks_per_gpu}: ask for as many GPUs as ranks, or, for small models, set "
+                f"cluster.tasks_per_gpu={-(-self.tasks_per_node // self.gpus_per_node)}"
             )
         if self.container is not None:
             container.parse(self.container)
@@ -238,6 +242,7 @@ REFUSED: Mapping[str, str] = {
     "partition": "use cluster.partition",
     "qos": "use cluster.qos",
     "quiet": _READ_BY_US,
+    "segment": "use cluster.segment",
     "signal": "use cluster.signal_delay_s",
     "tasks-per-node": "use cluster.tasks_per_node",
     "test-only": _NOTHING_IS_SUBMITTED + "; `toolkit submit --dry-run` shows the script",
@@ -312,6 +317,16 @@ def _check_hosts(key: str, text: str) -> None:
     odd = [host for host in hosts if not re.fullmatch(r"[\w.-]+", host)]
     if odd or not hosts:
         raise ConfigError(f"{key}: {odd[0] if odd else text!r} is no host's name")
+
+
+def check_segment(cluster: ClusterConfig) -> None:
+    """Refuse ``cluster.segment`` where this site's sbatch does not know it. Raises ConfigError."""
+    flags = frozenset[str]() if cluster.segment is None else _plugins_flags()
+    if flags and "segment" not in flags:
+        raise ConfigError(
+            "cluster.segment: this site's sbatch has no flag --segment (Slurm 24.05 is the first that has it); leave "
+            "the key out: ranks are placed by blocks or switches without it"
+        )
 
 
 def _plugins_flags() -> frozenset[str]:

@@ -19,6 +19,7 @@ from toolkit import registry
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config.catalog import check_datasets, data_root
+from toolkit.config.cluster import check_segment
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
@@ -94,10 +95,32 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
         check_datasets(config.data)
         if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
             raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
+    _check_shared_gpus(config, login_node)
     if login_node and config.dist.backend == "nccl" and not all(part.gpus_per_node for part in config.cluster.parts):
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
+        )
+
+
+def _check_shared_gpus(config: JobConfig, login_node: bool) -> None:
+    """Refuse what needs NCCL where ranks share a GPU, and a GPU that nobody has asked for."""
+    count = config.cluster.tasks_per_gpu
+    has_gpus = any(part.gpus_per_node or "gres" in part.extra for part in config.cluster.parts)
+    if login_node and count > 1 and not has_gpus:
+        raise ConfigError(
+            f"cluster.tasks_per_gpu: {count} ranks on each GPU, and cluster.gpus_per_node is 0; set it, or ask for "
+            "shares of a GPU (cluster.extra.gres: shard:2)"
+        )
+    if count > 1 and config.dist.backend == "nccl":
+        raise ConfigError(
+            f"dist.backend: NCCL refuses two ranks on one GPU, and cluster.tasks_per_gpu is {count}; use auto or gloo"
+        )
+    # gloo cannot carry what these send between GPUs by themselves.
+    if count > 1 and {"stages", "tensor"} & {*registry.traits(config.strategy.name).mesh}:
+        raise ConfigError(
+            f"strategy.name: {config.strategy.name} needs NCCL, which refuses two ranks on one GPU; set "
+            f"cluster.tasks_per_gpu=1 (it is {count}), or use ddp or fsdp"
         )
 
 
@@ -164,6 +187,7 @@ def check_places(config: JobConfig) -> None:
     Only the login node is asked: the compute nodes may see other files.
     """
     secret_values.check_sources(config.secrets)
+    check_segment(config.cluster)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     for folder in config.cluster.container_mounts:

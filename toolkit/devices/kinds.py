@@ -56,6 +56,16 @@ def visible_words(kind: DeviceKind, environ: Mapping[str, str]) -> list[tuple[st
     return found
 
 
+def one_visible(environ: Mapping[str, str], place: int) -> dict[str, str]:
+    """Return the variables that show a process one GPU, as its device 0: the one at this place of those it would see.
+
+    A script that takes device 0, or its local rank modulo the number of devices, then has the right one.
+    """
+    levels = [found[-1] for kind in GPUS if (found := visible_words(kind, environ))]
+    one = {name: devices[place % len(devices)] for name, devices in levels if devices}
+    return one if levels else {"CUDA_VISIBLE_DEVICES": str(place)}
+
+
 def contradiction(kind: DeviceKind, environ: Mapping[str, str]) -> str | None:
     """Return what is wrong with variables that hide devices from each other; None if nothing is.
 

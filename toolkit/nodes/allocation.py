@@ -6,7 +6,7 @@ import itertools
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -35,7 +35,9 @@ class Allocation:
     cpus_per_task: int  #: on the nodes with the fewest
     gpus: tuple[int, ...] = ()  #: of each node; empty without GPUs
     other_gres: tuple[str, ...] = ()  #: what else each component has on each of its nodes, such as ``scratch:10``
+    gpu_types: Mapping[str, str] = field(default_factory=dict)  #: by node, as in `JobGpus.types_of_host`
     asks_for_gpus: bool = True  #: False: it has whatever its nodes have
+    tasks_per_gpu: int = 1  #: ranks that share a GPU
     job_id: str | None = None
     restart_count: int = 0
     cluster: str = ""  #: its name, which is empty without Slurm
@@ -89,25 +91,29 @@ class Allocation:
     def gres(self, hosts: Collection[str]) -> str | None:
         """Return srun's ``--gres`` for a step on these nodes: as many GPUs as each of them has.
 
-        Return None without GPUs. A step without the option inherits the job's request. One that is not by node
-        (``--gpus``, ``--gpus-per-task``) Slurm divides among the tasks, so that they see a part of a node's GPUs, or
-        refuses; of ``--exclusive`` a step gets no GPU at all.
+        Return None without GPUs or shares of them. A step without the option inherits the job's request. One that is
+        not by node (``--gpus``, ``--gpus-per-task``) Slurm divides among the tasks, so that they see a part of a node's
+        GPUs, or refuses; of ``--exclusive`` a step gets no GPU at all.
         """
+        others = self.other_gres_on(hosts)
         if not self.gpus_per_node:
-            return None
+            return others or None
         gpus = min(self.gpus_of[host] for host in hosts)
-        return ",".join([*([f"gpu:{gpus}"] if gpus else []), *filter(None, [self.other_gres_on(hosts)])]) or "none"
+        types = {self.gpu_types.get(host, "") for host in hosts}
+        asked = types.pop() if len(types) == 1 else ""
+        return ",".join(filter(None, [(asked or f"gpu:{gpus}") if gpus else "", others])) or "none"
 
     def other_gres_on(self, hosts: Collection[str]) -> str:
         """Return what else a step has on these nodes, which are of one component."""
         return dict(enumerate(self.other_gres)).get(self._component_of.get(next(iter(hosts)), 0), "")
 
     def steps(self, hosts: Collection[str]) -> list[list[str]]:
-        """Return the nodes in groups of which one step can be made: of one component, with as many GPUs on each."""
-        groups: dict[tuple[int | None, int], list[str]] = {}
+        """Return the nodes in groups of which one step can be made: of one component, with the same GPUs on each."""
+        groups: dict[tuple[int | None, int, str], list[str]] = {}
         component_of, gpus_of = self._component_of, self.gpus_of
         for host in hosts:
-            groups.setdefault((component_of.get(host), gpus_of[host]), []).append(host)
+            key = (component_of.get(host), gpus_of[host], self.gpu_types.get(host, ""))
+            groups.setdefault(key, []).append(host)
         return list(groups.values())
 
     @property
@@ -197,7 +203,13 @@ class Allocation:
                 "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit where sbatch answers"
             )
         gpus = (config.gpus_per_node,) if config.gpus_per_node else ()
-        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task, gpus)
+        return Allocation(
+            hosts=(socket.gethostname(),),
+            tasks=(config.tasks_per_node,),
+            cpus_per_task=config.cpus_per_task,
+            gpus=gpus,
+            tasks_per_gpu=config.tasks_per_gpu,
+        )
 
     @staticmethod
     def slurm(environ: Mapping[str, str], slurm: SlurmCommands | None = None) -> Allocation:
@@ -229,6 +241,7 @@ class Allocation:
             cpus_per_task=min(task_cpus),
             gpus=tuple(gpus.of_host[host] for host in hosts) if any(gpus.of_host.values()) else (),
             other_gres=gpus.other_gres,
+            gpu_types=gpus.types_of_host,
             asks_for_gpus=gpus.are_asked,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),

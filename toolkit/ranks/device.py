@@ -50,10 +50,14 @@ def backend_of_plugin(name: str) -> Backend | None:
     return found
 
 
-def choose_backend(name: str) -> str:
-    """Return torch's name of the backend. ``auto`` is that of the devices' kind: NCCL with CUDA, gloo without GPUs."""
+def choose_backend(name: str, tasks_per_gpu: int = 1) -> str:
+    """Return torch's name of the backend.
+
+    ``auto`` is that of the devices' kind: NCCL with CUDA, gloo without GPUs. It is gloo as well where ranks share a
+    GPU: NCCL refuses that.
+    """
     if name == "auto":
-        return accelerator.kind().backend
+        return accelerator.kind().backend if tasks_per_gpu == 1 else "gloo"
     brought = backend_of_plugin(name)
     return name if brought is None else brought.register()
 
@@ -107,12 +111,14 @@ def _lack_of_gpus(backend: str, gpus: int) -> str:
     )
 
 
-def choose_device(store: dist.Store, backend: str, local_rank: int, local_world_size: int) -> torch.device:
+def choose_device(
+    store: dist.Store, backend: str, local_rank: int, local_world_size: int, tasks_per_gpu: int = 1
+) -> torch.device:
     """Return the rank's device and make it current. All ranks of a node call it.
 
-    It is the GPU of the local rank. Where Slurm lets a rank see some of the node's GPUs only (``--gpu-bind``), the
-    ranks that see the same ones share them out. Raises ConfigError where that leaves a rank
-    without its own that NCCL or XCCL is to connect.
+    It is the GPU of the local rank, or that of ``tasks_per_gpu`` neighbouring ones. Where Slurm lets a rank see some of
+    the node's GPUs only (``--gpu-bind``), the ranks that see the same ones share them out. Raises ConfigError where
+    that leaves a rank without its own that NCCL or XCCL is to connect.
     """
     visible = accelerator.count()
     if not visible:
@@ -120,11 +126,12 @@ def choose_device(store: dist.Store, backend: str, local_rank: int, local_world_
     index = local_rank
     if local_world_size > 1:
         index = turn(store, local_rank, local_world_size, accelerator.identities(visible))
+    index //= tasks_per_gpu
     if index >= visible and is_of_devices(backend):
         raise ConfigError(
             f"local rank {local_rank} of {local_world_size} on {socket.gethostname()} has no GPU of its own: the "
             f"{visible} that it sees are those of {index} ranks before it; start as many ranks on a node as it has "
-            "GPUs, and let Slurm hide none of them (--gpu-bind, --gpus-per-task)"
+            "GPUs, and let Slurm hide none of them (--gpu-bind, --gpus-per-task), or set cluster.tasks_per_gpu"
         )
     device = torch.device(accelerator.kind().type, index % visible)
     accelerator.module_of(device).set_device(device)

@@ -152,17 +152,18 @@ class Session:
 
 
 @contextmanager
-def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
+def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> Iterator[Session]:
     """Open the process group of this launch, and the session in it.
 
     The launch is described by the environment, which ``toolkit run`` (or torchrun) has set. ``gpus`` is the number
-    asked for on each node. Raises ConfigError when the backend does not fit the devices of all nodes. At the end
-    everything is closed in reverse, also after an exception, which then goes on to the caller.
+    asked for on each node, each of them for ``tasks_per_gpu`` ranks. Raises ConfigError when the backend does not fit
+    the devices of all nodes. At the end everything is closed in reverse, also after an exception, which then goes on
+    to the caller.
     """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
-    backend = choose_backend(config.backend)
+    backend = choose_backend(config.backend, tasks_per_gpu)
     with ExitStack() as stack:
         # Over a plugin's backend the ranks can agree on a launch key themselves if the launcher gives none.
         key: Callable[[], str] | None = None
@@ -171,7 +172,7 @@ def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
             key = partial(brought.launch_key, rank, world_size)
         store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir(), key)
         agree(store, rank, world_size, backend, gpus)
-        device = choose_device(store, backend, local_rank, _local_world_size())
+        device = choose_device(store, backend, local_rank, _local_world_size(), tasks_per_gpu)
         dist.init_process_group(
             backend,
             store=store,
@@ -187,17 +188,17 @@ def open_session(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
 
 
 @contextmanager
-def open_beside(config: DistConfig, gpus: int = 0) -> Iterator[Session]:
+def open_beside(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> Iterator[Session]:
     """Open a session beside a library that opens the process group. Uses only the launch's store, no collective.
 
-    ``gpus`` and the errors are as of :func:`open_session`.
+    ``gpus``, ``tasks_per_gpu`` and the errors are as of :func:`open_session`.
     """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir())
-    agree(store, rank, world_size, choose_backend("auto"), gpus)
-    device = choose_device(store, "gloo", local_rank, _local_world_size())
+    agree(store, rank, world_size, choose_backend("auto", tasks_per_gpu), gpus)
+    device = choose_device(store, "gloo", local_rank, _local_world_size(), tasks_per_gpu)
     with _session(place, device, store, timeout, start_up) as session:
         yield session
 

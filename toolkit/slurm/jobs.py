@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -195,8 +196,10 @@ class JobGpus:
     """The GPUs that a job has, by node, and what else it asked for by node in ``--gres``."""
 
     of_host: Mapping[str, int]
-    other_gres: tuple[str, ...] = ()  #: of each component, such as ``scratch:10,nic:1``
+    other_gres: tuple[str, ...] = ()  #: of each component, such as ``scratch:10,nic:1``, or ``shard:2``, parts of a GPU
     are_asked: bool = True  #: False: they are there because the job has its nodes to itself
+    #: ``gpu:a:2,gpu:b:2``, by node, where it was given several types
+    types_of_host: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def parse_gpus(text: str) -> JobGpus:
@@ -204,17 +207,28 @@ def parse_gpus(text: str) -> JobGpus:
 
     A line of it is ``Nodes=node[1-2] CPU_IDs=4-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)``.
     """
-    of_host: dict[str, int] = {}
-    for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
-        count = sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)", gres)))
-        of_host |= dict.fromkeys(hostlist.expand(nodes), count)
-    others = []
+    of_host, types_of_host = dict[str, int](), dict[str, str]()
+    others, are_asked = list[str](), False
     for record in re.split(r"\n(?=JobId=)", text):
         asked = re.search(r"^ +TresPerNode=(\S+)", record, re.MULTILINE)
         items = [item.replace("=", ":") for item in _GRES.findall(asked[1])] if asked else []
+        # A job that asks for a type of shards is refused a step with that type.
+        items = [re.sub(r"^(shard|mps):[^:]+:", r"\1:", item) for item in items]
         others.append(",".join(item for item in items if item.partition(":")[0] != "gpu"))
-    are_asked = re.search(r"^ +TresPer\w+=\S*gres[:/]gpu\b", text, re.MULTILINE) is not None
-    return JobGpus(of_host, tuple(others), are_asked)
+        requests = re.findall(r"^ +TresPer\w+=(\S*gres[:/]gpu\b\S*)", record, re.MULTILINE)
+        are_asked |= bool(requests)
+        types = re.findall(r"gres[:/]gpu:([^:=,]*[^:=,\d][^:=,]*)", ",".join(requests))
+        is_whole = re.search(r"\bOverSubscribe=NO\b", record) is not None
+        for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*\bGRES=(\S*)", record, re.MULTILINE):
+            by_type = re.findall(r"(?:^|,)gpu((?::[^:(),]+)?):(\d+)", gres)
+            hosts = hostlist.expand(nodes)
+            of_host |= dict.fromkeys(hosts, sum(int(count) for _, count in by_type))
+            # Slurm 22.05 refuses a step a number without types where the job was given several: by its request, or
+            # with whole nodes. It refuses a step a type where the job was given a number.
+            parts = [f"gpu{kind}:{count}" for kind, count in by_type if count != "0"]
+            if len(types) > 1 or (is_whole and len(parts) > 1):
+                types_of_host |= dict.fromkeys(hosts, ",".join(parts))
+    return JobGpus(of_host, tuple(others), are_asked, types_of_host)
 
 
 #: sbatch's options, by the fields in which scontrol shows them.
@@ -223,9 +237,16 @@ _OPTION_OF = {
     "ExcNodeList": "exclude",
     "ReqNodeList": "nodelist",
     "Licenses": "licenses",
+    "SegmentSize": "segment",
     "QOS": "qos",  # before 24.05 the variable SLURM_JOB_QOS holds its description, if it has one
 }
-_OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
+_OPTIONS_OF_GPUS = {
+    "TresPerJob": "gpus",
+    "TresPerSocket": "gpus-per-socket",
+    "TresPerTask": "gpus-per-task",
+    "CpusPerTres": "cpus-per-gpu",
+    "MemPerTres": "mem-per-gpu",
+}
 _EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
 #: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.
 _GRES = re.compile(r"gres[:/]([^,]+)")
@@ -241,10 +262,9 @@ def _options(fields: Mapping[str, str]) -> Iterator[str]:
     if gres:
         yield f"--gres={','.join(gres)}"
     for field, option in _OPTIONS_OF_GPUS.items():
-        for item in _GRES.findall(fields.get(field, "")):
-            name, _, number = item.replace("=", ":").partition(":")
-            if name == "gpu":
-                yield f"--{option}={number}"
+        items = [item.replace("=", ":").partition(":") for item in _GRES.findall(fields.get(field, ""))]
+        if numbers := [number for name, _, number in items if name == "gpu"]:  # of a flag given twice the last counts
+            yield f"--{option}={','.join(numbers)}"
     # Exclusive use is shown as a value of OverSubscribe.
     if fields.get("OverSubscribe") in _EXCLUSIVE:
         yield _EXCLUSIVE[fields["OverSubscribe"]]

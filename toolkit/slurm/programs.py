@@ -55,6 +55,7 @@ _ADVICE = (
     ("Invalid account", "name one of `sacctmgr show associations user=$USER` as cluster.account in the site defaults"),
     ("invalid partition", "name one of `sinfo --summarize` as cluster.partition"),
     ("Requested node configuration is not available", "ask for less: `sinfo -o '%P %D %c %m %G'` shows what there is"),
+    ("Invalid generic resource", "`sinfo -o '%P %G'` shows what there is; shard and mps do not go with gpu in one job"),
     ("Job violates accounting/QOS policy", "the account's limits are reached: `sacctmgr show qos`, or ask for less"),
     ("presently disabled", "the job was submitted with --no-requeue, or the site forbids requeueing (JobRequeue=0)"),
 )  # fmt: skip

@@ -37,9 +37,9 @@ SHOWN = 16
 
 def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
     """Be one rank of the training of a job of class ``kind``. Every rank calls it."""
-    gpus = config.cluster.gpus_per_node
+    cluster = config.cluster
     with (
-        open_session(config.dist, gpus) as session,
+        open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu) as session,
         closing(training_of(kind, config, params, session)) as training,
     ):
         return training.fit()

@@ -45,8 +45,9 @@ def start(name: str | None = None) -> StartedRun:
     if dist.is_initialized():
         raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
     config = join_once("toolkit.start", name)
+    cluster = config.cluster
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config.dist, config.cluster.gpus_per_node))
+        session = stack.enter_context(open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu))
         prepare(config.train.seed, deterministic=config.train.deterministic)
         apply_gpu_settings(config.train)
         return StartedRun(config, session, stack.pop_all())

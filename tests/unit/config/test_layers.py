@@ -143,7 +143,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("checkpoint.copy_to=backup", ["checkpoint.copy_to", "absolute path"]),
         ("dist.backend=nccl", ["dist.backend", "gpus_per_node"]),
         ("dist.backend=ncl", ["did you mean 'nccl'?"]),
-        ("cluster.gpus_per_node=1", ["cluster.tasks_per_node", "2 ranks cannot share 1 GPUs"]),
+        ("cluster.gpus_per_node=1", ["cluster.tasks_per_node", "2 ranks cannot share 1 GPUs", "tasks_per_gpu=2"]),
         ("optim.lr=.inf", ["optim.lr", "inf"]),
         ("optim.lr=.nan", ["optim.lr"]),
         ("train.eval_every=0", ["train.eval_every"]),

@@ -48,6 +48,22 @@ def test_gpus_are_each_nodes_own_and_this_nodes_where_slurm_does_not_say() -> No
     assert Allocation.slurm(BATCH, slurm).gres(["node1"]) is None
 
 
+def test_nodes_with_other_types_of_gpus_are_a_step_of_their_own() -> None:
+    slurm, environ = FakeSlurm(), {**BATCH, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0,1,2,3"}
+    types = {"node1": "gpu:a:2,gpu:b:2", "node2": "gpu:a:2,gpu:b:2", "node3": "gpu:a:4", "node4": "gpu:b:1"}
+    slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 4, "node4": 1}, types_of_host=types)
+    allocation = Allocation.slurm(environ, slurm)
+    groups = allocation.steps(allocation.hosts)
+    assert [(group, allocation.gres(group)) for group in groups] == [
+        (["node1", "node2"], "gpu:a:2,gpu:b:2"),
+        (["node3"], "gpu:a:4"),
+        (["node4"], "gpu:b:1"),
+    ]
+    assert allocation.gres(allocation.hosts) == "gpu:1"
+    slurm.gpus = JobGpus(dict.fromkeys(types, 0), ("shard:2",), are_asked=False)
+    assert Allocation.slurm(environ, slurm).gres(["node1"]) == "shard:2"
+
+
 def test_tasks_of_each_gpu_are_where_the_gpus_are() -> None:
     """Slurm 22.05 names tasks by node that it has distributed by CPUs."""
     slurm = FakeSlurm()

@@ -18,6 +18,9 @@ from toolkit.nodes.agent import processes as agent_processes
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes, ZygoteClient
 
+#: What all orders here have in common.
+ORDER = {"environ": {}, "unset": [], "cpus_per_task": None, "tasks_per_gpu": 1, "gets_signals": False}
+
 
 def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +38,14 @@ def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
 
     monkeypatch.setattr(os, "pipe", only_one)
     store = {"rank": None, "environ": {}, "log": str(tmp_path / "logs/store.log")}
-    common = {"module": None, "command": ["true"], "environ": {}, "unset": [], "cpus_per_task": None}
+    common = {
+        "module": None,
+        "command": ["true"],
+        "environ": {},
+        "unset": [],
+        "cpus_per_task": None,
+        "tasks_per_gpu": 1,
+    }
     processes.start({"attempt": 3, "gets_signals": False, "processes": [store], **common})
     assert sent == [{"is": "not_started", "attempt": 3, "rank": None, "why": "[Errno 24] Too many open files"}]
     for file in made:
@@ -77,7 +87,14 @@ class Node:
     def start(self, attempt: int) -> None:
         """Order a rank that a zygote is to fork."""
         rank = {"rank": 0, "environ": {}, "log": self._log}
-        common = {"module": ["true"], "command": ["true"], "environ": {}, "unset": [], "cpus_per_task": None}
+        common = {
+            "module": ["true"],
+            "command": ["true"],
+            "environ": {},
+            "unset": [],
+            "cpus_per_task": None,
+            "tasks_per_gpu": 1,
+        }
         self.processes.start({"attempt": attempt, "gets_signals": False, "processes": [rank], **common})
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ GOLDEN = """\
 #SBATCH --partition=gpu
 #SBATCH --qos=high
 #SBATCH --requeue
+#SBATCH --segment=2
 #SBATCH --signal=B:USR2@90
 #SBATCH --time=60
 
@@ -73,7 +74,7 @@ def full_config() -> JobConfig:
     cluster.gpus_per_node, cluster.gpu_type, cluster.mem_gb = 4, "a100", 1.5
     cluster.partition, cluster.account, cluster.qos = "gpu", "acc", "high"
     cluster.constraint, cluster.exclude, cluster.exclusive = "a100&ib", "node[3,7]", True
-    cluster.signal_delay_s, cluster.setup = 90, ["module load cuda"]
+    cluster.signal_delay_s, cluster.setup, cluster.segment = 90, ["module load cuda"], 2
     cluster.extra = {"comment": 'it\'s "quoted"; $(rm -rf /)', "requeue": True, "no_kill": False}
     return config
 
@@ -111,6 +112,7 @@ def test_each_component_has_its_block_of_options() -> None:
         "--ntasks-per-node=2",
         "--partition=old",
         "--qos=high",
+        "--segment=2",
         "--time=60",
     ]
     assert "#SBATCH" not in rest

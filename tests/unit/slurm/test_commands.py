@@ -51,6 +51,9 @@ ASKED = {
     "TresPerNode=gres/gpu:1": ("--gres=gpu:1",),  # 24.11
     "TresPerTask=gres:gpu:1": ("--gpus-per-task=1",),
     "TresPerTask=cpu=2,gres/gpu=1": ("--gpus-per-task=1",),
+    "TresPerJob=gres:gpu:fake:4,gres:gpu:other:2": ("--gpus=fake:4,other:2",),
+    "TresPerSocket=gres/gpu:2 CpusPerTres=gres/gpu:8": ("--gpus-per-socket=2", "--cpus-per-gpu=8"),
+    "Network=(null) SegmentSize=16": ("--segment=16",),
     "MemPerTres=gres/gpu:100 TresPerJob=gres/gpu:a100:2": ("--gpus=a100:2", "--mem-per-gpu=100"),
 }
 ELEMENT = """JobId=4 ArrayJobId=2 ArrayTaskId=1 JobName=wrap
@@ -154,6 +157,32 @@ DETAILS = """JobId=3 JobName=x
 def test_each_node_has_its_own_number_of_gpus_of_all_types(asked: str) -> None:
     found = parse_gpus(DETAILS.format(asked=asked))
     assert found == JobGpus({"node1": 4, "node2": 4, "node3": 2, "node4": 0}, ("scratch:10",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "types"),
+    [
+        ("TresPerNode=gres:gpu:a:2,gres:gpu:b:2", "gpu:a:2,gpu:b:2"),  # 22.05
+        ("TresPerJob=gres/gpu:a:4,gres/gpu:b:4", "gpu:a:2,gpu:b:2"),  # 24.11
+        ("OverSubscribe=NO", "gpu:a:2,gpu:b:2"),  # --exclusive
+        ("OverSubscribe=NO\n   TresPerNode=gres:gpu:2", "gpu:a:2,gpu:b:2"),
+        ("TresPerNode=gres:gpu:4", None),  # Slurm 22.05 refuses a step a type here
+        ("TresPerTask=cpu=2,gres/gpu=1", None),
+        ("TresPerNode=gres/gpu:a:2", None),
+    ],
+)
+def test_gpus_of_several_types_are_asked_for_by_type(asked: str, types: str | None) -> None:
+    details = f"     Nodes=node[1-2] CPU_IDs=4-7 Mem=0 GRES=gpu:a:2(IDX:0-1),gpu:b:2(IDX:2-3),gpu:c:0(IDX:)\n   {asked}"
+    found = parse_gpus(details)
+    assert found.of_host == {"node1": 4, "node2": 4}
+    assert found.types_of_host == ({} if types is None else {"node1": types, "node2": types})
+
+
+@pytest.mark.parametrize("asked", ["gres:shard:2", "gres/shard:a:2"])
+def test_parts_of_gpus_are_asked_for_without_their_type(asked: str) -> None:
+    """Slurm grants a job `shard:a:2`, and refuses every step of it that says so."""
+    found = parse_gpus(f"     Nodes=node1 CPU_IDs=0 Mem=0 GRES=shard:2(2/4,0/4)\n   TresPerNode={asked}")
+    assert found == JobGpus({"node1": 0}, ("shard:2",), are_asked=False)
 
 
 def test_drained_nodes_are_found_with_their_reasons_whatever_else_is_in_the_line() -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.base import fsio, logs, node_memory, proc_stat, staged
+from toolkit.devices import kinds
 from toolkit.files.records import COUNT, ListOf
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
@@ -197,8 +198,10 @@ class Processes:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
         # Each process gets its own CPUs, variables, log and, for the store, pipes.
-        sets = for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
-        for process, own_cpus in zip(order["processes"], sets, strict=True):
+        sharing = order["tasks_per_gpu"]
+        near_own = [near for near in self.near_gpus for _ in range(sharing)]
+        sets = for_tasks(len(order["processes"]), order["cpus_per_task"], near_own)
+        for place, (process, own_cpus) in enumerate(zip(order["processes"], sets, strict=True)):
             child = _Child(order["attempt"], process["rank"], node_memory.oom_kills(), order["gets_signals"])
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
@@ -206,6 +209,8 @@ class Processes:
             environ = staged.environment(self.copies, environ)
             if child.rank is not None:
                 environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
+            if sharing > 1:
+                environ |= kinds.one_visible(environ, place // sharing)
             files = [os.devnull, process["log"], process["log"]]
             theirs: list[int] = []
             try:

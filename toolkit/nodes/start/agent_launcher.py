@@ -258,6 +258,7 @@ class AgentLauncher(AgentUser):
                 log_path = self._run.rank_log(attempt, place.rank)
                 processes.append({"rank": place.rank, "environ": own, "log": str(log_path)})
             order = self._order(attempt, command, environ, processes, cpus_of[host] if binds else None)
+            order["tasks_per_gpu"] = allocation.tasks_per_gpu
             order["environ"] |= common  # all of it, because the agent's own variables describe the agents' step
             if common:
                 order["environ"]["SLURM_CPUS_PER_TASK"] = str(cpus_of[host])
@@ -284,6 +285,7 @@ class AgentLauncher(AgentUser):
             "unset": [name for name in self.agents.environ if name not in environ],
             "processes": processes,
             "cpus_per_task": cpus,
+            "tasks_per_gpu": 1,
             "gets_signals": self._settings().signals_all,
         }
 

@@ -38,8 +38,9 @@ class LibraryRun(TrainingRun):
         ``save(folder)`` has the library write a checkpoint of the steps done into the new ``folder``, on every rank.
         """
         config = join_once(f"toolkit.plugins.integrations.{library}")
+        gpus, each = config.cluster.gpus_per_node, config.cluster.tasks_per_gpu
         with ExitStack() as stack:
-            session = stack.enter_context(open_beside(config.dist, config.cluster.gpus_per_node))
+            session = stack.enter_context(open_beside(config.dist, gpus, each))
             if config.checkpoint.memory_every_steps is not None:
                 raise ConfigError(
                     f"checkpoint.memory_every_steps: the state is in {library}'s own files, of which no copies are "

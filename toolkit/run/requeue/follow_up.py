@@ -48,6 +48,7 @@ _VARIABLE_OF: Mapping[str, str] = {
     "nodes": "SLURM_JOB_NUM_NODES",
     "ntasks": "SLURM_NTASKS",
     "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "ntasks-per-gpu": "SLURM_NTASKS_PER_GPU",
     "cpus-per-task": "SLURM_CPUS_PER_TASK",
     "mem": "SLURM_MEM_PER_NODE",
     "mem-per-cpu": "SLURM_MEM_PER_CPU",

@@ -102,6 +102,8 @@ def slurm_parameters(
         others["no-kill"] = True
     if cluster.mem_gb is not None:
         others["mem"] = f"{round(cluster.mem_gb * 1024)}M"
+    if cluster.segment is not None:
+        others["segment"] = cluster.segment
     for key, value in cluster.extra.items():
         if value is not False:
             others[str(key).replace("_", "-")] = _text(value)

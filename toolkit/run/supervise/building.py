@@ -6,6 +6,7 @@ For a job, Slurm's variables and the config choose the parts.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         launcher: Launcher = AgentLauncher(run, allocation, agents, container)
         return Supervisor(run, config, allocation, launcher, None, agents, container, token)
     slurm = Slurm()
-    allocation = Allocation.slurm(os.environ, slurm)
+    allocation = replace(Allocation.slurm(os.environ, slurm), tasks_per_gpu=config.cluster.tasks_per_gpu)
     container = _container(run, config, allocation)
     watch = None
     if may_lose_nodes(config, len(allocation.hosts)):
