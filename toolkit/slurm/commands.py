@@ -240,7 +240,8 @@ class Slurm:
         # %o is the script with its whole path; a line break or a | in it can only make the line fit nothing.
         ask = ["squeue", "--noheader", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
         lines = (line.partition("|") for line in self._run(ask).splitlines())
-        return next((job_id.strip() for job_id, _, command in lines if command.strip() == path), None)
+        # Of a heterogeneous job the first component, whose id is the job's, has the lowest one.
+        return min((job_id.strip() for job_id, _, command in lines if command.strip() == path), key=int, default=None)
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
         self._scancel("--state=PENDING", *job_ids)

@@ -59,6 +59,8 @@ def take_run(context: Context) -> None:
         # Ranks that see no GPU are refused. A job that has whole nodes, and whatever is in them, may train on CPUs.
         if allocation.gpus_per_node and (allocation.asks_for_gpus or cluster.gpus_per_node):
             cluster.gpus_per_node = allocation.gpus_per_node
+        if used.components and not all(used.gpus):
+            cluster.gpus_per_node = 0  # ranks of a component without GPUs are right to see none
         outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
         # An sbatch script that Slurm starts again knows only its job id.
         key = allocation.job_key
