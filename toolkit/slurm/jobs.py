@@ -13,6 +13,9 @@ from toolkit.base import hostlist
 from toolkit.base.durations import parse_slurms
 from toolkit.slurm import states
 
+#: Components that are started together have start times that differ by less.
+TOGETHER_S = 2.0
+
 
 @dataclass(frozen=True)
 class JobRow:
@@ -50,6 +53,18 @@ class JobRow:
     @property
     def is_over(self) -> bool:
         return states.is_over(self.state)
+
+    @property
+    def is_half_started(self) -> bool:
+        """True if the first component was started again, and others still are as they were started before.
+
+        Slurm (22.05 and 24.11) does so when the node of the batch script is lost.
+        """
+        start = self.start_time
+        return start is not None and any(
+            other.restarts < self.restarts and other.start_time is not None and other.start_time < start - TOGETHER_S
+            for other in self.others
+        )
 
     @property
     def requeue_id(self) -> str:

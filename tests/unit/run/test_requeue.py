@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,37 @@ def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.1)
     assert outages.ask(refuse, "x", 0.1) is None
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("restarts", "started", "goes_back"), [(0, 1000.0, True), (0, 2000.0, False), (1, 1000.0, False)]
+)
+def test_a_first_component_that_was_started_alone_is_given_back_with_all_others(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, restarts: int, started: float, goes_back: bool
+) -> None:
+    """Slurm does so when the batch host is lost. After the requeue of all the first has one restart more for good."""
+
+    class Het(FakeSlurm):
+        def show_job(self, job_id: str) -> JobRow | None:
+            row = super().show_job(job_id)
+            other = JobRow("2", "RUNNING", restarts=restarts, start_time=started)
+            return row and replace(row, start_time=2000.5, others=(other,))
+
+    slurm = Het()
+    job = slurm.sbatch(["job.sh"])
+    slurm.start(job)
+    slurm.requeue(job)
+    slurm.advance(200)
+    slurm.start(job)
+    environ = {"HET_SIZE": "2", "JOB_ID": job, "JOB_NODELIST": "n2", "RESTART_COUNT": "1"}
+    # the first component has a node of the second
+    environ |= {"JOB_NODELIST_HET_GROUP_0": "n2", "JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    for name, value in environ.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert requeue.give_back_if_half_started(run, slurm) is goes_back
+    row = slurm.show_job(job)
+    assert row is not None
+    assert row.restarts == 1 + goes_back
 
 
 def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_so(

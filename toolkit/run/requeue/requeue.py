@@ -219,6 +219,22 @@ def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) 
     return _give_back(run, slurm, Allocation.slurm(os.environ))
 
 
+def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue where Slurm has started its first component again, but not the others.
+
+    That component may have nodes of the others, which still have the steps of the earlier start.
+    """
+    allocation = Allocation.slurm(os.environ)
+    if not allocation.components or allocation.restart_count == 0 or allocation.job_id is None:
+        return False
+    look = partial(slurm.show_job, allocation.job_id)
+    row = outages.ask(look, "Slurm does not say how the components of this job stand")
+    if row is None or not row.is_half_started:
+        return False
+    log.warning("Slurm has started the first component of job %s alone: requeueing all", allocation.job_id)
+    return _give_back(run, slurm, allocation)
+
+
 def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
     """Have the run go on in a later start. With a follow-up job the exit code is enough; else requeue this one."""
     owner = ownership.read(run)

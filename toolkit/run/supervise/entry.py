@@ -28,7 +28,12 @@ from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.start.agents import Endpoint
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records.ownership import Overtaken
-from toolkit.run.requeue.requeue import forbid_expedited_requeue, give_back_after_deaths, give_back_if_full
+from toolkit.run.requeue.requeue import (
+    forbid_expedited_requeue,
+    give_back_after_deaths,
+    give_back_if_full,
+    give_back_if_half_started,
+)
 from toolkit.run.supervise.building import build, open_endpoint
 from toolkit.slurm.commands import Slurm
 
@@ -83,6 +88,8 @@ def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, earlier_death
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         outages.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
+        if where == "slurm" and give_back_if_half_started(run, Slurm()):
+            return EXIT_STOPPED
         return build(run, where, endpoint).run(earlier_death)
     except Overtaken as error:
         log.error("%s", error)
