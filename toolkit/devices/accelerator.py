@@ -6,6 +6,7 @@ device's type (``torch.cuda``, ``torch.xpu``, or what a package has registered),
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -104,9 +105,11 @@ def name_of(device: torch.device) -> str:
 
 def identities(number: int) -> list[str]:
     """Return names of the first ``number`` devices that hold in every process of the node."""
-    module = module_of(torch.device(built_for().type))
-    found = [module.get_device_properties(index) for index in range(number)]
-    return [str(getattr(each, "uuid", None) or index) for index, each in enumerate(found)]
+    properties = getattr(_module(), "get_device_properties", lambda index: None)
+    # Without an id of the device itself: what a variable of this rank calls it.
+    words = [word for _, named in kinds.visible_words(built_for(), os.environ) for word in named][-number:]
+    names = words if len(words) == number else map(str, range(number))
+    return [str(getattr(properties(index), "uuid", name)) for index, name in enumerate(names)]
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

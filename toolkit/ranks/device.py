@@ -62,13 +62,26 @@ def choose_backend(name: str, tasks_per_gpu: int = 1) -> str:
     return name if brought is None else brought.register()
 
 
+def _lack_of_service(backend: str) -> str:
+    """Say why a group over ``backend`` cannot serve this rank's device; empty if it can."""
+    kind = accelerator.kind()
+    serves = dist.Backend.backend_capability.get(backend, [kind.type])
+    if kind.type in serves:
+        return ""
+    others = [name for name, types in dist.Backend.backend_capability.items() if kind.type in types and name != "fake"]
+    return (
+        f"dist.backend: {backend} serves {' and '.join(serves)}, and this rank's device is {kind.type}: use "
+        f"dist.backend={(others or ['mpi'])[0]}"
+    )
+
+
 def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int) -> None:
     """Return when all ranks can open a group over ``backend``. ``gpus`` is the number asked for on each node.
 
     Every rank calls it, once. Raises ConfigError on all ranks if one of them sees none of the GPUs that were asked
     for, or would use another backend than rank 0. The error names that rank and its node.
     """
-    refusal = _lack_of_gpus(backend, gpus)
+    refusal = _lack_of_gpus(backend, gpus) or _lack_of_service(backend)
     if world_size > 1:
         # torchrun keeps its store over restarts.
         key = f"toolkit/backend/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
