@@ -111,5 +111,5 @@ def test_ranks_on_a_device_that_is_not_cudas_go_on_bit_for_bit(toy: Path, tmp_pa
     one, other = (end / manifest.file_name(0) for end in ends)
     assert one.read_bytes() == other.read_bytes()
     about = manifest.read(ends[0]).meta["conditions"]
-    assert about["processor"] == "Toy 2000"  # type: ignore[index, call-overload]
+    assert about["processor"] == "Toy 2000"
     assert run.result().metrics["eval/accuracy"] > 0.85  # as on the CPU

@@ -76,7 +76,7 @@ class _SysfsGpus:
 class AmdGpus(_SysfsGpus):
     """AMD's GPUs: :class:`toolkit.devices.watched.Gpus`."""
 
-    cannot_tell = "AMD's driver tells no energy here, and only root reads its faults (dmesg)"
+    cannot_tell = "AMD's driver counts no energy, and only root reads its faults (dmesg)"
 
     def load(self, gpu: WatchedGpu) -> Load:
         """Return how much ``gpu`` works. Energy is not told; power is that of the package, for both of its halves."""

@@ -66,4 +66,4 @@ def _module(native: Any) -> ModuleType:
             torch.accelerator.set_device_index(before)
 
     module.device = device
-    return module  # type: ignore[no-any-return]
+    return module

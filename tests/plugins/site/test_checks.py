@@ -22,6 +22,7 @@ from toolkit.devices.nvml import is_visible
 from toolkit.devices.watched import Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
 from toolkit.plugins.site.checks.host import Process, Use
+from toolkit.plugins.site.checks.verdict import Heard, judge
 from toolkit.slurm import network
 
 ROOT = Path(__file__).parents[3]
@@ -293,6 +294,15 @@ def test_memory_that_somebody_left_is_named_with_its_owner() -> None:
 def test_memory_of_gpus_that_are_not_ours_is_not_ours_to_judge() -> None:
     found = devices.check_gpus(2, {"CUDA_VISIBLE_DEVICES": "0,2"}, partial(four, used=(4, 40_000, 4, 4)))
     assert [finding.severity for finding in found] == ["ok", "ok"]
+
+
+def test_what_a_driver_does_not_tell_is_a_note_and_no_warning() -> None:
+    gpus = four({})
+    gpus.cannot_tell = "nothing of its fans"
+    found = devices.check_gpus(4, {}, lambda _: gpus)
+    report = judge([Heard("n1", found), Heard("n2", found)], 0.1)
+    assert report.is_fine
+    assert report.summary() == ["checks of 2 nodes: 0 bad, 0 with warnings (0.1 s)", "note: nothing of its fans"]
 
 
 def test_a_driver_that_fails_is_bad() -> None:

@@ -40,6 +40,8 @@ def main() -> None:
     gpus = None
     try:
         gpus = open_gpus(os.environ)
+        if gpus is not None and gpus.cannot_tell:
+            _show(log=f"of the GPUs less is known: {gpus.cannot_tell}")
     except GpusError as error:
         _show(log=f"the GPUs are not watched: {error}")
     sampler = usage.NodeSampler(usage.JobProcesses(os.getppid(), os.environ), gpus)

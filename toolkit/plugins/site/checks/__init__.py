@@ -22,7 +22,10 @@ ASKING_LIMIT_S, DISK_LIMIT_S = 15.0, 8.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. Unless it is ok, ``text`` says what is wrong, the figure, and what to do."""
+    """What one check found.
+
+    Unless it is ok, ``text`` says what is wrong, the figure, and what to do; else what there is to know.
+    """
 
     check: str
     severity: Severity

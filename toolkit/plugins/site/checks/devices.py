@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.devices import on_node
@@ -35,7 +36,8 @@ def check_gpus(
     if gpus is None:
         there = on_node.device_files(root)
         return [_count(asked, there if named is None else min(there, len(named)), environ)]
-    return [_count(asked, sum(gpu.devices for gpu in gpus.gpus), environ), _leftovers(gpus)]
+    counted = _count(asked, sum(gpu.devices for gpu in gpus.gpus), environ)
+    return [replace(counted, text=counted.text or gpus.cannot_tell), _leftovers(gpus)]
 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:

@@ -61,7 +61,9 @@ class NodesReport:
         counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
         plural = "s" if len(self.hosts) > 1 else ""
         head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
-        return [head, *self.problems()]
+        every = [finding for findings in self.findings.values() for finding in findings]
+        known = dict.fromkeys(each.text for each in every if each.severity == "ok" and each.check not in SPEEDS)
+        return [head, *self.problems(), *(f"note: {text}" for text in known if text)]
 
     def problems(self) -> list[str]:
         """Return a line for each thing that is wrong, with all nodes that it concerns."""
