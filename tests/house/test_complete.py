@@ -129,10 +129,8 @@ def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(k
 INHERITED = {
     **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "components"), "its variables"),
     **dict.fromkeys(("partition", "account"), "its variables"),
-    **dict.fromkeys(
-        ("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos", "segment"), "Slurm's answer"
-    ),
-    **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),
+    **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
+    **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "segment", "extra"), "config.yaml"),
 }
 
 

@@ -319,16 +319,6 @@ def _check_hosts(key: str, text: str) -> None:
         raise ConfigError(f"{key}: {odd[0] if odd else text!r} is no host's name")
 
 
-def check_segment(cluster: ClusterConfig) -> None:
-    """Refuse ``cluster.segment`` where this site's sbatch does not know it. Raises ConfigError."""
-    flags = frozenset[str]() if cluster.segment is None else _plugins_flags()
-    if flags and "segment" not in flags:
-        raise ConfigError(
-            "cluster.segment: this site's sbatch has no flag --segment (Slurm 24.05 is the first that has it); leave "
-            "the key out: ranks are placed by blocks or switches without it"
-        )
-
-
 def _plugins_flags() -> frozenset[str]:
     """Return the long names of the flags of this site's sbatch, SPANK plugins included. Empty without an sbatch."""
     try:

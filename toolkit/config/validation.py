@@ -19,7 +19,6 @@ from toolkit import registry
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config.catalog import check_datasets, data_root
-from toolkit.config.cluster import check_segment
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
@@ -187,7 +186,6 @@ def check_places(config: JobConfig) -> None:
     Only the login node is asked: the compute nodes may see other files.
     """
     secret_values.check_sources(config.secrets)
-    check_segment(config.cluster)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     for folder in config.cluster.container_mounts:

@@ -252,7 +252,6 @@ _OPTION_OF = {
     "ExcNodeList": "exclude",
     "ReqNodeList": "nodelist",
     "Licenses": "licenses",
-    "SegmentSize": "segment",
     "QOS": "qos",  # before 24.05 the variable SLURM_JOB_QOS holds its description, if it has one
 }
 _OPTIONS_OF_GPUS = {

@@ -56,6 +56,8 @@ _ADVICE = (
     ("invalid partition", "name one of `sinfo --summarize` as cluster.partition"),
     ("Requested node configuration is not available", "ask for less: `sinfo -o '%P %D %c %m %G'` shows what there is"),
     ("Invalid generic resource", "`sinfo -o '%P %G'` shows what there is; shard and mps do not go with gpu in one job"),
+    ("Requested topology", "cluster.segment must divide nodes with spares, and fit a block: `scontrol show topology`"),
+    ("option '--segment", "leave cluster.segment out, which is new in Slurm 24.05: ranks are placed by blocks anyway"),
     ("Job violates accounting/QOS policy", "the account's limits are reached: `sacctmgr show qos`, or ask for less"),
     ("presently disabled", "the job was submitted with --no-requeue, or the site forbids requeueing (JobRequeue=0)"),
 )  # fmt: skip

@@ -101,20 +101,6 @@ def test_flags_that_contradict_each_other_and_no_hosts_are_refused(overrides: li
     assert says in str(caught.value)
 
 
-def test_segments_are_refused_where_sbatch_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = JobConfig()
-    config.cluster.segment = 2
-    monkeypatch.setenv("PATH", str(tmp_path))
-    validate(config)  # without an sbatch nothing is known
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho '      --signal=[R:]num[@time]     send signal'\n")
-    sbatch.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"cluster\.segment: this site's sbatch has no flag --segment"):
-        validate(config)
-    sbatch.write_text("#!/bin/sh\necho '      --segment=<segment>     segment size used to create the job'\n")
-    validate(config)
-
-
 def test_a_flag_of_the_sites_plugins_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_with(**{"local-scratch": "10G"})
     monkeypatch.setenv("PATH", str(tmp_path))

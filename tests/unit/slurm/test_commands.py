@@ -53,7 +53,6 @@ ASKED = {
     "TresPerTask=cpu=2,gres/gpu=1": ("--gpus-per-task=1",),
     "TresPerJob=gres:gpu:fake:4,gres:gpu:other:2": ("--gpus=fake:4,other:2",),
     "TresPerSocket=gres/gpu:2 CpusPerTres=gres/gpu:8": ("--gpus-per-socket=2", "--cpus-per-gpu=8"),
-    "Network=(null) SegmentSize=16": ("--segment=16",),
     "MemPerTres=gres/gpu:100 TresPerJob=gres/gpu:a100:2": ("--gpus=a100:2", "--mem-per-gpu=100"),
 }
 ELEMENT = """JobId=4 ArrayJobId=2 ArrayTaskId=1 JobName=wrap

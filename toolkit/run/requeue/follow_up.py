@@ -133,10 +133,12 @@ def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, 
     yield from present
     # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
     given = {option.partition("=")[0] for option in present}
-    # Neither environment nor Slurm tells of mail, comments and --no-kill. An sbatch script's lines are unknown.
+    # Neither environment nor Slurm tells of mail, comments, segments and --no-kill. A batch script's lines are unknown.
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
     if may_lose_nodes(config, nodes) and whole_number(environ, "SLURM_JOB_NUM_NODES", 1) > 1:
         yield "--no-kill"
+    if config.cluster.segment is not None:
+        yield f"--segment={config.cluster.segment}"
     for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")
         if f"--{flag}" not in given and not is_for_one_job(flag) and value is not False:
