@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from tests.dist.ranks import run_ranks
 from tests.waiting import wait_for
 from toolkit.base.errors import ToolkitError
+from toolkit.ranks import older_torch
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate, propose
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
@@ -71,7 +72,7 @@ def test_ranks_stop_together_over_many_rounds(store: TCPStore) -> None:
             gates[i % 4].request("save")
             # Two requests before a save is handed out would count as one.
             wait_for(partial(all_agreed_on, i + 1), LIMIT_S, "a save on all ranks")
-        propose(StoreTransport(store.clone()), 4, STOP, by="the supervisor")
+        propose(StoreTransport(older_torch.clone(store)), 4, STOP, by="the supervisor")
 
     with ThreadPoolExecutor(5) as pool:
         for future in [pool.submit(ask), *(pool.submit(train, rank) for rank in range(4))]:
@@ -126,7 +127,7 @@ def test_processes_in_lock_step_stop_at_one_step_after_a_signal_at_one() -> None
 
 def test_a_blocked_client_waits_longer_than_its_own_timeout(store: TCPStore) -> None:
     """The timeout for calls must not end the watcher's wait."""
-    client = store.clone()
+    client = older_torch.clone(store)
     transport = StoreTransport(client)
     client.set_timeout(timedelta(milliseconds=50))
     threading.Timer(0.3, lambda: store.set("late", "1")).start()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
-from toolkit.base import fsio, node_memory, trust
+from toolkit.base import fsio, node_memory, torch_version, trust
 from toolkit.base.errors import RequestError
 
 #: Types of file systems that many nodes read from, as /proc/mounts names them.
@@ -83,10 +82,7 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _folder(environ: Mapping[str, str]) -> Path | None:
     """Return a folder on a disk of this node that no one else may write; None where there is none."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        version = "none"
+    version = torch_version.installed() or "none"
     # /tmp comes first: Slurm removes its own folder with the job.
     for disk in sorted(own_folders(None, environ), key=lambda disk: disk != Path("/tmp")):
         folder = disk / f"toolkit-caches-{os.getuid()}" / f"torch-{version}"

@@ -195,7 +195,7 @@ def _write_dcp(path: Path, content: _Content) -> None:
     found = content.tensors()
     try:
         with warnings.catch_warnings(action="ignore"):  # about the missing process group
-            save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)), no_dist=True)
+            save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)))
     except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error)) from None
 

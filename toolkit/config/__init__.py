@@ -40,6 +40,7 @@ from toolkit.config.validation import (
     check_places,
     check_section,
     check_step,
+    check_torch,
     goes_on_with,
     validate,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "check_places",
     "check_section",
     "check_step",
+    "check_torch",
     "choose",
     "command_line",
     "dump_config",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import registry
-from toolkit.base import fsio, secret_values
+from toolkit.base import fsio, secret_values, torch_version
 from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.config.catalog import check_datasets, data_root
 from toolkit.config.job_module import JobFiles
@@ -185,6 +185,8 @@ def check_places(config: JobConfig) -> None:
 
     Only the login node is asked: the compute nodes may see other files.
     """
+    if config.cluster.container is None:  # else the container's torch is used
+        check_torch(config)
     secret_values.check_sources(config.secrets)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
@@ -204,6 +206,12 @@ def check_places(config: JobConfig) -> None:
                 pass
         except OSError as error:
             raise ConfigError(f"checkpoint.copy_to: {copy_to} cannot be written: {there}: {error.strerror}") from None
+
+
+def check_torch(config: JobConfig) -> None:
+    """Refuse what the installed torch is too old for. Raises ConfigError that names the key."""
+    asks = ((*what.split(": "), what) for what in torch_version.SINCE)
+    torch_version.refuse_older(what for key, only, what in asks if value_of(config, key) == only)
 
 
 #: The hooks that carry out a key, where that is not at its default, or has this value.

@@ -180,3 +180,12 @@ def forked_rng() -> Any:
     if module is None:
         return torch.random.fork_rng([])
     return torch.random.fork_rng([module.current_device()], device_type=built_for().type)
+
+
+def set_allocator(settings: str) -> None:
+    """Give the devices' allocator ``settings``, as in ``PYTORCH_ALLOC_CONF``."""
+    of_any: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if of_any is None:  # torch < 2.9, which has it for CUDA and ROCm alone
+        module: Any = _module()
+        of_any = module.memory._set_allocator_settings
+    of_any(settings)

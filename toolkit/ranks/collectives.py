@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from toolkit.devices.kinds import is_of_devices
+from toolkit.ranks import older_torch
 
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
@@ -219,19 +220,14 @@ def adopt_limits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> Non
     """Give ``groups`` the session's limit; torch has opened them with its own (a mesh's groups)."""
     for group in groups:
         if any(_timeout(group, device) is not None for device in _devices(group)):
-            _set(group, timeout)
+            older_torch.set_timeout(timeout, group)
 
 
 def tighten_limits(timeout: timedelta) -> None:
     """Give every group that was opened with ``timeout`` the limit for steps. Groups with another limit keep theirs."""
     for group in list(distributed_c10d._world.pg_map):
         if any(_timeout(group, device) == timeout for device in _devices(group)):
-            _set(group, timeout * STEP_SHARE)
-
-
-def _set(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
-    set_timeout(timeout, group)
+            older_torch.set_timeout(timeout * STEP_SHARE, group)
 
 
 def _devices(group: Any) -> Iterable[torch.device]:

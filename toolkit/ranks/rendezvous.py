@@ -26,6 +26,7 @@ from toolkit.base import fsio, trust
 from toolkit.base.errors import ToolkitError
 from toolkit.files import records
 from toolkit.files.records import COUNT, TEXT, Record
+from toolkit.ranks import older_torch
 from toolkit.slurm import network
 
 LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"
@@ -126,12 +127,4 @@ def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
     """Return a store that listens on ``address`` alone. torch's own socket would listen on every address."""
     with network.listen(address) as listener:
         port = listener.getsockname()[1]
-        return TCPStore(
-            network.reachable_at(address),
-            port,
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        return older_torch.serve_store(network.reachable_at(address), port, listener.detach(), timeout, world_size)

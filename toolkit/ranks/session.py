@@ -27,7 +27,7 @@ from toolkit.files import error_file, rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
-from toolkit.ranks import collectives, rendezvous
+from toolkit.ranks import collectives, older_torch, rendezvous
 from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.stop import STOP, Gate, Hang
@@ -212,7 +212,7 @@ def _session(
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
         # Closed in reverse order: the gate, then the reporter.
-        client = store.clone()
+        client = older_torch.clone(store)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
         reporter: AgentReporter | FileReporter | NullReporter
         if os.environ.get("TOOLKIT_SUPERVISED") == "1":

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from toolkit.base import open_files
 from toolkit.nodes.agent.die_with_parent import ignore_signals
+from toolkit.ranks import older_torch
 from toolkit.ranks.stop import propose
 from toolkit.ranks.stop.torch_store import StoreTransport
 from toolkit.slurm.network import listen, reachable_at
@@ -47,14 +48,7 @@ def main() -> None:
     # TCPStore itself would listen on every address.
     listener = socket.socket(fileno=args.fd) if args.fd is not None else listen(args.host)
     port = listener.getsockname()[1]
-    store = TCPStore(
-        reachable_at(args.host),
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
+    store = older_torch.serve_store(reachable_at(args.host), port, listener.detach(), timedelta(seconds=30))
     print(json.dumps({"port": store.port}), flush=True)
     serve(store, args.world_size, sys.stdin)
     os._exit(0)  # Python's own exit takes half a second with torch loaded, and a restart would wait for it

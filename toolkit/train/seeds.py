@@ -78,4 +78,4 @@ def apply_gpu_settings(config: TrainConfig) -> None:
     if theirs := [name for name in ALLOCATOR_VARIABLES if name in os.environ]:
         log.warning("train.expandable_segments is left to %s, which is set", theirs[0])
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    accelerator.set_allocator("expandable_segments:True")

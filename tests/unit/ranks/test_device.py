@@ -15,7 +15,7 @@ from torch.distributed import Store, TCPStore
 from toolkit.base.errors import ConfigError
 from toolkit.devices import accelerator
 from toolkit.devices.kinds import CUDA, ROCM
-from toolkit.ranks import device
+from toolkit.ranks import device, older_torch
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def on_ranks(store: TCPStore, count: int, call: Callable[[Store, int], Any]) -> 
 
     def one(rank: int) -> Any:
         try:
-            return call(store.clone(), rank)
+            return call(older_torch.clone(store), rank)
         except ConfigError as error:
             return str(error)
 

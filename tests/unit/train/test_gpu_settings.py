@@ -9,6 +9,7 @@ import torch
 
 from toolkit.cli.keys import words_by_key
 from toolkit.config import TrainConfig
+from toolkit.devices import accelerator
 from toolkit.train.seeds import ALLOCATOR_VARIABLES, apply_gpu_settings
 
 
@@ -18,7 +19,7 @@ def allocator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
     matmul = torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(accelerator, "set_allocator", calls.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -62,6 +63,6 @@ def test_an_allocator_that_the_user_has_configured_is_left_alone(
 
 def test_torch_takes_the_allocators_option() -> None:
     """The installed torch's own parser refuses an option that it does not know."""
-    with pytest.raises(ValueError, match="expandable_segment"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segment:True")
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    with pytest.raises((ValueError, RuntimeError), match="expandable_segment"):
+        accelerator.set_allocator("expandable_segment:True")
+    accelerator.set_allocator("expandable_segments:False")

@@ -200,7 +200,9 @@ def test_any_class_is_made_by_its_path_with_its_arguments_and_groups() -> None:
     assert (strengths["head.bias"], rates["head.bias"], strengths["scale"], rates["scale"]) == (3.0, 1.0, 2.0, 0.5)
     adamw = build_optimizer(OptimConfig("torch.optim.AdamW", {"betas": [0.5, 0.6]}, lr=0.5), model)
     assert type(adamw) is AdamW
-    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"]) == ((0.5, 0.6), 0.0), "the config's, not torch's"
+    assert ([*adamw.defaults["betas"]], adamw.defaults["weight_decay"]) == ([0.5, 0.6], 0.0), (
+        "the config's, not torch's"
+    )
 
 
 @pytest.mark.parametrize(

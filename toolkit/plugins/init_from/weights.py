@@ -146,8 +146,9 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
         if isinstance(record, TensorStorageMetadata)
     }
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the missing process group
-            state_dict_loader.load(into, storage_reader=Reader(path), no_dist=True)
+        # The name that load() had before, which can do without the ranks' group on torch 2.6 as well.
+        with warnings.catch_warnings(action="ignore"):  # about that name
+            state_dict_loader.load_state_dict(into, Reader(path), no_dist=True)
     except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error).strip().split("\n")[-1]) from None
     return into

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from toolkit.config import choose
 from toolkit.plugins.pipeline.stage_module import Grid, StageModule
+from toolkit.ranks import older_torch
 
 
 def build_schedule(
@@ -32,10 +33,11 @@ def build_schedule(
         PipelineStage(module, stage, grid.count, device, group=line)
         for module, stage in zip(modules, grid.stages, strict=True)
     ]
+    unscaled = older_torch.known(ScheduleGPipe, scale_grads=False)  # torch 2.6 scales none
     if len(stages) > 1:
-        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, **unscaled)  # type: ignore[arg-type]
     # A single rank makes the same steps with interleaved as with 1f1b.
     kinds: dict[str, Callable[..., Any]]
     kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedule1F1B}
     kind = choose("strategy.pipeline.schedule", name, kinds)
-    return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(stages[0], micro_batches, loss_fn=loss, **unscaled)

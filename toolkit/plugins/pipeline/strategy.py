@@ -35,6 +35,7 @@ from toolkit.plugins.pipeline.checks import check_pipeline, micro_batches
 from toolkit.plugins.pipeline.placing import place
 from toolkit.plugins.pipeline.schedules import build_schedule
 from toolkit.plugins.pipeline.stage_module import ForwardOnly, Grid, LayerChain, RowShape, StageModule, on_every_rank
+from toolkit.ranks import older_torch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.ranks.session import Session
@@ -80,6 +81,7 @@ class Pipeline(CollectiveDefaults):
     _parts: list[StageModule]  #: this rank's stages, in the order of the pipeline
     _forward_only: ForwardOnly
     _schedule: Any
+    _no_outputs: dict[str, Any]  #: the option of a step that keeps no outputs, if torch has it
     _update: Update
     _objective: Objective
     _hands_inputs: bool  #: whether layers of any stage are given the model's input
@@ -142,6 +144,7 @@ class Pipeline(CollectiveDefaults):
         self._schedule = build_schedule(
             schedule, self._grid, self._line, self._parts, self._device, self._micro_batches, self._loss
         )
+        self._no_outputs = older_torch.known(type(self._schedule).step, return_outputs=False)
         if self._session.is_main:
             cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
             shape = self._grid.replicas, self._grid.ranks, self._micro_batches, self._size
@@ -218,7 +221,7 @@ class Pipeline(CollectiveDefaults):
             inputs = (whole,) if self._grid.is_first else ()
             given = {"given": whole} if self._hands_inputs else {}
         numbers = torch.arange(self._micro_batches) if self._grid.is_last else None
-        self._schedule.step(*inputs, target=numbers, return_outputs=False, **given)
+        self._schedule.step(*inputs, target=numbers, **self._no_outputs, **given)
         return self._complete(batch.global_count)
 
     def _inputs(self) -> Tensor:

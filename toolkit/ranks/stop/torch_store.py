@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store
 
+from toolkit.ranks import older_torch
+
 #: How long one call may take; a store that does not answer within it counts as gone.
 TIMEOUT_S = 30.0
 #: torch's server parses a message anew with each 4 KiB of it that arrive: 8,000 keys take 1.7 s in one message and
@@ -79,4 +81,4 @@ def connector(store: Store) -> Callable[[], StoreTransport]:
 
     Each client has its own connection.
     """
-    return lambda: StoreTransport(store.clone())
+    return lambda: StoreTransport(older_torch.clone(store))

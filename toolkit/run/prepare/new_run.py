@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import registry
-from toolkit.base import fsio, staged
+from toolkit.base import fsio, staged, torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
 from toolkit.files import origin, rundir
@@ -92,6 +92,8 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
         registry.ask("check_site", config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
+        if config.cluster.container is None:
+            torch_version.refuse_missing()
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
     if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies

@@ -84,6 +84,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
     _note(place)
     config = configs.load_config(config_path, overrides, site=not supervised)
+    configs.check_torch(config)  # the submission could see this torch only where it ran with the same one
     # A supervised run was validated at its submission, and has its folder.
     if not supervised:
         configs.validate(config, ranks=place.world_size, login_node=False)
