@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "sweep": "bench.sweep",
     "listing": "bench.listing",
     "monitor": "bench.monitor 60",
+    "beside": "bench.beside",
     "why": "bench.why",
     "collectives": "bench.collectives",
     "links": "bench.links --samples 640",
