@@ -121,7 +121,7 @@ class ClusterConfig:
         check_extra(self)
         if self.exclude is not None:
             _check_hosts("cluster.exclude", self.exclude)
-        if 0 < self.gpus_per_node * self.tasks_per_gpu < self.tasks_per_node:
+        if not self.components and 0 < self.gpus_per_node * self.tasks_per_gpu < self.tasks_per_node:
             raise ConfigError(
                 f"cluster.tasks_per_node: {self.tasks_per_node} ranks cannot share {self.gpus_per_node} GPUs of a "
                 f"node, each for {self.tasks_per_gpu}: ask for as many GPUs as ranks, or, for small models, set "

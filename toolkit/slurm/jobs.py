@@ -58,7 +58,7 @@ class JobRow:
     def is_half_started(self) -> bool:
         """True if the first component was started again, and others still are as they were started before.
 
-        Slurm (22.05 and 24.11) does so when the node of the batch script is lost.
+        Slurm (22.05 and 24.11) does so when the first component loses its only node.
         """
         start = self.start_time
         return start is not None and any(

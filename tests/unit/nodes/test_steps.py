@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -189,6 +190,37 @@ case "$*" in *--gres=gpu:4*) echo 'srun: error: {words}' >&2; exit 1 ;; esac
         "node1: --gpus=4",
         "node2: --gpus=4",
         "node3: --gres=gpu:2",
+    ]
+
+
+def test_agents_of_each_component_have_its_threads_and_no_gpus_of_the_batch_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm sets CUDA_VISIBLE_DEVICES where a step has GPUs. To a node that has none at all srun would hand ours."""
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+echo $(cat $SLURM_HOSTFILE) $OMP_NUM_THREADS ${{CUDA_VISIBLE_DEVICES:-none}} >> {tmp_path}/calls
+echo "$@" | grep -oE '[-]-(gres|het-group)=[^ ]*' | xargs >> {tmp_path}/calls-$SLURM_JOB_ID
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    allocation = Allocation(("node1", "node2", "node3"), (1, 1, 1), 2, (4, 0, 0), job_id="1")
+    allocation = replace(allocation, task_cpus=(8, 2, 2), components=(0, 1, 1))
+    failed: SimpleQueue[str] = SimpleQueue()
+    agents = SrunAgents(rundir.create("test", tmp_path / "runs"), allocation)
+    environ = {**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_JOB_ID": "1"}
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        endpoint = Endpoint(listening, "", b"", tmp_path / "key")
+        agents.start(allocation.hosts, endpoint, environ, lambda hosts, why, *, is_certain=True: failed.put(why))
+        for _ in range(2):
+            failed.get(timeout=TIMEOUT_S)
+    assert sorted((tmp_path / "calls").read_text().splitlines()) == ["node1 8 none", "node2 node3 2 none"]
+    assert sorted((tmp_path / "calls-1").read_text().splitlines()) == [
+        "--gres=gpu:4 --het-group=0",
+        "--gres=none --het-group=1",
     ]
 
 

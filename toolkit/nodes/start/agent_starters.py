@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from toolkit.devices import kinds
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Endpoint, OnFailure
@@ -86,6 +87,8 @@ class SrunAgents:
         """Start one step; return the thread that waits for its end. ``gpus`` is another option to ask for GPUs."""
         if "OMP_NUM_THREADS" not in os.environ:  # a zygote reads it, before it knows its ranks
             environ = {**environ, "OMP_NUM_THREADS": str(self._allocation.cpus_of[hosts[0]])}
+        if self._allocation.gpus_per_node:  # Slurm names a step's own GPUs, but only on nodes that have any
+            environ = {name: value for name, value in environ.items() if name not in kinds.HIDING}
         plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,

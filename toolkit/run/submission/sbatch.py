@@ -97,7 +97,7 @@ def slurm_parameters(
         "setup": [follow_up.IGNORE_SIGNALS, *cluster.setup, *exports],
     }
     others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
-    # A component of one node goes without: if it is lost, Slurm would requeue that component, and keep the others.
+    # A component of one node goes without: if it is lost, Slurm would requeue that component alone, and hold the job.
     if may_lose_nodes(config, sum(part.nodes + part.spare_nodes for part in parts)) and values["nodes"] > 1:
         others["no-kill"] = True
     if cluster.mem_gb is not None:
