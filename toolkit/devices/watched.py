@@ -1,20 +1,18 @@
 """How much the GPUs of a node work, and how well they are, for those who watch it.
 
-The GPUs of another maker are a class with the members of :class:`Gpus`, and a case in :func:`open_gpus`. Who watches
-starts without site-packages: such a class uses the standard library only. What a GPU or a driver does not support is
-None. A call may wait for ever for a lost GPU: only a process of its own may make it.
+The readers of each maker's figures are the plugin monitor's. Who watches starts without site-packages: they use the
+standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU: only a
+process of its own may make it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit.devices import on_node
-from toolkit.devices.kinds import ROCM
+from toolkit import registry
+from toolkit.base.errors import PluginError
 
 
 class GpusError(Exception):
@@ -84,24 +82,13 @@ class Gpus(Protocol):
         """Return the faults of the hardware that the driver has reported since the last call, each with its GPU."""
 
 
-def open_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> Gpus | None:
-    """Return the GPUs that this process may use; None on a node without any. Raises GpusError."""
-    from toolkit.devices.nvml import Nvml
+def open_gpus(environ: Mapping[str, str]) -> Gpus | None:
+    """Return the GPUs that this process may use; None on a node without any, or without a plugin that watches them.
 
+    Raises GpusError.
+    """
     try:
-        return Nvml(environ.get("CUDA_VISIBLE_DEVICES"))
-    except GpusError:
-        if (root / "dev/nvidiactl").exists():
-            raise
-    from toolkit.devices.sysfs import AmdGpus, IntelGpus
-
-    try:
-        gpus = on_node.allowed(root)
-        if not gpus:
-            return None
-        # Those that a variable hides are another process's. In doubt all are watched.
-        with contextlib.suppress(LookupError, ValueError):
-            gpus = on_node.visible(environ, root)
-    except (OSError, LookupError, ValueError) as error:
-        raise GpusError(f"the driver's files cannot be read: {error!r}") from error
-    return AmdGpus(gpus, root) if gpus[0].kind is ROCM else IntelGpus(gpus, root)
+        found: Callable[[Mapping[str, str]], Gpus | None] | None = registry.find("hooks", "open_gpus")
+    except PluginError as error:
+        raise GpusError(str(error)) from error
+    return None if found is None else found(environ)

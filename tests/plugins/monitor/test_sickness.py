@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
-from toolkit.devices.nvml import Nvml
 from toolkit.devices.watched import Condition, Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.monitor import sickness
+from toolkit.plugins.monitor.nvml import Nvml
 from toolkit.plugins.monitor.sickness import (
     FULL_LOOKS,
     HOT_LOOKS,

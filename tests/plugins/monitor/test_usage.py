@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
-from toolkit.devices.nvml import Nvml
 from toolkit.plugins.monitor import program
 from toolkit.plugins.monitor.node_monitor import MONITOR_COMMAND
+from toolkit.plugins.monitor.nvml import Nvml
 from toolkit.plugins.monitor.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
 
 HELD = 96 << 20

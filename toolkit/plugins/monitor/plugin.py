@@ -6,6 +6,7 @@ PLUGIN = Plugin(
     "monitor",
     hooks={
         "monitor_node": "toolkit.plugins.monitor.node_monitor:MonitorProcess",
+        "open_gpus": "toolkit.plugins.monitor.drivers:open_gpus",
         "job_usage": "toolkit.plugins.monitor.job_usage:JobUsageRecorder",
         "efficiency": "toolkit.plugins.monitor.efficiency:of_run",
         "efficiency_rows": "toolkit.plugins.monitor.efficiency:rows",

@@ -13,8 +13,9 @@ import os
 import time
 from dataclasses import asdict
 
-from toolkit.devices.watched import GpusError, open_gpus
+from toolkit.devices.watched import GpusError
 from toolkit.plugins.monitor import usage
+from toolkit.plugins.monitor.drivers import open_gpus
 from toolkit.plugins.monitor.sickness import LOOK_EVERY_S, Sickness
 
 #: Seconds between two samples. The first ones come sooner: a job may be short.
