@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit.base import fsio, outages
-from toolkit.base.errors import EXIT_STOPPED, ToolkitError
+from toolkit.base.errors import EXIT_STOPPED, RequestError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.files import records, rundir
 from toolkit.files.run_files import RunResult, RunStatus
@@ -870,6 +871,14 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
         entry.supervise(str(run.path), "slurm")
     slurm.finish(job, exit_code=EXIT_STOPPED)
     assert slurm.show_job(job).state == state
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_is_started(run: RunDir, slurm: FakeSlurm) -> None:
+    config, allocation = JobConfig(), Allocation(HOSTS, (2, 2, 2), 1, (2, 2, 1), job_id="1")
+    with pytest.raises(RequestError, match=r"cluster\.tasks_per_gpu: 2 ranks on \w+ have 1 GPUs, each for 1"):
+        Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run()
+    shared = replace(allocation, tasks_per_gpu=2)
+    assert Supervisor(run, config, shared, Ranks(completes), slurm, AGENTS).run() == 0
 
 
 def test_a_job_without_the_gpus_of_the_config_says_so(

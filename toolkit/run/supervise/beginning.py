@@ -9,8 +9,9 @@ from contextlib import suppress
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
-from toolkit.base.errors import ToolkitError
+from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.files import rundir
+from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.store import refuse_too_many_ranks
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
@@ -59,6 +60,8 @@ def take_run(context: Context) -> None:
         # Ranks that see no GPU are refused. A job that has whole nodes, and whatever is in them, may train on CPUs.
         if allocation.gpus_per_node and (allocation.asks_for_gpus or cluster.gpus_per_node):
             cluster.gpus_per_node = allocation.gpus_per_node
+            if not context.is_foreign and config.dist.backend in ("auto", "nccl"):
+                _refuse_too_few_gpus(used)
         if used.components and not all(used.gpus):
             cluster.gpus_per_node = 0  # ranks of a component without GPUs are right to see none
         outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
@@ -67,6 +70,18 @@ def take_run(context: Context) -> None:
         if key is not None:
             outages.persist(lambda: rundir.remember_job(run, key), run.path)
     outages.persist(run.clear_result, run.path)
+
+
+def _refuse_too_few_gpus(used: Allocation) -> None:
+    """Refuse ranks that would share a GPU without ``cluster.tasks_per_gpu``. Raises RequestError."""
+    gpus_of = used.gpus_of
+    for host, ranks in used.ranks_of.items():
+        if 0 < gpus_of[host] * used.tasks_per_gpu < len(ranks):
+            raise RequestError(
+                f"cluster.tasks_per_gpu: {len(ranks)} ranks on {host} have {gpus_of[host]} GPUs, each for "
+                f"{used.tasks_per_gpu}, and NCCL refuses two ranks on one; ask for as many GPUs as ranks (#SBATCH "
+                "--gpus-per-node), or have ranks share them over gloo (cluster.tasks_per_gpu)"
+            )
 
 
 def close_interrupted(context: Context, earlier_death: str | None) -> None:
