@@ -17,18 +17,18 @@ class DeviceKind:
     #: Variables that hide devices from a process. Each counts among those that the one before it leaves.
     visible: tuple[tuple[str, ...], ...] = ()
     vendor: str = ""  #: PCI's number of the maker, as in /sys
-    tool: str = ""  #: the maker's command that lists its GPUs
+    apptainer: str = ""  #: Apptainer's option for them; without one it shows all of /dev, which is enough
 
 
-CUDA = DeviceKind("CUDA", "cuda", "nccl", (("CUDA_VISIBLE_DEVICES",),), "0x10de", "nvidia-smi -L")
+CUDA = DeviceKind("CUDA", "cuda", "nccl", (("CUDA_VISIBLE_DEVICES",),), "0x10de", "--nv")
 #: The second level is HIP's. It takes CUDA's variable where its own is empty (clr, rocdevice.cpp).
 ROCM = DeviceKind(
     *("ROCm", "cuda", "nccl"),
     visible=(("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
     vendor="0x1002",
-    tool="rocm-smi",
+    apptainer="--rocm",
 )
-XPU = DeviceKind("XPU", "xpu", "xccl", (("ZE_AFFINITY_MASK",),), "0x8086", "xpu-smi discovery")
+XPU = DeviceKind("XPU", "xpu", "xccl", (("ZE_AFFINITY_MASK",),), "0x8086")
 CPU = DeviceKind("CPU", "cpu", "gloo")
 GPUS = (CUDA, ROCM, XPU)
 #: The variables that hide devices.

@@ -148,6 +148,14 @@ def described(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     return ", ".join([f"the node has {has}", *hidden, *([wrong] if wrong else [])])
 
 
+def apptainer_options(root: Path = Path("/")) -> list[str]:
+    """Return Apptainer's options for the GPUs of this node, and of all makers where it shows none: others have them."""
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        if gpus := allowed(root):
+            return list(filter(None, [gpus[0].kind.apptainer]))
+    return [kind.apptainer for kind in GPUS if kind.apptainer]
+
+
 def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[int]]:
     """Return the CPUs of each visible GPU's NUMA node, in the order in which torch numbers the GPUs.
 

@@ -68,7 +68,7 @@ class Container:
     folders: tuple[str, ...]
     workdir: str
     code: str  #: the run's code: first on Python's path
-    gpus: bool
+    gpus: tuple[str, ...] = ()  #: Apptainer's options for them
 
     @property
     def is_a_step(self) -> bool:
@@ -86,9 +86,7 @@ class Container:
             return inside
         program = next(filter(shutil.which, ("apptainer", "singularity")), "apptainer")
         options = [*(f"--bind={folder}" for folder in self.folders), f"--pwd={self.workdir}"]
-        if self.gpus:
-            options.append("--nv")
-        return [program, "exec", *options, self.image.name, *inside]
+        return [program, "exec", *options, *self.gpus, self.image.name, *inside]
 
     def srun_options(self) -> list[str]:
         """Return the options that the srun of a step needs for the container."""

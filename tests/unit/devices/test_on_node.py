@@ -92,6 +92,13 @@ def test_variables_that_leave_no_gpu_are_named_with_what_to_do() -> None:
     assert contradiction(ROCM, {"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}) is None
 
 
+@pytest.mark.parametrize(
+    ("machine", "options"), [(LUMI, ["--rocm"]), (DGX, ["--nv"]), (DAWN, []), (None, ["--nv", "--rocm"])]
+)
+def test_apptainer_is_told_whose_gpus_they_are(tmp_path: Path, machine: Machine | None, options: list[str]) -> None:
+    assert on_node.apptainer_options(tmp_path if machine is None else machine.write(tmp_path)) == options
+
+
 def test_gpus_of_other_jobs_are_not_counted(tmp_path: Path) -> None:
     root = LUMI.write(tmp_path)
     for minor in (128, 129, 130, 131):

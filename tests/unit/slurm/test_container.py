@@ -13,7 +13,7 @@ FOLDERS = ("/runs", "/home/me/project")
 RANK = ["toolkit", "run", "/runs/x/config.yaml"]
 
 
-def container(image: Image, *, gpus: bool = False) -> Container:
+def container(image: Image, gpus: tuple[str, ...] = ()) -> Container:
     return Container(image, FOLDERS, workdir="/home/me/project", code="/runs/x/code", gpus=gpus)
 
 
@@ -21,7 +21,7 @@ def test_apptainer_runs_the_images_python_with_the_runs_code_and_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    inside = container(Image("apptainer", "/images/torch.sif"), gpus=True)
+    inside = container(Image("apptainer", "/images/torch.sif"), ("--nv",))
     assert inside.command(RANK) == [
         *("apptainer", "exec", "--bind=/runs", "--bind=/home/me/project", "--pwd=/home/me/project", "--nv"),
         "/images/torch.sif",
@@ -35,7 +35,7 @@ def test_apptainer_runs_the_images_python_with_the_runs_code_and_gpus(
 
 
 def test_pyxis_is_said_in_options_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = container(Image("pyxis", "nvcr.io#nvidia/pytorch:26.01-py3"), gpus=True)
+    inside = container(Image("pyxis", "nvcr.io#nvidia/pytorch:26.01-py3"), ("--nv",))
     assert inside.srun_options() == [
         "--container-image=nvcr.io#nvidia/pytorch:26.01-py3",
         "--container-mounts=/runs:/runs,/home/me/project:/home/me/project",

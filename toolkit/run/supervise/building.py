@@ -15,6 +15,7 @@ from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
+from toolkit.devices import on_node
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
@@ -88,6 +89,6 @@ def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Contai
     data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
     named = (config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts)
     folders: list[str | Path] = [run.path.parent.parent, here, data, *filter(None, named)]
-    gpus = allocation.gpus_per_node > 0
+    gpus = tuple(on_node.apptainer_options()) if allocation.gpus_per_node else ()
     image = parse_image(config.cluster.container)
     return Container(image, outermost(folders), workdir=str(here), code=str(run.code), gpus=gpus)
