@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.config import ClusterConfig, DistConfig, JobConfig
+from toolkit.config.validation import check_combinations
 from toolkit.ranks import device
 
 pytest.importorskip("mpi4py")
@@ -54,6 +56,12 @@ def test_mpi_is_closed_after_a_success_and_a_stop_but_not_after_a_failure(finali
     assert finalized == ["Finalize"]
     mpi.finalize(None, None, None)
     assert finalized == ["Finalize"]
+
+
+def test_ranks_over_mpi_have_no_components() -> None:
+    config = JobConfig(cluster=ClusterConfig(components=[{}, {}]), dist=DistConfig("mpi"))
+    with pytest.raises(ConfigError, match=r"cluster\.components: dist\.backend: mpi needs one step of srun"):
+        check_combinations(config)
 
 
 def test_importing_the_backend_opens_nothing() -> None:

@@ -214,6 +214,14 @@ def profiled(age_s: float = 0.0, **changes: str) -> Path:
             "cluster.partition=normal cluster.nodes=3",
             "cluster.nodes: 3 with spare ones, and a job on partition normal",
         ),
+        (
+            'cluster.partition=normal cluster.components=[{},{"partition":"norml"}]',
+            "cluster.components[1].partition: there is no 'norml'",
+        ),
+        (
+            'cluster.partition=normal cluster.components=[{"nodes":3},{}]',
+            "cluster.components[0].nodes: 3 with spare ones",
+        ),
         ("cluster.account=labl", "you have no account 'labl'; did you mean 'lab2'? yours: lab1, lab2"),
         ("cluster.qos=lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
         ("cluster.qos=normal,lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),

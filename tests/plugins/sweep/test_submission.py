@@ -200,6 +200,8 @@ def test_every_combination_is_checked_before_anything_is_written(tmp_path: Path)
         submit(FakeSlurm(), "params.widht=1,2")
     with pytest.raises(RequestError, match=r"cluster\.partition: .*cannot be swept"):
         submit(FakeSlurm(), "cluster.partition=a,b")
+    with pytest.raises(ConfigError, match=r"cluster\.components: Slurm has no arrays of heterogeneous jobs"):
+        submit(FakeSlurm(), "optim.lr=0.1,0.2", "cluster={components: [{}, {}]}")
     assert not (tmp_path / "runs").exists()
 
 

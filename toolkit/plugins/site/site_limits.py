@@ -26,18 +26,27 @@ def check_site(config: JobConfig) -> None:
     if profile is None:
         return
     # A job without a partition need not run on the default one: a plugin of the site (job_submit) may choose another.
-    parts = [replace(config, cluster=part) for part in config.cluster.parts]
-    checks = [
-        *((_partition_problems(part, profile), bool(part.cluster.partition)) for part in parts),
-        *((_account_problems(part, profile), True) for part in parts),
-    ]
-    for problems, is_certain in checks:
-        for problem in problems:
-            date = site_profile.date(profile.made)
-            text = f"{problem} (by the site profile of {date}; `toolkit doctor --site` reads it anew)"
-            if is_certain and not profile.is_old:
-                raise ConfigError(text)
-            log.warning("%s", text)
+    for number, part in enumerate(config.cluster.parts):
+        own = replace(config, cluster=part)
+        checks = [(_partition_problems(own, profile), bool(part.partition)), (_account_problems(own, profile), True)]
+        for problem, is_certain in [(problem, certain) for problems, certain in checks for problem in problems]:
+            _report(_of_component(config, number, problem), profile, is_certain=is_certain)
+
+
+def _of_component(config: JobConfig, number: int, problem: str) -> str:
+    """Return the problem with the name of the component's own key, where it has one."""
+    key = problem.partition(":")[0].removeprefix("cluster.")
+    has_own = config.cluster.components and key in config.cluster.components[number]
+    return problem.replace("cluster.", f"cluster.components[{number}].", 1) if has_own else problem
+
+
+def _report(problem: str, profile: SiteProfile, *, is_certain: bool) -> None:
+    text = (
+        f"{problem} (by the site profile of {site_profile.date(profile.made)}; `toolkit doctor --site` reads it anew)"
+    )
+    if is_certain and not profile.is_old:
+        raise ConfigError(text)
+    log.warning("%s", text)
 
 
 def _partition_problems(config: JobConfig, profile: SiteProfile) -> Iterator[str]:
