@@ -25,9 +25,10 @@ from toolkit.config import (
     StrategyConfig,
     TrainConfig,
     check_step,
+    load_config,
 )
 from toolkit.config.catalog import entry_of
-from toolkit.config.cluster import REFUSED
+from toolkit.config.cluster import FLAGS, REFUSED
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.run.submission.sbatch import sbatch_script, srun_options
@@ -147,3 +148,16 @@ def commands() -> Mapping[str, argparse.ArgumentParser]:
 @pytest.mark.parametrize("command", list(commands()))
 def test_each_command_is_in_the_docs(command: str) -> None:
     assert any(f"toolkit {command}" in page.read_text() for page in PAGES)
+
+
+def test_the_table_of_requests_for_gpus_has_each_flag_and_its_keys_are_taken() -> None:
+    """tests/slurm/test_gpus.py has a case for each row."""
+    page = (ROOT / "docs/launchers.md").read_text()
+    table = page.partition("### Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
+    rows = [row.strip("| ").split(" | ") for row in table if row.startswith("| `")]
+    flags = {word.partition("=")[0].lstrip("-") for options, _, _ in rows for word in options.strip("`").split()}
+    of_gpus = {flag for flag in FLAGS if re.search(r"gpu|gres|tres-per|exclusive|overcommit", flag)}
+    assert of_gpus - flags == set(), "a flag without a row"
+    for _, _, keys in rows:
+        pairs = dict(re.findall(r"`(cluster\.\w+): (.+?)`", keys))
+        load_config(None, [f"{key}={value}" for key, value in pairs.items()]).cluster.check()

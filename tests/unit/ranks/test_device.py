@@ -129,3 +129,23 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_over_nccl_alone(
     assert said[:2] == [0, 1]
     assert "local rank 2 of 3" in said[2]
     assert "--gpu-bind" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        (["a", "b"], [0, 0, 1, 1]),  # of a launcher that shows each rank all GPUs
+        (["a"], [0, 0, 0, 0]),  # an agent shows each rank its own, which four share here
+    ],
+)
+def test_neighbouring_ranks_share_a_gpu_over_gloo(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, visible: list[str], chosen: list[int]
+) -> None:
+    monkeypatch.setattr(accelerator, "built_for", lambda: CUDA)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(accelerator, "identities", lambda count: visible)
+    each = 4 // len(visible)
+    assert (device.choose_backend("auto"), device.choose_backend("auto", each)) == ("nccl", "gloo")
+    found = on_ranks(store, 4, lambda store, rank: device.choose_device(store, "gloo", rank, 4, each).index)
+    assert found == chosen
