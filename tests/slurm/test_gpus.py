@@ -21,36 +21,27 @@ from toolkit.files import rundir
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 GPUS = {"node1": 4, "node2": 4, "node3": 2}
-#: Names five GPUs, as the driver of a node does. The checks of a node count those that Slurm makes visible.
-SMI = "#!/bin/sh\nfor gpu in 0 1 2 3 4; do echo $gpu, GPU-$gpu, 0, 80000; done\n"
 RANK = 'echo "rank $SLURM_PROCID $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:-none} ${SLURM_GPUS:-none}"'
 
 
 @pytest.fixture(scope="module")
-def gpu_box_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+def gpu_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A site whose nodes have device files of GPUs, which the checks of a node count where no driver answers."""
     with ExitStack() as stack:
         types = ("fake", "fake", "other", "other")
         box = start_box(
             stack, nodes=3, cpus=8, profile="plain", gpus=[*GPUS.values()], gpu_types=types, gpu_shares={"shard": 4}
         )
+        for node, gpus in GPUS.items():
+            box.run(["touch", *(f"/dev/nvidia{index}" for index in range(gpus))], node=node)
         yield from visit(box, request)
-
-
-@pytest.fixture
-def gpu_site(gpu_box_site: Site) -> Site:
-    tools = gpu_box_site.folder / "bin"
-    tools.mkdir(exist_ok=True)
-    (tools / "nvidia-smi").write_text(SMI)
-    (tools / "nvidia-smi").chmod(0o755)
-    return gpu_box_site
 
 
 def run_job(site: Site, name: str, *options: str, also: str = "true") -> dict[str, tuple[str, str]]:
     """Run ``RANK`` by `toolkit exec` in a job with these options. Return what each node's ranks say, if they agree."""
     script = site.folder / f"{name}.sh"
     script.write_text(
-        f"#!/bin/bash\nexport PATH={site.folder}/bin:$PATH TOOLKIT_RUNS={site.runs}\n{also}\n"
-        f"exec toolkit exec --name {name} -- sh -c '{RANK}'\n"
+        f"#!/bin/bash\nexport TOOLKIT_RUNS={site.runs}\n{also}\nexec toolkit exec --name {name} -- sh -c '{RANK}'\n"
     )
     job = site.sbatch(*options, f"--chdir={site.folder}", str(script))
     site.box.wait_job(job, END_S)
