@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -281,6 +281,21 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     assert list(report.warnings) == hosts[:100]
     assert len(report.findings) == nodes
     assert reads == [], "a look at each node's file takes seconds on a file server: one listing tells"
+
+
+def test_nodes_of_another_component_may_have_another_network_and_fewer_cpus(tmp_path: Path) -> None:
+    few = bad("cpus", "only 2 of the 4 CPUs that the ranks need are usable")
+    plays = {host: Play((Finding("infiniband", "ok", "4", "", 4.0),)) for host in ("node1", "node2")}
+    plays |= {"node3": Play((few,)), "node4": Play((few,))}
+    events: SimpleQueue[Any] = SimpleQueue()
+    agents: Any = Agents(plays, events)
+    job = Allocation(tuple(HOSTS), (2,) * 4, 1, components=(0, 0, 1, 1))
+    report = report_on_nodes(tmp_path, job, agents, events)
+    assert (report.bad, report.common) == ({}, (few.text,))
+    # one of a kind is compared with nothing, and what is bad on it is its own
+    agents = Agents(plays, events)
+    report = report_on_nodes(tmp_path, replace(job, components=(0, 0, 0, 1)), agents, events)
+    assert [*report.bad] == ["node3", "node4"]
 
 
 def test_several_findings_of_one_node_are_not_taken_for_a_fault_of_every_node() -> None:

@@ -74,7 +74,7 @@ def report_on_nodes(
         nodes, errors = _listen(hosts, {*spares}, events, began + limit_s)
         agents.withdraw(number)
         shared.read_answers(nodes)
-        return judge(nodes, time.monotonic() - began, errors)
+        return judge(nodes, time.monotonic() - began, errors, job.by_component)
     # Removed in a thread: the folder's file system may hang.
     finally:
         threading.Thread(target=shared.remove, daemon=True).start()

@@ -105,8 +105,12 @@ class Heard:
         self.findings = [*(self.findings or ()), finding]
 
 
-def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> NodesReport:
+def judge(
+    nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = (), alike: Sequence[Sequence[str]] = ()
+) -> NodesReport:
     """Compare what was heard of the nodes within ``took_s``.
+
+    ``alike`` are the names of those that may be expected to be equal, in groups: all of them if it is empty.
 
     A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
     slow. ``errors`` are those that name no node; they are the reason if no node was heard at all.
@@ -115,7 +119,9 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
         return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
     # Add the findings that need a comparison of the nodes.
     by_host = {node.name: list(node.findings or ()) for node in nodes}
-    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes), *_speeds(nodes)):
+    groups = [[node for node in nodes if node.name in names] for names in map(set, alike)] or [[*nodes]]
+    compared = [found for group in groups for found in (*_fabric(group), *_speeds(group))]
+    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *compared):
         by_host[host].append(finding)
     # A node may have several bad findings of one check: of each check that it did not get through, for example.
     bad_texts: dict[str, dict[str, str]] = {}
@@ -123,18 +129,26 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
         for finding in findings:
             if finding.severity == "bad":
                 bad_texts.setdefault(finding.check, {})[host] = finding.text
-    # What is bad on every node is not held against any single one. Where there is only one node, only some checks can
-    # say that the node is not the cause.
-    common: dict[str, str] = {}
-    for check, texts in bad_texts.items():
-        if len(texts) == len(nodes) and (len(nodes) > 1 or check in NOT_THE_NODES):
-            common[check] = next(iter(texts.values()))
+    # What is bad on every node, or every one of its kind, is not held against any single one. Where there is only one
+    # node, only some checks can say that the node is not the cause.
+    bad, warnings, everywhere = dict[str, str](), dict[str, str](), dict[str, None]()
+    for group in groups:
+        hosts, common = [node.name for node in group], dict[str, str]()
+        for check, texts in bad_texts.items():
+            of_all = len(texts) == len(nodes) > 1
+            of_kind = {*hosts} <= texts.keys() and (len(hosts) > 1 or check in NOT_THE_NODES)
+            if hosts and (of_all or of_kind):
+                common[check] = texts[hosts[0]]
+        of_group = {host: by_host[host] for host in hosts}
+        bad |= _texts(of_group, "bad", common)
+        warnings |= _texts(of_group, "warning", common)
+        everywhere |= dict.fromkeys(common.values())
     return NodesReport(
         hosts=tuple(by_host),
         findings={host: tuple(findings) for host, findings in by_host.items()},
-        bad=_texts(by_host, "bad", common),
-        warnings=_texts(by_host, "warning", common),
-        common=tuple(common.values()),
+        bad=bad,
+        warnings=warnings,
+        common=tuple(everywhere),
         took_s=took_s,
         unknown=tuple(node.name for node in nodes if node.findings is None and not node.failure),
     )
@@ -146,7 +160,7 @@ def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
 
 
 def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
-    """Return each host's texts of this severity, without the checks that are common to all."""
+    """Return each host's texts of this severity, without the checks that are common to its kind."""
     texts: dict[str, str] = {}
     for host, findings in by_host.items():
         text = "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)
