@@ -6,6 +6,7 @@ device's type (``torch.cuda``, ``torch.xpu``, or what a package has registered),
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +23,7 @@ from toolkit.devices.kinds import CPU, DeviceKind
 @cache
 def built_for() -> DeviceKind:
     """Return the kind of devices that this torch is built for; CPU if for no other. Opens no device."""
-    found = torch.accelerator.current_accelerator()
+    found = _built_for()
     if found is None:
         return CPU
     if getattr(torch.version, "hip", None):
@@ -36,6 +37,18 @@ def built_for() -> DeviceKind:
 
     backend = dist.Backend.default_device_backend_map.get(found.type, CPU.backend)
     return DeviceKind(found.type, found.type, backend)
+
+
+def _built_for() -> torch.device | None:
+    if "check_available" in inspect.signature(torch.accelerator.current_accelerator).parameters:
+        return torch.accelerator.current_accelerator()
+    # torch 2.6 tells nothing where no device is there.
+    own = torch._C._get_privateuse1_backend_name()
+    if own != "privateuseone":
+        return torch.device(own)
+    if torch.version.cuda or torch.version.hip:
+        return torch.device("cuda")
+    return torch.device("xpu") if torch.version.xpu else None
 
 
 def kind() -> DeviceKind:

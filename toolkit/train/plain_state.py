@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.devices import accelerator
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, entry, local
 
 
@@ -146,8 +147,7 @@ def _joined(put_together: Callable[[list[Any]], Any]) -> Callable[[Any, list[Ten
 
 def _on_device(tensor: Tensor) -> Tensor:
     """Return the tensor on the rank's GPU, where it was saved from; on the CPU where there is none."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return tensor if device is None else tensor.to(device)
+    return tensor.to(accelerator.first())
 
 
 _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
