@@ -29,13 +29,30 @@ help:  ## this list
 	$(BIN)/python -m compileall -qq -j 0 -x '/(transformers|mypy|pip|pygments|setuptools|sqlalchemy|tests)/' .venv/lib || true
 	@touch $@
 
+# An environment of its own with the oldest torch, from a lock file of its own. What tests need of the newest is left out.
+.venv-torch-%/ready: requirements-torch-%.lock .venv/ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
+	$(BIN)/uv pip install -q --python $(@D)/bin/python --require-hashes -r $<
+	$(BIN)/uv pip install -q --python $(@D)/bin/python --no-deps -e .
+	@touch $@
+
 # --- what people do
 
 train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm where sbatch answers
 	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
 
-test: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had
+# What meets torch: the group, the store, checkpoints, and runs that are stopped and killed and end with the same bits.
+# Without a GPU torch 2.6 shards no weights, and its CUDA opens no stand-in for one.
+WITH_OLD_TORCH := tests/unit/ranks tests/unit/checkpoint/test_export.py tests/unit/train/test_optim.py \
+	tests/unit/train/test_gpu_settings.py tests/unit/config/test_torch_version.py tests/dist/test_custom.py \
+	tests/dist/test_own_scripts.py tests/dist/test_data_parallel.py -k "not fsdp and not gpus_alone"
+ifdef TORCH
+test: .venv-torch-$(TORCH)/ready
+	$(<D)/bin/python -m pytest -n 2 --dist worksteal -m "not soak and not slurm" $(WITH_OLD_TORCH)
+else
+test: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had. TORCH=2.6: what meets torch, on that
 	$(PYTEST) $(ABREAST) -m "not soak" $(if $(COVERAGE),$(MEASURE))
+endif
 
 check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
@@ -79,9 +96,10 @@ soak-%: .venv/ready-dev
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
-	$(BIN)/uv pip compile pyproject.toml --universal $(LOCK) -o requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --extra integrations --extra shards --extra optuna --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --extra images --universal $(LOCK) -o requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra images --extra mpi --extra integrations --extra shards --extra optuna --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+	printf 'torch==2.6.*\ntorchvision\npytest\npytest-xdist\nhypothesis\n' | $(BIN)/uv pip compile pyproject.toml - --python-platform x86_64-manylinux_2_28 $(LOCK) -o requirements-torch-2.6.lock
 LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade
 
 clean:  ## everything that can be made again; runs/ and data/ stay
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -26,8 +26,7 @@ def install_wheel(folder: Path) -> Installed:
     The packages of the running environment are on the path, but the checkout is not. The running environment has the
     checkout by a .pth file, and Python reads those only in the environment's own folder.
     """
-    made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist"), cwd=ROOT)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    wheel = build_wheel(folder / "dist")
     made(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
     python = str(folder / "venv/bin/python")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -37,6 +36,13 @@ def install_wheel(folder: Path) -> Installed:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLKIT", "PYTHON", "SLURM"))}
     environ = {**kept, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
     return Installed(wheel, folder / "venv/bin/toolkit", environ)
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of this checkout in ``folder``, and return it."""
+    made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder), cwd=ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def made(*argv: str, cwd: Path | None = None) -> None:

@@ -17,6 +17,7 @@ from tests.scale import Curve
 from toolkit.hang.watchdog import Watchdog
 from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.reports import Digest, NodeProgress, RankReport, merge, parse
+from toolkit.ranks import older_torch
 from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport
@@ -61,7 +62,7 @@ def stop(ranks: int) -> Mapping[str, float]:
     transport.set({keys.ack(rank): "[7, false]" for rank in range(ranks - 1)})
     transport.add(keys.count, ranks - 1)
     acknowledged = time.monotonic()
-    gate = Gate(ranks - 1, ranks, lambda: StoreTransport(store.clone()))
+    gate = Gate(ranks - 1, ranks, lambda: StoreTransport(older_torch.clone(store)))
     gate._decided.wait()
     decided = time.monotonic()
     gate.close()

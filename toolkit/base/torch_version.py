@@ -16,7 +16,12 @@ from toolkit.base.errors import ConfigError
 
 OLDEST = (2, 6)
 #: The first torch that has what a key asks for.
-SINCE = {"optim.name: muon": (2, 9)}
+SINCE = {
+    "optim.name: muon": (2, 9),
+    "strategy.name: pipeline": (2, 8),  # before, its first step never ends
+}
+#: The first torch that shards weights without a GPU.
+SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero)", (2, 8)
 
 
 @cache
@@ -37,8 +42,8 @@ def refuse_missing() -> None:
         )
 
 
-def refuse_older(asked: Iterable[str]) -> None:
-    """Raise ConfigError if torch is too old for the toolkit, or for one of the ``asked`` keys of ``SINCE``.
+def refuse_older(asked: Iterable[tuple[str, tuple[int, int]]] = ()) -> None:
+    """Raise ConfigError if torch is too old for the toolkit, or for one of what is ``asked``, with what that needs.
 
     A torch that is not installed here, or whose version is no number, is not refused.
     """
@@ -48,6 +53,6 @@ def refuse_older(asked: Iterable[str]) -> None:
     if not found:
         return
     have = int(found[1]), int(found[2])
-    for what, since in (("the toolkit", OLDEST), *((key, SINCE[key]) for key in asked)):
+    for what, since in (("torch", OLDEST), *asked):
         if have < since:
-            raise ConfigError(f"{what} needs torch {since[0]}.{since[1]} or newer, and {sys.prefix} has {version}")
+            raise ConfigError(f"{what}: needs torch {since[0]}.{since[1]} or newer, and {sys.prefix} has {version}")

@@ -210,8 +210,17 @@ def check_places(config: JobConfig) -> None:
 
 def check_torch(config: JobConfig) -> None:
     """Refuse what the installed torch is too old for. Raises ConfigError that names the key."""
-    asks = ((*what.split(": "), what) for what in torch_version.SINCE)
-    torch_version.refuse_older(what for key, only, what in asks if value_of(config, key) == only)
+    if config.job == FOREIGN_JOB:
+        torch_version.refuse_older()
+        return
+    asked = []
+    for what, since in torch_version.SINCE.items():
+        key, _, only = what.partition(": ")
+        if value_of(config, key) == only:
+            asked.append((what, since))
+    if config.strategy.name in ("fsdp", "zero") and not any(part.gpus_per_node for part in config.cluster.parts):
+        asked.append(torch_version.SHARDS_ON_CPUS)
+    torch_version.refuse_older(asked)
 
 
 #: The hooks that carry out a key, where that is not at its default, or has this value.

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from toolkit.base.errors import JobCodeError, ToolkitError
+from toolkit.ranks import older_torch
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop.gate import IDLE_S, LEAVE_S
 from toolkit.ranks.stop.torch_store import StoreTransport
@@ -107,7 +108,7 @@ class SameCalls:
     def _begin(self, what: str) -> str:
         """Note that this rank makes its next call, and return the call's key."""
         if self._answering is None and self._session.world_size > 1:
-            client = StoreTransport(self._session.store.clone())
+            client = StoreTransport(older_torch.clone(self._session.store))
             self._answering = threading.Thread(target=self._answer, args=(client,), name="toolkit-calls", daemon=True)
             self._answering.start()
         place = self._place = Place(self._place.calls + 1, what, self._at())

@@ -25,6 +25,7 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
 from toolkit.config import CheckpointConfig
 from toolkit.files.rundir import RunDir
+from toolkit.ranks import older_torch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.train.state import TrainingState
@@ -155,7 +156,7 @@ class Saver:
             meta = {**self._state.meta, **reached}
             # A store client serves one call at a time, so the writing thread gets one of its own.
             if self._client is None and self._session.store is not None:
-                self._client = CuttableClient(self._session.store.clone())
+                self._client = CuttableClient(older_torch.clone(self._session.store))
 
             def write() -> Path:
                 wait_for_copy()

@@ -26,10 +26,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.mark.parametrize(
     ("version", "keys", "refusal"),
     [
-        ("2.5.1+cu121", [], "the toolkit needs torch 2.6 or newer, and .* has 2.5.1"),
-        ("1.13.1", [], "the toolkit needs torch 2.6"),
-        ("2.8.0+rocm6.4", ["optim.name=muon"], "optim.name: muon needs torch 2.9 or newer, and .* has 2.8.0.rocm6.4"),
+        ("2.5.1+cu121", [], "torch: needs torch 2.6 or newer, and .* has 2.5.1"),
+        ("1.13.1", [], "torch: needs torch 2.6"),
+        ("2.8.0+rocm6.4", ["optim.name=muon"], "optim.name: muon: needs torch 2.9 or newer, and .* has 2.8.0.rocm6.4"),
         ("2.8.0", ["optim.name=adamw"], None),
+        ("2.6.0", ["strategy.name=pipeline"], "strategy.name: pipeline: needs torch 2.8"),
+        ("2.6.0", ["strategy.name=fsdp"], "weights that are sharded on CPUs .*: needs torch 2.8"),
+        ("2.6.0", ["strategy.name=fsdp", "cluster.gpus_per_node=2"], None),
         ("2.10.0", ["optim.name=muon"], None),
         ("2.7.0a0+79aa17489c.nv25.04", [], None),  # as NVIDIA's containers have it
         ("parrot", [], None),
