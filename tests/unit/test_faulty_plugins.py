@@ -24,7 +24,7 @@ from toolkit.run.prepare.new_run import check_submittable
 from toolkit.train.lifecycle import NoRequests
 
 #: These are found by the core itself, which says what is missing: other callers ask in a way that copes with a fault.
-FOUND = {"on_request", "withdraw_retry", "fetch_weights"}
+FOUND = {"on_request", "withdraw_retry", "fetch_weights", "open_gpus"}
 #: These carry out what a user has asked for. All others look, advise or measure.
 NEEDED = {
     *("second_place", "state_copies", "bad_samples", "balance", "initial_weights", "muon", "prune", "trace", "faults"),
@@ -64,7 +64,7 @@ def uses() -> dict[str, set[str]]:
 
 def test_each_use_of_a_hook_says_what_holds_where_it_fails() -> None:
     used = uses()
-    kinds = {"commands", "strategies", "datasets", "checks", "backends"}
+    kinds = {"commands", "strategies", "datasets", "checks", "backends", "devices"}
     assert used["find"] - kinds == FOUND
     assert used["needed"] == NEEDED, "each names a key or a command"
     assert not (used["call"] | used["Guarded"]) & NEEDED - {"tokenize"}

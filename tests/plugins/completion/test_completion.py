@@ -96,14 +96,16 @@ def test_the_script_of_each_shell_is_one(shell: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["toolkit why 2026", "toolkit submit configs/digits_ddp.yaml optim."])
-def test_a_press_of_the_tab_key_takes_less_than_150_ms_of_cpu_and_no_torch(line: str) -> None:
-    """The least of several counts. The first is left out, since it fills the cache."""
+def test_a_press_of_the_tab_key_takes_the_cpu_of_a_few_starts_of_python_and_no_torch(line: str) -> None:
+    """The least of several counts, beside that of a Python that reads YAML: 100 ms beside 40 on a quiet machine."""
     code = "import sys; from toolkit.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    argv = [sys.executable, "-c", code, "__complete", "bash", line]
-    taken = []
+    commands = ([sys.executable, "-c", code, "__complete", "bash", line], [sys.executable, "-c", "import yaml"])
+    taken: list[list[float]] = [[], []]
     for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken[1:]) < 0.15
+        for command, times in zip(commands, taken, strict=True):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    ours, plain = (min(times[1:]) for times in taken)  # the first fills the cache
+    assert ours < 5 * plain, (ours, plain)
