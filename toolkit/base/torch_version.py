@@ -18,7 +18,7 @@ OLDEST = (2, 6)
 #: The first torch that has what a key asks for.
 SINCE = {
     "optim.name: muon": (2, 9),
-    "strategy.name: pipeline": (2, 8),  # before, its first step never ends
+    "strategy.name: pipeline": (2, 8),  # with 2.6 its first step did not end
 }
 #: The first torch that shards weights without a GPU.
 SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero)", (2, 8)

@@ -135,18 +135,6 @@ def memory_peak_bytes(device: torch.device) -> int | None:
     return None
 
 
-def total_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device; None where torch does not tell."""
-    with suppress(AttributeError):
-        return int(module_of(device).get_device_properties(device).total_memory)
-    return None
-
-
-def memory_history() -> Any:
-    """Return torch's module that records allocations; None where devices are of a kind that has none."""
-    return module_of(first()).memory if kind() in (kinds.CUDA, kinds.ROCM) else None
-
-
 # ----------------------------------------------------------------------------------------------------- random numbers
 
 

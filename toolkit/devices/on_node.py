@@ -41,12 +41,6 @@ def has_gpus(root: Path = Path("/")) -> bool:
     return _in(root, DRIVER).is_dir() or any((root / "dev/dri").glob("renderD*"))
 
 
-def named_devices(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the devices that variables name for this process, of whichever maker; None if none is set."""
-    levels = [level for kind in GPUS for level in visible_words(kind, environ)]
-    return min((words for _, words in levels), key=len, default=None)
-
-
 def device_files(root: Path = Path("/")) -> int:
     """Return how many device files of GPUs there are, for a node whose driver tells nothing else."""
     return max(len([*(root / "dev").glob(pattern)]) for pattern in ("nvidia[0-9]*", "dri/renderD*"))

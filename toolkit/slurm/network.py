@@ -1,8 +1,7 @@
-"""Which interface carries the traffic between ranks, and which InfiniBand ports there are.
+"""Which interface carries the traffic between ranks.
 
 The routing table decides on the interface, not a name: the kernel is asked which of this node's addresses it would use
-towards the peer, and the interface that owns this address is the answer. InfiniBand is read from sysfs and only
-reported: NCCL finds ACTIVE ports and the topology by itself, and a list of ours would switch that off.
+towards the peer, and the interface that owns this address is the answer.
 """
 
 from __future__ import annotations
@@ -33,18 +32,6 @@ class Interface:
     address: str | None = None
 
 
-@dataclass(frozen=True)
-class IbPort:
-    """An RDMA port as sysfs shows it."""
-
-    device: str
-    port: int
-    state: str  #: "ACTIVE"
-    rate_gbps: float
-    link_layer: str  #: "InfiniBand" or "Ethernet" (RoCE)
-    netdev: str | None  #: the interface over the same port, e.g. "ib0"
-
-
 def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
     """Return the interface of this node that reaches ``peer``, an address or a host name.
 
@@ -58,7 +45,7 @@ def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
             f"the address {address}, from which {peer} is reached, belongs to no interface of {socket.gethostname()}; "
             "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME by hand"
         )
-    return _read_interface(sysfs, name, address)
+    return read_interface(sysfs, name, address)
 
 
 def rank_address(environ: Mapping[str, str], peer: str) -> str:
@@ -115,26 +102,11 @@ def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> 
     return address
 
 
-def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
-    """Return every interface of this node, by name."""
-    return [_read_interface(sysfs, path.name) for path in _entries(sysfs / "class/net")]
-
-
 def plain_address(address: str) -> str:
     """Return ``address`` without its scope. An IPv4 address in an IPv6 form becomes IPv4."""
     parsed = ipaddress.ip_address(_plain(address))
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return str(mapped or parsed)
-
-
-def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
-    """Return the ACTIVE ports, by device and port. A port that is down or being configured is not listed."""
-    ports = [
-        _read_port(sysfs, device, port)
-        for device in _entries(sysfs / "class/infiniband")
-        for port in _entries(device / "ports")
-    ]
-    return [port for port in ports if port.state == "ACTIVE"]
 
 
 def rank_network_environment(
@@ -168,7 +140,7 @@ def _rails(first: Interface, sysfs: Path) -> list[str]:
         return [first.name]
     stem = first.name.rstrip("0123456789")
     near = [socket.if_indextoname(each.interface) for each in addresses if each.network == own.network]
-    rails = [_read_interface(sysfs, name) for name in dict.fromkeys(near) if name.rstrip("0123456789") == stem]
+    rails = [read_interface(sysfs, name) for name in dict.fromkeys(near) if name.rstrip("0123456789") == stem]
     equal = [rail.name for rail in rails if rail.operstate == first.operstate and rail.speed_mbps == first.speed_mbps]
     return sorted({first.name, *equal}, key=lambda name: (len(name), name))
 
@@ -176,14 +148,7 @@ def _rails(first: Interface, sysfs: Path) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- sysfs
 
 
-def _entries(folder: Path) -> list[Path]:
-    """Return the directories in ``folder`` in natural order (mlx5_2 before mlx5_10), if it exists."""
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path.name))
-
-
-def _read(path: Path) -> str:
+def read_sysfs(path: Path) -> str:
     """Return a sysfs file's text, empty if it cannot be read.
 
     Drivers answer with an error where they know nothing (``speed`` of a downed link).
@@ -194,40 +159,12 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _read_interface(sysfs: Path, name: str, address: str | None = None) -> Interface:
+def read_interface(sysfs: Path, name: str, address: str | None = None) -> Interface:
     folder = sysfs / "class/net" / name
-    speed = _read(folder / "speed")
+    speed = read_sysfs(folder / "speed")
     # The kernel writes -1 for a speed that it does not know.
     is_known = speed.isdigit() and int(speed) > 0
-    return Interface(name, _read(folder / "operstate") or "unknown", int(speed) if is_known else None, address)
-
-
-def _read_port(sysfs: Path, device: Path, port: Path) -> IbPort:
-    """Read a port. ``state`` holds ``4: ACTIVE`` and ``rate`` holds ``400 Gb/sec (4X NDR)``."""
-    rate = _read(port / "rate").split(" ")[0]
-    return IbPort(
-        device=device.name,
-        port=int(port.name),
-        state=_read(port / "state").rpartition(":")[2].strip(),
-        rate_gbps=float(rate or 0),
-        link_layer=_read(port / "link_layer"),
-        netdev=_netdev(device, int(port.name)),
-    )
-
-
-def _netdev(device: Path, port: int) -> str | None:
-    """Return the interface over the same port.
-
-    RoCE names it in the port's first GID. For IPoIB it is the device's interface with this port's ``dev_port``.
-    """
-    named = _read(device / f"ports/{port}/gid_attrs/ndevs/0")
-    if named:
-        return named
-    for netdev in _entries(device / "device/net"):
-        number = _read(netdev / "dev_port")
-        if not number.isdigit() or int(number) == port - 1:
-            return netdev.name
-    return None
+    return Interface(name, read_sysfs(folder / "operstate") or "unknown", int(speed) if is_known else None, address)
 
 
 # ------------------------------------------------------------------------------------------------------ addresses

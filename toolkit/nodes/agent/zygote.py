@@ -53,9 +53,13 @@ MODULES = {
         "toolkit.run.rank.main",
         "toolkit.train.run_job",
         "toolkit.train.user_loop",
+        "toolkit.cli.main",
+        "toolkit.cli.commands.run",
     ),
     "store": ("toolkit.ranks.store_host",),
 }
+#: What every rank asks of plugins. To find it, a rank would read the declarations of all of them.
+HOOKS = ("on_request", "pace", "run_history", "usage_curves")
 #: A variable of this process that makes room for those of a rank, see :func:`show`.
 ROOM_VARIABLE = "TOOLKIT_ROOM"
 ROOM_BYTES = 1 << 13
@@ -88,6 +92,9 @@ def main() -> None:
     gc.disable()
     for name in MODULES[sys.argv[2]]:
         preimports.import_quietly(name)
+    for hook in HOOKS if sys.argv[2] == "ranks" else ():
+        with contextlib.suppress(Exception):  # the ranks will report it
+            registry.find("hooks", hook)
     waited_s = _waited_s() - waited_s
     varying: set[str] = set()  # the variables in which ranks differ
     with agent.makefile("rw") as lines:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -198,9 +199,9 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
 
     Without a GPU: the rank's part of what its node, or its job on the node, may use.
     """
-    on_device = None if device.type == "cpu" else accelerator.total_memory_bytes(device)
-    if on_device is not None:
-        return on_device
+    if device.type != "cpu":
+        with suppress(AttributeError):  # of a package's device, which does not tell
+            return int(accelerator.module_of(device).get_device_properties(device).total_memory)
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
     return node_memory.total_bytes() // ranks
 

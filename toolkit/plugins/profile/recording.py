@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from toolkit.base import fsio, logs
 from toolkit.devices import accelerator
-from toolkit.devices.kinds import CPU
+from toolkit.devices.kinds import CPU, CUDA, ROCM
 from toolkit.run.records.user_request import Answer
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
@@ -52,7 +52,8 @@ class StepProfile:
         of_device = getattr(ProfilerActivity, kind.type.upper(), ProfilerActivity.PrivateUse1)
         activities = [ProfilerActivity.CPU, *([of_device] if self._on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
-        self._history: Any = accelerator.memory_history() if memory else None
+        has_history = memory and kind in (CUDA, ROCM)
+        self._history: Any = accelerator.module_of(accelerator.first()).memory if has_history else None
         if self._history is not None:
             self._history._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._profile.start()

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.devices import on_node
-from toolkit.devices.kinds import PART
+from toolkit.devices.kinds import GPUS, PART, visible_words
 from toolkit.devices.watched import Gpus, GpusError, open_gpus
+from toolkit.plugins.site import fabric
 from toolkit.plugins.site.checks import Finding, ok
-from toolkit.slurm import network
+from toolkit.slurm.network import SYSFS
 
 #: Shares of a GPU's memory. The driver itself takes some hundred MiB; more than these shares belongs to a process.
 LEFTOVER_WARNING, LEFTOVER_BAD = 0.02, 0.10
@@ -29,7 +30,7 @@ def check_gpus(
         gpus = open_gpus(environ)
     except GpusError as error:
         return [Finding("gpus", "bad", f"0 of {asked}", f"{error}; the driver is not well: have the node drained")]
-    named = on_node.named_devices(environ)
+    named = _named(environ)
     # A part of a GPU counts as one. The memory of its GPU is used by other jobs, too.
     if any(word.startswith(PART) for word in named or ()):
         return [_count(asked, len(named or ()), environ)]
@@ -38,6 +39,12 @@ def check_gpus(
         return [_count(asked, there if named is None else min(there, len(named)), environ)]
     counted = _count(asked, sum(gpu.devices for gpu in gpus.gpus), environ)
     return [replace(counted, text=counted.text or gpus.cannot_tell), _leftovers(gpus)]
+
+
+def _named(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the devices that variables name for this process, of whichever maker; None if none is set."""
+    levels = [level for kind in GPUS for level in visible_words(kind, environ)]
+    return min((words for _, words in levels), key=len, default=None)
 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
@@ -76,10 +83,10 @@ def _command(pid: int) -> str:
     return ""
 
 
-def check_infiniband(sysfs: Path = network.SYSFS) -> list[Finding]:
+def check_infiniband(sysfs: Path = SYSFS) -> list[Finding]:
     """Return the ACTIVE ports. Nodes are compared by their number, which a port that is down changes."""
     if not (sysfs / "class/infiniband").is_dir():
         return []
-    ports = network.infiniband_ports(sysfs)
+    ports = fabric.infiniband_ports(sysfs)
     figure = ",".join(f"{port.device}:{port.port}" for port in ports) or "none active"
     return [ok("infiniband", figure, float(len(ports)))]
