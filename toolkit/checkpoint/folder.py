@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio, logs, trust
-from toolkit.base.errors import CheckpointError
+from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.policy import Keep
+from toolkit.files.rundir import RunDir
 
 log = logs.get(__name__)
 
@@ -298,3 +299,18 @@ class CheckpointFolder:
         with file_errors("moving aside", path):
             fsio.rename_dir(path, aside)
         return aside
+
+
+def pick(run: RunDir, text: str | None) -> list[Path]:
+    """Return the checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
+    return pick_of(run, list(CheckpointFolder(run.checkpoints).list()), text)
+
+
+def pick_of(run: RunDir, there: list[Path], text: str | None) -> list[Path]:
+    """Return those of ``there`` that have this name or step."""
+    chosen = [path for path in there if text in (None, path.name, str(step_of(path)))]
+    if not chosen:
+        steps = ", ".join(str(step_of(path)) for path in there) or "none"
+        which = "" if text is None else f" of step {text}"
+        raise RequestError(f"run {run.id}: no checkpoint{which}; there are: {steps}")
+    return chosen

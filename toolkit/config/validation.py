@@ -237,6 +237,15 @@ _HOOKS = {
 }
 
 
+def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
+    """True if a job of ``nodes`` nodes goes on when one of them dies.
+
+    Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
+    would be left to requeue the job, see the hook ``watch_batch_host``.
+    """
+    return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
+
+
 def _check_plugins(config: JobConfig) -> None:
     """Refuse what needs a plugin that is not installed. Raises ConfigError."""
     defaults = JobConfig()
@@ -246,9 +255,7 @@ def _check_plugins(config: JobConfig) -> None:
         if value == only or (not only and value != value_of(defaults, key)):
             registry.require(hook, what)
     cluster, strategy = config.cluster, config.strategy
-    # As in `toolkit.run.job.nodes.may_lose_nodes`: Slurm leaves such a job without a batch script.
-    nodes = sum(part.nodes for part in cluster.parts) + cluster.spare_nodes
-    if nodes > 1 and (cluster.spare_nodes or config.retry.allow_fewer_nodes):
+    if may_lose_nodes(config, sum(part.nodes for part in cluster.parts) + cluster.spare_nodes):
         registry.require("watch_batch_host", "a job with cluster.spare_nodes or retry.allow_fewer_nodes")
     if strategy.name == "ddp" and strategy.compression != "none":
         registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")

@@ -125,17 +125,11 @@ def identities(number: int) -> list[str]:
     return [str(getattr(properties(index), "uuid", name)) for index, name in enumerate(names)]
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
 def memory_peak_bytes(device: torch.device) -> int | None:
     """Return the most memory that this process has allocated there; None where torch does not tell."""
     with suppress(AttributeError):
         return int(module_of(device).max_memory_allocated(device))
     return None
-
-
-# ----------------------------------------------------------------------------------------------------- random numbers
 
 
 @cache

@@ -37,13 +37,10 @@ HIDING = frozenset(name for kind in GPUS for level in kind.visible for name in l
 #: How a variable names a part of a GPU (MIG).
 PART = "MIG-"
 
-#: Process groups that send nothing from host memory, and whose collectives are only enqueued.
-DEVICE_BACKENDS = ("nccl", "xccl")
-
 
 def is_of_devices(backend: str) -> bool:
-    """True if a process group of this backend serves tensors on GPUs alone, by enqueued work."""
-    return backend.startswith(DEVICE_BACKENDS)
+    """True if a process group of this backend serves no tensors in host memory, and only enqueues its collectives."""
+    return backend.startswith(("nccl", "xccl"))
 
 
 def visible_words(kind: DeviceKind, environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:

@@ -36,7 +36,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
+from toolkit import registry
 from toolkit.base import proc_stat
+from toolkit.base.errors import ToolkitError
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
@@ -93,7 +95,7 @@ def main() -> None:
     for name in MODULES[sys.argv[2]]:
         preimports.import_quietly(name)
     for hook in HOOKS if sys.argv[2] == "ranks" else ():
-        with contextlib.suppress(Exception):  # the ranks will report it
+        with contextlib.suppress(OSError, ToolkitError):  # the ranks will report it
             registry.find("hooks", hook)
     waited_s = _waited_s() - waited_s
     varying: set[str] = set()  # the variables in which ranks differ

@@ -10,11 +10,10 @@ from typing import Any
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing
 from toolkit.base.fsio import size_text
-from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, step_of
+from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, pick, pick_of, step_of
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
-from toolkit.cli.checkpoints import pick, pick_of
 from toolkit.cli.show import table
 from toolkit.config import load_config
 from toolkit.files.rundir import RunDir

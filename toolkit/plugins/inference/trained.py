@@ -14,9 +14,8 @@ from typing import Any
 
 from toolkit.base import staged
 from toolkit.base.errors import RequestError
-from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.checkpoint.folder import CheckpointFolder, pick
 from toolkit.checkpoint.policy import Keep
-from toolkit.cli import checkpoints
 from toolkit.cli.arguments import new_path
 from toolkit.config import FOREIGN_JOB, JobConfig, load_config, validate
 from toolkit.files.rundir import RunDir
@@ -35,7 +34,7 @@ def choose(run: RunDir, text: str) -> list[Path]:
     The first whole one is to be taken.
     """
     if text != "best":
-        return checkpoints.pick(run, None if text == "newest" else text)
+        return pick(run, None if text == "newest" else text)
     keep = load_config(run.config, site=False).checkpoint
     if keep.keep_best is None:
         raise RequestError(

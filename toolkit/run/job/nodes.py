@@ -16,7 +16,6 @@ from typing import Any
 
 from toolkit import registry
 from toolkit.base import fsio, logs
-from toolkit.config import JobConfig
 from toolkit.files import records
 from toolkit.files.json_record import JsonRecord, shape_of
 from toolkit.files.records import MapOf
@@ -38,15 +37,6 @@ class BadNode(JsonRecord):
     why: str
     since: Moment
     is_drained: bool = False  #: Slurm keeps jobs off it until it is well again, and may then use it
-
-
-def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
-    """True if a job of ``nodes`` nodes goes on when one of them dies.
-
-    Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
-    would be left to requeue the job, see the hook ``watch_batch_host``.
-    """
-    return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
 class Nodes:

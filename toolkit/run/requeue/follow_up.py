@@ -22,10 +22,10 @@ from pathlib import Path
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_STOPPED, SlurmError
 from toolkit.config import JobConfig, load_config
+from toolkit.config.validation import may_lose_nodes
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.prepare import snapshot
 from toolkit.run.records import ownership, stop_request

@@ -14,8 +14,8 @@ from typing import Any
 
 from toolkit.base import staged
 from toolkit.config import ClusterConfig, JobConfig
+from toolkit.config.validation import may_lose_nodes
 from toolkit.files.rundir import RunDir
-from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.requeue import follow_up
 

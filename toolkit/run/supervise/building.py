@@ -15,6 +15,7 @@ from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
+from toolkit.config.validation import may_lose_nodes
 from toolkit.devices import on_node
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -22,7 +23,6 @@ from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.nodes.start.agents import Agents, Endpoint
 from toolkit.nodes.start.launcher import Launcher
-from toolkit.run.job.nodes import may_lose_nodes
 from toolkit.run.records import ownership
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Slurm, settings_of
