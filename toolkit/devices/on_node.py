@@ -87,7 +87,7 @@ def _intel(root: Path) -> Iterator[NodeGpu]:
     for render in _in(root, DRM).glob("renderD*"):
         device = render / "device"
         if _text(device / "vendor") == XPU.vendor and _may_open(root / f"dev/dri/{render.name}"):
-            address = next(line.partition("=")[2] for line in _lines(device / "uevent") if line.startswith("PCI_SLOT"))
+            address = _fields((device / "uevent").read_text().splitlines(), "=")["PCI_SLOT_NAME"]
             # A tile is a folder of the card with drivers before Xe's, and one of the device with Xe's.
             tiles = len([*device.glob("drm/card*/gt/gt*")]) or len([*device.glob("tile*")])
             found.append(NodeGpu(XPU, 0, address, _text(device / "device"), tiles=max(tiles, 1)))
@@ -177,10 +177,6 @@ def _in(root: Path, path: Path) -> Path:
 def _fields(lines: Iterable[str], between: str) -> dict[str, str]:
     parts = (line.partition(between) for line in lines)
     return {key.strip(): value.strip() for key, _, value in parts}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
 
 
 def _text(path: Path) -> str:

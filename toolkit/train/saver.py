@@ -328,11 +328,11 @@ class SaveTimer:
         The gate hands out one request after the other. A save that waits for the end of an evaluation would keep a stop
         from cutting it short.
         """
-        timer = self._timer if self._timer is not None and self._timer.is_alive() else None
+        timer = self._timer
         if timer is not None:
             timer.cancel()
         yield
-        if timer is not None:
+        if timer is not None and timer is self._timer:  # else it has fired just then
             self._start()
 
     def cancel(self) -> None:
@@ -342,6 +342,10 @@ class SaveTimer:
 
     def _start(self) -> None:
         wait_s = max(0.0, self._due_s - time.monotonic())
-        self._timer = threading.Timer(wait_s, self._session.gate.request, [SAVE])
+        self._timer = threading.Timer(wait_s, self._ask)
         self._timer.daemon = True
         self._timer.start()
+
+    def _ask(self) -> None:
+        self._timer = None
+        self._session.gate.request(SAVE)

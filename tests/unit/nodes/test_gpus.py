@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.numa import binding
 
 from toolkit.devices import on_node as gpus
 from toolkit.nodes.agent import node, processes
@@ -66,6 +65,7 @@ def nodes_of(near: list[list[int]]) -> list[int]:
 
 def torchs_choice(root: Path, gpu_count: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return the CPUs that torchrun's --numa-binding=exclusive gives each rank of the machine under ``root``."""
+    binding = pytest.importorskip("torch.numa.binding", reason="torch before 2.9 binds no ranks")
     module = SimpleNamespace(
         get_device_properties=lambda index: SimpleNamespace(pci_domain_id=0, pci_bus_id=16 * index + 7, pci_device_id=0)
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from tests.waiting import wait_for
 from toolkit.base.errors import ToolkitError
 from toolkit.files import rundir
 from toolkit.ranks import rendezvous, session
@@ -44,8 +45,7 @@ def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
     told = {}
 
     def join() -> bytes:
-        while not (tmp_path / "launch.json").exists():
-            pass
+        wait_for((tmp_path / "launch.json").exists, 20, "rank 0's address")
         told.update(json.loads((tmp_path / "launch.json").read_text()))
         store = rendezvous.open_store(1, 2, TIMEOUT, tmp_path, lambda: "launch")
         return bytes(store.get("word"))
