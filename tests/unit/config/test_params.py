@@ -203,7 +203,7 @@ def test_a_job_that_is_not_there_is_named_where_params_need_it(job: Path) -> Non
         ("subs: list[Sub]", 3, "Sub: a dataclass is a section of its own, not in a list or with |"),
         ("sub: Sub | None = None", 3, "Sub: a dataclass is a section of its own"),
         ("again: Params", 2, "Params contains itself"),
-        ("a: int = 1\n  b: int", 2, "Params: non-default argument 'b' follows default argument: Python"),
+        ("a: int = 1\n  b: int", 2, "Params: non-default argument 'b' follows default argument"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_known_without_running_the_file_is_refused(
