@@ -137,7 +137,7 @@ class ClusterConfig:
 #: The keys of ``cluster`` that a component may have of its own. sbatch takes the others from the first component.
 OF_COMPONENT = (
     *("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gpu_type", "mem_gb", "exclusive"),
-    *("partition", "account", "qos", "constraint", "exclude"),
+    *("partition", "account", "qos", "constraint", "exclude", "segment"),
 )
 
 

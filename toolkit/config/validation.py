@@ -23,6 +23,7 @@ from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
 from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of
+from toolkit.devices.kinds import is_of_devices
 from toolkit.files import origin, rundir
 from toolkit.limits import hints_of, limits_of
 from toolkit.slurm import container
@@ -91,6 +92,8 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
             origin.find(config.model.init_from)
         ranks = ranks or config.cluster.ranks
         check_batch(config, ranks)
+        if config.dist.backend == "auto" and len({part.gpus_per_node > 0 for part in config.cluster.parts}) > 1:
+            raise ConfigError("dist.backend: components with GPUs and without meet over gloo only; set it to gloo")
         check_datasets(config.data)
         if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
             raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
@@ -111,7 +114,7 @@ def _check_shared_gpus(config: JobConfig, login_node: bool) -> None:
             f"cluster.tasks_per_gpu: {count} ranks on each GPU, and cluster.gpus_per_node is 0; set it, or ask for "
             "shares of a GPU (cluster.extra.gres: shard:2)"
         )
-    if count > 1 and config.dist.backend == "nccl":
+    if count > 1 and is_of_devices(config.dist.backend):
         raise ConfigError(
             f"dist.backend: NCCL refuses two ranks on one GPU, and cluster.tasks_per_gpu is {count}; use auto or gloo"
         )

@@ -59,17 +59,15 @@ def kind() -> DeviceKind:
 def count() -> int:
     """Return how many devices this process sees; 0 without an accelerator."""
     module = _module()
-    return 0 if module is None else int(module.device_count())
+    # NVML also counts GPUs that CUDA cannot open, as under a driver that is too old for this torch.
+    return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
 def build() -> str:
     """Return torch's version and what it is built for, for messages."""
-    of, what = built_for(), ""
-    if of is kinds.CUDA:
-        what = f" {torch.version.cuda}"
-    elif of is kinds.ROCM:
-        what = f" {torch.version.hip}"
-    return f"torch {torch.__version__}, built for {f'{of.name}{what}' if of is not CPU else 'the CPU alone'}"
+    of = built_for()
+    version = torch.version.hip if of is kinds.ROCM else torch.version.cuda if of is kinds.CUDA else ""
+    return f"torch {torch.__version__}, built for {f'{of.name} {version}'.strip()}"
 
 
 def why_none() -> str:
@@ -95,11 +93,6 @@ def with_streams(device: torch.device) -> Any:
         return None
     module = module_of(device)
     return module if hasattr(module, "current_stream") else None
-
-
-def first() -> torch.device:
-    """Return the first device that this process sees; the CPU without one."""
-    return torch.device(kind().type)
 
 
 def is_in_bad_fork() -> bool:

@@ -10,7 +10,7 @@ _RUNTIME = "(?:CUDA|HIP|XPU)"
 OF_DEVICES = r"cuda|\bhip\b|\bxpu\b|level_zero"
 #: A device has no memory left. torch's own exception has one name for all kinds.
 DEVICE_OUT_OF_MEMORY = re.compile(
-    rf"OutOfMemory|{_RUNTIME} out of memory|{_RUNTIME} error: out of memory|'out of memory'"
+    rf"OutOfMemory|{_RUNTIME} out of memory|{_RUNTIME} (?:driver )?error: out of memory|'out of memory'"
     r"|(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY|(?:cuda|hip)ErrorMemoryAllocation|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
 )
 #: This node's devices or their drivers are at fault. A failed assertion in a kernel, a wrong argument and lack of

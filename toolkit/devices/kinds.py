@@ -31,7 +31,6 @@ ROCM = DeviceKind(
 XPU = DeviceKind("XPU", "xpu", "xccl", (("ZE_AFFINITY_MASK",),), "0x8086")
 CPU = DeviceKind("CPU", "cpu", "gloo")
 GPUS = (CUDA, ROCM, XPU)
-#: The variables that hide devices.
 HIDING = frozenset(name for kind in GPUS for level in kind.visible for name in level)
 
 #: How a variable names a part of a GPU (MIG).

@@ -77,6 +77,8 @@ def _amd(root: Path) -> Iterator[NodeGpu]:
             place = int(fields["location_id"])
             bus, slot = place >> 8 & 0xFF, place >> 3 & 0x1F
             address = f"{int(fields.get('domain', '0')):04x}:{bus:02x}:{slot:02x}.{place & 7}"
+            if not (_in(root, _PCI) / address).exists():  # of a partition the function is its number
+                address = f"{address[:-1]}0"
             unique = int(fields.get("unique_id", "0"))
             uuid, number = f"GPU-{unique:016x}" if unique else "", _text(node / "gpu_id")
             yield NodeGpu(ROCM, 0, address, fields.get("device_id", ""), uuid, number)
@@ -144,9 +146,10 @@ def described(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 
 def apptainer_options(root: Path = Path("/")) -> list[str]:
     """Return Apptainer's options for the GPUs of this node, and of all makers where it shows none: others have them."""
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        if gpus := allowed(root):
-            return list(filter(None, [gpus[0].kind.apptainer]))
+    # By the drivers alone: the supervisor calls this, and to read about a lost GPU may take for ever.
+    for driver, kind in ((DRIVER, CUDA), (KFD, ROCM)):
+        if _in(root, driver).is_dir():
+            return [kind.apptainer]
     return [kind.apptainer for kind in GPUS if kind.apptainer]
 
 

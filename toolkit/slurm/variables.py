@@ -64,7 +64,9 @@ def of_components(environ: Environ) -> list[Environ]:
     other jobs. What describes the first component alone is left out of the others.
     """
     count = whole_number(environ, "SLURM_HET_SIZE", 1)
-    if count == 1:
+    own_id = environ.get("SLURM_JOB_ID")
+    # They may be those of the job in which this one was submitted.
+    if count == 1 or environ.get("SLURM_JOB_ID_HET_GROUP_0", own_id) != own_id:
         return [environ]
     own: list[dict[str, str]] = [{} for _ in range(count)]
     first = dict(environ)

@@ -147,7 +147,7 @@ def _joined(put_together: Callable[[list[Any]], Any]) -> Callable[[Any, list[Ten
 
 def _on_device(tensor: Tensor) -> Tensor:
     """Return the tensor on the rank's GPU, where it was saved from; on the CPU where there is none."""
-    return tensor.to(accelerator.first())
+    return tensor.to(accelerator.kind().type)
 
 
 _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {

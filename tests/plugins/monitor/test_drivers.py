@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.devices.machines import DAWN, LUMI
+from tests.unit.devices.machines import DAWN, DGX, LUMI
 from toolkit.devices.watched import GpusError
 from toolkit.plugins.monitor.drivers import open_gpus
 from toolkit.plugins.monitor.sysfs import AmdGpus, IntelGpus
@@ -54,3 +54,14 @@ def test_files_that_are_not_as_documented_are_an_error_of_the_watch(tmp_path: Pa
 
 def test_a_node_without_gpus_has_none(tmp_path: Path) -> None:
     assert open_gpus({}, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_variable_that_hides_all_gpus_leaves_none(tmp_path: Path, name: str) -> None:
+    assert open_gpus({name: ""}, LUMI.write(tmp_path)) is None
+
+
+def test_without_nvidias_library_nothing_is_known_and_nothing_is_wrong(tmp_path: Path) -> None:
+    root = DGX.write(tmp_path)
+    (root / "dev/nvidiactl").touch()
+    assert open_gpus({}, root) is None

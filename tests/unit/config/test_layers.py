@@ -161,6 +161,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("'cluster.components=[{tasks_per_nod: 1}]'", ["cluster.components[0]", "did you mean 'tasks_per_node'?"]),
         ("'cluster.components=[{extra: 1}]'", ["cluster.components[0].extra", "valid: nodes, tasks_per_node"]),
         ("'cluster.components=[{}, {gpus_per_node: 1}]'", ["cluster.components[1].tasks_per_node", "2 ranks cannot"]),
+        ("'cluster.components=[{gpus_per_node: 1, tasks_per_node: 1}, {}]'", ["dist.backend", "gloo only"]),
         ("cluster.components=[{exclude: 'n[1'}]", ["cluster.components[0].exclude", "n[1"]),
         ("cluster.components=[{},{}] cluster.container=pyxis:a", ["cluster.components", "Pyxis", "one component"]),
         ("cluster.components=[{},{nodes: 63}] data.global_batch_size=100", ["data.global_batch_size", "128 ranks"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -93,10 +94,21 @@ def test_variables_that_leave_no_gpu_are_named_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "options"), [(LUMI, ["--rocm"]), (DGX, ["--nv"]), (DAWN, []), (None, ["--nv", "--rocm"])]
+    ("machine", "options"),
+    [(LUMI, ["--rocm"]), (DGX, ["--nv"]), (DAWN, ["--nv", "--rocm"]), (None, ["--nv", "--rocm"])],
 )
 def test_apptainer_is_told_whose_gpus_they_are(tmp_path: Path, machine: Machine | None, options: list[str]) -> None:
     assert on_node.apptainer_options(tmp_path if machine is None else machine.write(tmp_path)) == options
+
+
+def test_partitions_of_a_gpu_have_its_address(tmp_path: Path) -> None:
+    """amdkfd puts a partition's number into the function of its address (kfd_topology.c)."""
+    root = LUMI.write(tmp_path)
+    file = root / "sys/class/kfd/kfd/topology/nodes/5/properties"
+    text = file.read_text()
+    place = re.search(r"location_id (\d+)", text)
+    file.write_text(text.replace(place[0], f"location_id {int(place[1]) | 3}"))
+    assert [gpu.address for gpu in on_node.allowed(root)] == [address for address, _ in LUMI.gpus]
 
 
 def test_gpus_of_other_jobs_are_not_counted(tmp_path: Path) -> None:

@@ -134,6 +134,12 @@ def test_ranks_fill_one_component_after_the_other_and_each_has_its_own_steps() -
     assert job.on(["node3", "node1"]).components == (1, 0)
 
 
+def test_the_components_of_the_job_in_which_this_one_was_submitted_are_not_ours() -> None:
+    """sbatch hands on all variables."""
+    left = {name: value for name, value in HET.items() if "HET" in name}
+    assert Allocation.slurm({**left, **BATCH, "SLURM_JOB_ID": "7"}) == Allocation.slurm({**BATCH, "SLURM_JOB_ID": "7"})
+
+
 def test_each_component_has_its_own_gpus_and_what_else_it_asked_for() -> None:
     slurm = FakeSlurm()
     slurm.gpus = JobGpus({"node1": 4, "node2": 0, "node3": 0}, ("scratch:10", "nic:1"))

@@ -119,7 +119,9 @@ import os, torch
 from toolkit.nodes.agent import preimports
 os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 gpus = 1
-torch.cuda.device_count = lambda: gpus  # CUDA itself is real; what it counts is not
+real = torch.cuda.is_available
+torch.cuda.is_available = lambda: (real(), gpus > 0)[1]  # CUDA itself is asked; what it answers is not real
+torch.cuda.device_count = lambda: gpus
 print(preimports.has_gpu())
 torch.cuda.is_available()  # asks CUDA for the number of devices
 print(preimports.has_gpu(), torch.cuda.is_initialized())

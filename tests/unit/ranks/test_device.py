@@ -120,6 +120,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_over_nccl_alone(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "built_for", lambda: CUDA)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(accelerator, "identities", lambda count: ["a", "b"])
@@ -142,6 +143,7 @@ def test_neighbouring_ranks_share_a_gpu_over_gloo(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, visible: list[str], chosen: list[int]
 ) -> None:
     monkeypatch.setattr(accelerator, "built_for", lambda: CUDA)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(accelerator, "identities", lambda count: visible)

@@ -134,6 +134,18 @@ def test_another_gres_of_the_config_does_not_cost_the_follow_up_job_its_gpus(run
     assert [option for option in options if option.startswith("--gres")] == ["--gres=nvme:1,gpu:4"]
 
 
+def test_cpus_of_a_gpu_that_a_site_has_added_do_not_meet_those_of_a_task(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch refuses both together."""
+    slurm = FakeSlurm()
+    row = replace(running(slurm), options=("--gres=gpu:8", "--cpus-per-gpu=8"))
+    assert "--cpus-per-task=6" in submitted(run, slurm, row)
+    assert "--cpus-per-gpu=8" not in submitted(run, slurm, row)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    assert "--cpus-per-gpu=8" in submitted(run, slurm, row)
+
+
 def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         monkeypatch.delenv(name)

@@ -18,6 +18,7 @@ def allocator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yield the calls of torch's allocator, and restore the other switches afterwards."""
     calls: list[str] = []
     matmul = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(accelerator, "set_allocator", calls.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

@@ -85,7 +85,7 @@ def trained(
     average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
     """
     config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
-    device = accelerator.first()
+    device = torch.device(accelerator.kind().type)
     # A job that prepares other data than the run's must not write them into the run's folder.
     with tempfile.TemporaryDirectory() as scratch:
         job = _job_of(run, config, Path(scratch) if data else run.path, device)

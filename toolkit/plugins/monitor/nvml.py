@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p
+from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p, sizeof
 from typing import Any
 
 from toolkit.devices.watched import Condition, GpusError, Load, WatchedGpu
@@ -58,6 +58,16 @@ class _Utilization(Structure):
 
 class _GpuMemory(Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
+
+
+class _GpuMemory2(Structure):
+    _fields_ = (
+        ("version", c_uint),
+        ("total", c_ulonglong),
+        ("reserved", c_ulonglong),
+        ("free", c_ulonglong),
+        ("used", c_ulonglong),
+    )
 
 
 class _Value(Union):
@@ -130,16 +140,24 @@ class Nvml:
     def load(self, gpu: WatchedGpu) -> Load:
         """Return how much ``gpu`` works."""
         use = self._get("nvmlDeviceGetUtilizationRates", gpu, _Utilization)
-        memory = self._get("nvmlDeviceGetMemoryInfo", gpu, _GpuMemory)
+        used, total = self._memory(gpu)
         milliwatts = self._number("nvmlDeviceGetPowerUsage", gpu, c_uint)
         millijoules = self._number("nvmlDeviceGetTotalEnergyConsumption", gpu, c_ulonglong)
         return Load(
             None if use is None else use.gpu / 100,
-            None if memory is None else memory.used,
+            used,
             None if milliwatts is None else milliwatts / 1000,
             None if millijoules is None else millijoules / 1000,
-            None if memory is None else memory.total,
+            total,
         )
+
+    def _memory(self, gpu: WatchedGpu) -> tuple[int | None, int | None]:
+        """Return the bytes in use and all bytes. What the driver keeps for itself counts as used in older drivers."""
+        memory = _GpuMemory2(version=sizeof(_GpuMemory2) | 2 << 24)
+        if self._call("nvmlDeviceGetMemoryInfo_v2", gpu.handle, byref(memory)) == SUCCESS:
+            return memory.total - memory.reserved - memory.free, memory.total
+        older = self._get("nvmlDeviceGetMemoryInfo", gpu, _GpuMemory)
+        return (None, None) if older is None else (older.used, older.total)
 
     def condition(self, gpu: WatchedGpu) -> Condition:
         """Return how well ``gpu`` is."""

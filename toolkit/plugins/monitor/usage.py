@@ -293,7 +293,9 @@ class NodeSampler:
             return
         for gpu, known in zip(self._gpus.gpus, self._usage.gpus, strict=True):
             load = self._gpus.load(gpu)
-            busy, memory, power_w = load.busy or 0.0, load.memory_bytes or 0, load.power_w or 0.0
+            # Where a driver does not tell, the GPU counts as used: else the next job would be advised to do without.
+            busy = 1.0 if load.busy is None else load.busy
+            memory, power_w = load.memory_bytes or 0, load.power_w or 0.0
             # GPUs before Volta count no energy: take the power instead.
             first, energy_j = self._first_energy[gpu.index], known.energy_j + power_w * elapsed_s
             if first is not None and load.energy_j is not None:
@@ -306,8 +308,7 @@ class NodeSampler:
                 max(known.most_memory_bytes, memory),
                 power_w,
                 energy_j,
-                # A driver that does not tell leaves it open whether the GPU is idle.
-                0.0 if busy or load.busy is None else known.idle_s + elapsed_s,
+                0.0 if busy else known.idle_s + elapsed_s,
                 max(known.link, self._gpus.link(gpu)),
                 gpu.model,
             )

@@ -53,7 +53,9 @@ class StepProfile:
         activities = [ProfilerActivity.CPU, *([of_device] if self._on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
         has_history = memory and kind in (CUDA, ROCM)
-        self._history: Any = accelerator.module_of(accelerator.first()).memory if has_history else None
+        self._history: Any = (
+            accelerator.module_of(torch.device(accelerator.kind().type)).memory if has_history else None
+        )
         if self._history is not None:
             self._history._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._profile.start()

@@ -129,7 +129,9 @@ def options_of_components(environ: Mapping[str, str], row: JobRow, run: RunDir) 
 
 def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, nodes: int) -> Iterator[str]:
     present = [f"--{option}={environ[name]}" for option, name in _VARIABLE_OF.items() if environ.get(name)]
-    present += row.options
+    # sbatch refuses both, and a site may have added the second.
+    has_own = bool(environ.get("SLURM_CPUS_PER_TASK"))
+    present += [text for text in row.options if not (has_own and text.startswith("--cpus-per-gpu="))]
     yield from present
     # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
     given = {option.partition("=")[0] for option in present}
