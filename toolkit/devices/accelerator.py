@@ -28,15 +28,15 @@ def built_for() -> DeviceKind:
         return CPU
     if getattr(torch.version, "hip", None):
         return kinds.ROCM
-    brought: DeviceKind | None = registry.find("devices", found.type)
-    for known in (*kinds.GPUS, brought):
-        if known is not None and known.type == found.type:
-            return known
+    # Plugins are asked last: to find that none brings a type, all installed packages are searched.
+    known: DeviceKind | None = next((kind for kind in kinds.GPUS if kind.type == found.type), None)
+    known = known or registry.find("devices", found.type)
+    if known is not None:
+        return known
     # A package that registers a device with torch may register a process group for it.
     from torch import distributed as dist
 
-    backend = dist.Backend.default_device_backend_map.get(found.type, CPU.backend)
-    return DeviceKind(found.type, found.type, backend)
+    return DeviceKind(found.type, found.type, dist.Backend.default_device_backend_map.get(found.type, CPU.backend))
 
 
 def _built_for() -> torch.device | None:

@@ -85,10 +85,10 @@ def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int
     if world_size > 1:
         # torchrun keeps its store over restarts.
         key = f"toolkit/backend/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if rank == 0:
-            store.set(key, json.dumps([backend, accelerator.kind().name, accelerator.build()]))
-        main_backend, main_kind, main_torch = json.loads(store.get(key))
         kind = accelerator.kind().name
+        if rank == 0:
+            store.set(key, json.dumps([backend, kind, accelerator.build()]))
+        main_backend, main_kind, main_torch = json.loads(store.get(key))
         if not refusal and backend != main_backend:
             refusal = (
                 f"this node would use {backend} ({accelerator.build()}), and rank 0 uses {main_backend} "

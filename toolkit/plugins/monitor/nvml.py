@@ -86,7 +86,7 @@ class _FieldValue(Structure):
     )
 
 
-class _Process(Structure):
+class _GpuProcess(Structure):
     _fields_ = (("pid", c_uint), ("used", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint))
 
 
@@ -196,7 +196,7 @@ class Nvml:
 
     def processes(self, gpu: WatchedGpu) -> Iterator[int]:
         """Yield the processes with a context there. NVML hides those of other users' containers."""
-        count, found = c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+        count, found = c_uint(MOST_PROCESSES), (_GpuProcess * MOST_PROCESSES)()
         code = self._call("nvmlDeviceGetComputeRunningProcesses_v3", gpu.handle, byref(count), found)
         if code == SUCCESS:
             yield from (process.pid for process in found[: count.value])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.devices.watched import Condition, Gpus
+from toolkit.plugins.monitor.sysfs import number_in
 
 #: Seconds between two looks.
 LOOK_EVERY_S = 30.0
@@ -42,7 +43,7 @@ class Sickness:
         problems = [*self._memory()]
         # Intel's counters count each time a core or package is too hot (Linux, therm_throt.c).
         files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
-        before, self._throttled = self._throttled, sum(_number(file) or 0 for file in files)
+        before, self._throttled = self._throttled, sum(number_in(file) or 0 for file in files)
         if self._lasts("heat", self._looks > 0 and self._throttled > before, HOT_LOOKS):
             problems.append("processors throttled for heat")
         folder = self._root / "tmp"
@@ -63,7 +64,7 @@ class Sickness:
         Source: Linux, Documentation/driver-api/edac.rst.
         """
         for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
-            if self._has_risen(str(file), _number(file)):
+            if self._has_risen(str(file), number_in(file)):
                 yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
 
     def _of_gpus(self) -> Iterator[str]:
@@ -112,9 +113,3 @@ class Sickness:
 
 def _is_below(value: int | None, most: int | None) -> bool:
     return value is not None and most is not None and value < most
-
-
-def _number(file: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(file.read_text())
-    return None

@@ -7,9 +7,9 @@ ABI/testing/sysfs-driver-intel-i915-hwmon and -xe-hwmon; ABI/testing/sysfs-bus-p
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.devices.on_node import NodeGpu
@@ -25,16 +25,14 @@ class _SysfsGpus:
     def __init__(self, gpus: Sequence[NodeGpu], root: Path = Path("/")) -> None:
         """Take the GPUs that the job may use. ``root`` is the folder in which ``sys`` lies."""
         self._root = root
-        self._numbers: dict[str, list[str]] = {}  #: the driver's own, by address
-        for gpu in gpus:
-            self._numbers.setdefault(gpu.address, []).append(gpu.number)
-        pci = root / "sys/bus/pci/devices"
         # Parts of one GPU (partitions, tiles) have one address, and one set of files.
-        count = Counter(gpu.address for gpu in gpus)
-        first = {gpu.address: gpu for gpu in reversed(gpus)}
+        self._parts: dict[str, list[NodeGpu]] = {}
+        for gpu in gpus:
+            self._parts.setdefault(gpu.address, []).append(gpu)
+        pci = root / "sys/bus/pci/devices"
         self.gpus = [
-            WatchedGpu(first[address].index, pci / address, _model(pci / address), devices)
-            for address, devices in count.items()
+            WatchedGpu(parts[0].index, pci / address, _model(pci / address), len(parts))
+            for address, parts in self._parts.items()
         ]
 
     def load(self, gpu: WatchedGpu) -> Load:
@@ -53,15 +51,15 @@ class _SysfsGpus:
         if not gpu.handle.is_dir():
             return Condition(is_lost=True)
         return Condition(
-            link_width=_number(gpu.handle / "current_link_width"),
-            most_link_width=_number(gpu.handle / "max_link_width"),
+            link_width=number_in(gpu.handle / "current_link_width"),
+            most_link_width=number_in(gpu.handle / "max_link_width"),
             link_generation=_generation(gpu.handle / "current_link_speed"),
             most_link_generation=_generation(gpu.handle / "max_link_speed"),
         )
 
     def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""
-        generation, lanes = _generation(gpu.handle / "current_link_speed"), _number(gpu.handle / "current_link_width")
+        generation, lanes = _generation(gpu.handle / "current_link_speed"), number_in(gpu.handle / "current_link_width")
         return generation or 0, lanes or 0
 
     def processes(self, gpu: WatchedGpu) -> Iterator[int]:
@@ -80,14 +78,12 @@ class AmdGpus(_SysfsGpus):
 
     def load(self, gpu: WatchedGpu) -> Load:
         """Return how much ``gpu`` works. Energy is not told; power is that of the package, for both of its halves."""
-        common = super().load(gpu)
-        percent = _number(gpu.handle / "gpu_busy_percent")
-        return Load(
-            None if percent is None else percent / 100,
-            _number(gpu.handle / "mem_info_vram_used"),
-            common.power_w,
-            common.energy_j,
-            _number(gpu.handle / "mem_info_vram_total"),
+        percent = number_in(gpu.handle / "gpu_busy_percent")
+        return replace(
+            super().load(gpu),
+            busy=None if percent is None else percent / 100,
+            memory_bytes=number_in(gpu.handle / "mem_info_vram_used"),
+            total_memory_bytes=number_in(gpu.handle / "mem_info_vram_total"),
         )
 
     def condition(self, gpu: WatchedGpu) -> Condition:
@@ -96,14 +92,13 @@ class AmdGpus(_SysfsGpus):
         with suppress(OSError, AttributeError):  # "ue: 0", then the corrected ones
             found = re.search(r"^ue: (\d+)", (gpu.handle / "ras/umc_err_count").read_text(), re.MULTILINE)
             errors = int(found[1]) if found else None
-        common = super().condition(gpu)
-        return Condition(**{**vars(common), "uncorrected_errors": errors})
+        return replace(super().condition(gpu), uncorrected_errors=errors)
 
     def processes(self, gpu: WatchedGpu) -> Iterator[int]:
         """Yield the processes with memory on ``gpu``, of every user (amdkfd, kfd_process.c)."""
-        for number in self._numbers[gpu.handle.name]:
-            for file in (self._root / "sys/class/kfd/kfd/proc").glob(f"*/vram_{number}"):
-                if _number(file):
+        for part in self._parts[gpu.handle.name]:
+            for file in (self._root / "sys/class/kfd/kfd/proc").glob(f"*/vram_{part.number}"):
+                if number_in(file):
                     yield int(file.parent.name)
 
 
@@ -124,10 +119,11 @@ def _model(device: Path) -> str:
 
 def _first(device: Path, *patterns: str) -> int | None:
     files = (file for pattern in patterns for file in sorted(device.glob(pattern)))
-    return next((value for file in files if (value := _number(file)) is not None), None)
+    return next((value for file in files if (value := number_in(file)) is not None), None)
 
 
-def _number(file: Path) -> int | None:
+def number_in(file: Path) -> int | None:
+    """Return the whole number in a file; None where it cannot be read, or has another text."""
     with suppress(OSError, ValueError):
         return int(file.read_text())
     return None
