@@ -22,6 +22,7 @@ from tests.bench.record import KEPT
 COMMANDS: Mapping[str, str] = {
     "loop": "bench.loop",
     "parts": "bench.parts",
+    "one_rank": "bench.one_rank",
     "steps": "bench.steps",
     "startup": "bench.startup",
     "restart": "bench.restart",

@@ -145,7 +145,7 @@ class TurnEnded(Exception):
 def ours(session: Session) -> Round:
     """The real loop: the step's own seed, metrics, TensorBoard and progress included. No save is due in a turn."""
     strategy = build_strategy(StrategyConfig(), session)
-    loader = Loader(InMemory(*tensors()), global_batch_size=BATCH * RANKS, seed=0, share=strategy.share)
+    loader = Loader(InMemory(*tensors()), global_batch_size=BATCH * session.world_size, seed=0, share=strategy.share)
     optim = OptimConfig(lr=0.05)
     strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))

@@ -66,6 +66,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "memory": (["--mib", "4", "--step", "0.1", "--copies", "2"], ["4 MiB a rank on 1 node", "4 MiB a rank on 2 nodes"]),
     "monitor": (["2"], ["monitor of 73 processes"]),
     "parts": (["--turns", "1"], ["us a step", "step ", "batch "]),
+    "one_rank": (["--steps", "5", "--turns", "1", "--rounds", "1"], ["hand-written", "job", "toolkit.start"]),
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
     "resume_data": ([], ["| 4 x 0 to 3 x 0 | toolkit, Parquet | 0 | 0 | 60 | 60 of 60 |"]),

@@ -44,6 +44,7 @@ from toolkit.config import StrategyConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies.spmd import Spmd
 from toolkit.train.evaluate import evaluate
 from toolkit.train.seeds import reseed
 
@@ -80,6 +81,30 @@ def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: s
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
+
+
+def alone_and_under_ddp(session: Session) -> None:
+    plain = built("ddp", session, noisy_model)
+    assert isinstance(plain, Spmd)
+    assert type(plain._layout._passes) is nn.Sequential  # type: ignore[attr-defined]
+    wrapped = nn.parallel.DistributedDataParallel(noisy_model())
+    optimizer = OPTIMIZERS["sgd"](wrapped)
+    for step in range(3):
+        reseed(0, step, 0)
+        plain.step(part(plain.share, step), 0.1)
+        reseed(0, step, 0)
+        inputs, targets = global_batch(step)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.zero_grad()
+        (functional.cross_entropy(wrapped(inputs), targets, reduction="sum") / len(inputs)).backward()
+        optimizer.step()
+    found = snapshot(plain)
+    for name, value in wrapped.module.state_dict().items():
+        assert torch.equal(found[f"model/{name}"], value), name
+
+
+def test_one_rank_has_no_ddp_and_the_bits_that_it_would_have_under_ddp() -> None:
+    run_ranks(1, alone_and_under_ddp)
 
 
 def evaluate_parts(session: Session, name: str, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:

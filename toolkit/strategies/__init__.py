@@ -68,7 +68,7 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
     gloo would hand the kernel an address of the GPU's memory: the rank dies, and the others wait for it.
     """
     if session.device.type != "cpu" and session.world_size > 1 and dist.get_backend() == "gloo":
-        backend = accelerator.kind().backend
+        backend = accelerator.built_for().backend
         raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use {backend}")
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.config import STATELESS, StrategyConfig, TrainConfig
 from toolkit.devices.accelerator import with_streams
@@ -41,18 +42,22 @@ class Overlapped(Replicas):
         """Take the kind of compression; ``passes`` says how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._compression = compression
+        self._wire = Wire()
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Make the model, and have its gradients sent by hooks. Raises ConfigError for a type that would be rounded."""
         model = super().place(make, trial)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         refuse_types(trained)
-        self._wire = Wire()
-        scheme = build_scheme(self._compression, [], self._wire, self._device)
-        sender = _BucketHook(scheme, self._wire, self._device)  # without this layout, which DDP would keep alive
-        self._ddp.register_comm_hook(None, lambda state, bucket: sender.send(bucket))
         self._plain_bytes = sum(self._wire.cost_of_sum(parameter.detach().float()) for parameter in trained.values())
         return model
+
+    def _averaging(self, model: nn.Module) -> DistributedDataParallel:
+        ddp = super()._averaging(model)
+        scheme = build_scheme(self._compression, [], self._wire, self._device)
+        sender = _BucketHook(scheme, self._wire, self._device)  # without this layout, which DDP would keep alive
+        ddp.register_comm_hook(None, lambda state, bucket: sender.send(bucket))
+        return ddp
 
     def figures(self) -> Mapping[str, float]:
         """Return the bytes that this rank sends in a step, and would send without compression."""
@@ -98,8 +103,9 @@ class _BucketHook:
 def build(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     """Return the layout. ``how`` is what all layouts take."""
     # NCCL's collectives are only enqueued. What keeps nothing for the next step is sent during the backward pass then.
+    # One rank has no DDP, whose hooks would do that.
     keeps_nothing = config.compression in STATELESS and not config.compression_layers
-    if keeps_nothing and is_of_devices(dist.get_backend()):
+    if session.world_size > 1 and keeps_nothing and is_of_devices(dist.get_backend()):
         how |= {"channels_last": train.channels_last, "find_unused": config.find_unused}
         return Overlapped(session, compression=config.compression, **how)
     return Compressed(session, config=config, channels_last=train.channels_last, **how)

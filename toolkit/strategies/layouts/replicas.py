@@ -59,7 +59,7 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Replicas(Layout):
-    """See :class:`~.Layout`. DDP's hooks average in the backward pass.
+    """See :class:`~.Layout`. DDP's hooks average in the backward pass; one rank has nothing to average, and no DDP.
 
     ``static_graph`` is not used: it is silently wrong for a model that leaves out layers.
     """
@@ -67,7 +67,8 @@ class Replicas(Layout):
     passes_are_joint = False
     counts = True
 
-    _ddp: DistributedDataParallel
+    _model: nn.Module
+    _passes: nn.Module  #: the model as passes call it: wrapped, or itself
     _parameters: list[nn.Parameter]
 
     def __init__(
@@ -94,15 +95,18 @@ class Replicas(Layout):
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
-        # DDP also broadcasts rank 0's weights to the other ranks.
-        self._ddp = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, find_unused_parameters=self._find_unused, **_KEEP_BUFFERS
-        )
+        self._passes = self._averaging(model) if self.share.count > 1 else model
         self._parameters = list(model.parameters())
         return model
 
+    def _averaging(self, model: nn.Module) -> DistributedDataParallel:
+        """Return DDP around ``model``, which gets rank 0's weights."""
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=True, find_unused_parameters=self._find_unused, **_KEEP_BUFFERS
+        )
+
     def _made(self, make: ModelFactory) -> nn.Module:
-        model = make().to(self._device)
+        model = self._model = make().to(self._device)
         if self._channels_last:
             use_channels_last(model)
         if self._recompute:
@@ -113,7 +117,7 @@ class Replicas(Layout):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._ddp(*args, **kwargs)
+            return self._passes(*args, **kwargs)
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
@@ -133,12 +137,13 @@ class Replicas(Layout):
         if not unused:
             return
         if not self._find_unused:
-            raise ConfigError(unused_message(without_gradient(self._ddp.module)))
+            raise ConfigError(unused_message(without_gradient(self._model)))
         for parameter in unused:
             parameter.grad = torch.zeros_like(parameter)
 
     def without_sync(self) -> AbstractContextManager[object]:
-        return self._ddp.no_sync()
+        passes = self._passes
+        return passes.no_sync() if isinstance(passes, DistributedDataParallel) else nullcontext()
 
     def precision(self) -> AbstractContextManager[object]:
         return autocast(self._device, self._precision)
@@ -146,8 +151,6 @@ class Replicas(Layout):
 
 class LocalReplica(Replicas):
     """See :class:`~.Layout`. The first weights are rank 0's; gradients are each rank's own."""
-
-    _passes: nn.Module  #: the model as passes call it: wrapped, or itself
 
     def __init__(
         self, session: Session, *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **passes: Any
@@ -162,12 +165,6 @@ class LocalReplica(Replicas):
         broadcast_tensors(model.parameters(), source=0)
         self._passes = self._wrap(model)
         return model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._passes(*args, **kwargs)
-
-    def without_sync(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def average(self) -> None:
         """Do nothing: no gradient is averaged."""
