@@ -50,7 +50,7 @@ def test_what_may_happen_to_a_step_is_compared() -> None:
 
 #: Of every other bench: its smallest size, and what begins a line of its table.
 BENCHES: dict[str, tuple[list[str], list[str]]] = {
-    "beside": (["--rounds", "1"], ["supervisor, PSS", "rank, PSS", "GPUs of a node found"]),
+    "beside": (["--ranks", "2", "--rounds", "1"], ["supervisor, PSS", "rank, PSS", "GPUs of a node found"]),
     "checkpoint": (["--mib", "16", "--rounds", "1"], ["plain copy in memory", "ours ", "torch.load", "ours, verified"]),
     "collectives": (["--rounds", "1", "--kib", "4"], ["all-reduce 4 KB", "DDP step"]),
     "failures": (["--faults", "rank", "--ways", "ours"], ["| rank | "]),

@@ -1,8 +1,8 @@
 """Measures the speed of a core and of the memory of this node.
 
 The figures are compared with those of the job's other nodes. A measurement takes an eighth of a second of one core and
-64 MiB, and is for nodes on which no ranks work yet: where a node has one core, their imports wait for it. It counts time
-on the processor, so other processes do not make the node seem slow.
+64 MiB: short, because imports wait for it where a node has one core. It is for nodes on which no ranks work yet. It
+counts time on the processor, so other processes do not make the node seem slow.
 """
 
 from __future__ import annotations
