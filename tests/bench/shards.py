@@ -1,18 +1,19 @@
 """Read rates of shards, beside the disk's own sequential rate and other loaders.
 
-Each way reads one shuffled epoch of the same samples (``--mib`` of random bytes in samples of 64 KiB) in one process
-without workers, first with the page cache empty (cold), then with the files in it (warm). Shares are relative to a
-plain sequential read of the same files just before. ``MiB/CPU s`` is the warm rate for each second of CPU time of the
-process, threads and kernel included, which changes little where others use the machine. The peers run where they are
-installed (``--peers FOLDER``: a folder to import them from). Last comes the time of an index of 10^8 rows.
+Each way reads one shuffled epoch of the same samples (``--mib`` of random bytes in samples of 64 KiB) in a process of
+its own without workers, first with the page cache empty (cold), then with the files in it (warm). Shares are relative
+to a plain sequential read of the same files just before. ``MiB/CPU s`` is the warm rate for each second of CPU time of
+the process, threads and kernel included, which changes little where others use the machine. The peers run where they
+are installed (``--peers FOLDER``: a folder to import them from). Last comes the time of an index of 10^8 rows.
 
-    python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--peers FOLDER]
+    python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--kinds tar bin] [--peers FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import multiprocessing
 import os
 import statistics
 import sys
@@ -20,6 +21,8 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -182,12 +185,35 @@ def rates(epoch: Epoch, folder: Path) -> tuple[float, float]:
     return size / (time.perf_counter() - started), size / (time.process_time() - used)
 
 
-def compare(mib: int, rounds: int, scratch: Path) -> Iterator[dict[str, Any]]:
+def measured(epoch: Epoch, folder: Path, rounds: int) -> list[tuple[float, ...]]:
+    """Return the figures of each round. There are none where a way's library is not installed."""
+    found: list[tuple[float, ...]] = []
+    with suppress(ImportError):
+        next(epoch(folder))  # the index is made once, and so is what peers prepare
+        for _ in range(rounds):
+            forget(folder)
+            disk = rates(sequential, folder)[0]
+            forget(folder)
+            cold = rates(epoch, folder)[0]
+            plain = rates(sequential, folder)[0]
+            warm, per_cpu = rates(epoch, folder)
+            found.append((cold, 100 * cold / disk, warm, 100 * warm / plain, per_cpu))
+    return found
+
+
+def apart(*arguments: Any) -> list[tuple[float, ...]]:
+    """Return what :func:`measured` does, in a process of its own: what one way sets or keeps must not help others."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(measured, *arguments).result()
+
+
+def compare(mib: int, rounds: int, scratch: Path, kinds: list[str]) -> Iterator[dict[str, Any]]:
     """Print a line for each way, and yield its rows."""
     print(
         f"{'':30} {'cold':>14} {'of a read':>11} {'warm':>12} {'of a read':>10} {'MiB/CPU s':>10} {'samples/CPU s':>14}"
     )
-    for kind, (write, readers) in KINDS.items():
+    for kind in kinds:
+        write, readers = KINDS[kind]
         folder = scratch / kind
         folder.mkdir()
         try:
@@ -196,19 +222,9 @@ def compare(mib: int, rounds: int, scratch: Path) -> Iterator[dict[str, Any]]:
             print(f"{kind:9} not run: {error.name} is not installed")
             continue
         for name, epoch in readers.items():
-            found = []
-            try:
-                next(epoch(folder))  # the index is made once, and so is what peers prepare
-                for _ in range(rounds):
-                    forget(folder)
-                    disk = rates(sequential, folder)[0]
-                    forget(folder)
-                    cold = rates(epoch, folder)[0]
-                    plain = rates(sequential, folder)[0]
-                    warm, per_cpu = rates(epoch, folder)
-                    found.append((cold, 100 * cold / disk, warm, 100 * warm / plain, per_cpu))
-            except ImportError as error:
-                print(f"{kind:9} {name:20} not run: {error.name} is not installed")
+            found = apart(epoch, folder, rounds)
+            if not found:
+                print(f"{kind:9} {name:20} not run: it is not installed")
                 continue
             columns = [*zip(*found, strict=True)]
             for (what, unit, better), column in zip(FIGURES, columns, strict=True):
@@ -254,6 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=10**8)
     parser.add_argument("--peers", type=Path)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
     record.add_option(parser)
     args = parser.parse_args()
     if args.peers is not None:
@@ -262,7 +279,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = scratch  # no index of an earlier run
         os.environ["HF_HOME"] = scratch
         folder = Path(scratch).resolve()
-        record.write(args.json, [*index(args.rows, folder), *compare(args.mib, args.rounds, folder)])
+        record.write(args.json, [*index(args.rows, folder), *compare(args.mib, args.rounds, folder, args.kinds)])
 
 
 if __name__ == "__main__":

@@ -333,10 +333,9 @@ def _source(
     reader = (BatchReader if in_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
-    # Tensors in memory draw nothing, and saving the generators takes 0.1 ms. Where samples are loaded one by one, which
+    # Whole batches draw nothing, and saving the generators takes 0.1 ms. Where samples are loaded one by one, which
     # ``skips`` may lead to, the reader seeds the generators.
-    draws = skips or not in_batches or _uses_workers(dataset)
-    source: Source = InlineSource(reader, sampler, draws=draws)
+    source: Source = InlineSource(reader, sampler, draws=skips or not in_batches)
     if workers > 0 and _uses_workers(dataset):
         source = WorkerSource(reader, sampler, workers=workers, pin=device.type != "cpu")
     return _DeviceSource(source, device, reader.finish)

@@ -144,6 +144,33 @@ def test_row_groups_of_later_batches_are_read_ahead_by_threads(folder: Path, mon
     assert len({(name, block) for name, block, _ in opened}) == 12
 
 
+def test_the_kernel_is_asked_for_the_wanted_columns_of_what_every_lane_reads_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    plain_advise = os.posix_fadvise
+
+    def spying(fd: int, begin: int, length: int, advice: int) -> None:
+        plain_advise(fd, begin, length, advice)
+        asked.append((begin, length))
+
+    monkeypatch.setattr(os, "posix_fadvise", spying)
+    monkeypatch.setattr(blocks, "AHEAD", 1)
+    data = ShardedData(folder, columns=["id"], lanes=6)
+    order = data.block_order(0, 12)
+    following = order.following(0, 12)
+    for _ in range(2):  # a block is asked for once
+        data.read_ahead(order, BatchPart(order.at(np.arange(12)), 0, 12))
+    wait_for(lambda: len(asked) >= len(following) - 1, 5, "all but the one that is read")
+    assert len(asked) == len(following) - 1 > 1
+    footers = [pq.read_metadata(path) for path in folder.rglob("*.parquet")]
+    groups = [footer.row_group(number) for footer in footers for number in range(footer.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    ids = [chunk for chunk in chunks if chunk.path_in_schema == "id"]
+    begins = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in ids]
+    assert {*asked} <= {*zip(begins, [chunk.total_compressed_size for chunk in ids], strict=True)}
+
+
 def test_a_worker_does_not_wait_for_what_its_parent_had_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, begun = ShardedData(folder, columns=["id"], lanes=2), threading.Event()
     release, plain_open = threading.Event(), ParquetFormat.open

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from toolkit.base.errors import JobFailedError
 from toolkit.plugins.shards.index import OpenBlock, ShardFormat, ShardIndex
@@ -15,6 +16,8 @@ from toolkit.plugins.shards.index import OpenBlock, ShardFormat, ShardIndex
 READERS = 4
 #: Blocks that are read ahead of their use.
 AHEAD = 4
+#: By glibc's number of each (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD): what its allocator keeps of freed memory.
+KEPT_BYTES = {-1: 128 << 20, -3: 32 << 20}
 #: An open block is dropped when so many samples were read since a sample of it was.
 KEPT_SAMPLES = 1024
 
@@ -24,10 +27,12 @@ class BlockReader:
 
     def __init__(self, index: ShardIndex, kind: ShardFormat, columns: tuple[str, ...]) -> None:
         self._index, self._format, self._columns = index, kind, columns
+        keep_freed_memory()
         self._samples = 0
         self.keep(0)
         self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
         self._coming: dict[int, Future[OpenBlock | Exception]] = {}
+        self._asked: set[int] = set()
         self._pid = 0
 
     def keep(self, samples: int) -> None:
@@ -35,7 +40,11 @@ class BlockReader:
         self._kept = max(samples, KEPT_SAMPLES)
 
     def read_ahead(self, needed: Sequence[int], following: Sequence[int]) -> None:
-        """Begin to read the blocks ``needed`` next and the first of those ``following``. Drop others begun before."""
+        """Begin to read the blocks ``needed`` next and the first of those ``following``. Drop others begun before.
+
+        The kernel is asked to read the rest of those following: lanes change their blocks at nearly the same time, and
+        the disk would have nothing to do between.
+        """
         self._forget_parent()
         wanted = [*needed, *following[:AHEAD]]
         begun = {number: read for number, read in self._coming.items() if number in {*needed, *following}}
@@ -44,6 +53,10 @@ class BlockReader:
                 read.cancel()
         new = [number for number in wanted if number not in self._open and number not in begun]
         self._coming = begun | {number: self._readers.submit(self._loaded, number) for number in new}
+        for number in following[AHEAD:]:
+            if number not in self._asked:
+                self._readers.submit(self._ask, number)
+        self._asked = {*following}
 
     def has(self, number: int) -> bool:
         """True if a block is in use."""
@@ -78,6 +91,14 @@ class BlockReader:
             raise opened.with_traceback(None)  # so that each sample of a damaged block does not read it again
         return opened
 
+    def _ask(self, number: int) -> None:
+        """Ask the kernel to read a block into its page cache. Errors are left for the read."""
+        file, block = self._index.block_of(number)
+        path = self._index.root / file.name
+        with suppress(Exception), path.open("rb", buffering=0) as opened:
+            for begin, length in self._format.pieces(path, file, block, self._columns):
+                os.posix_fadvise(opened.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+
     def _loaded(self, number: int) -> OpenBlock | Exception:
         file, block = self._index.block_of(number)
         path = self._index.root / file.name
@@ -94,5 +115,16 @@ class BlockReader:
     def _forget_parent(self) -> None:
         """Begin anew in a forked process. A fork has none of its parent's threads, and would wait for them for ever."""
         if self._pid != os.getpid():
-            self._pid, self._coming = os.getpid(), {}
+            self._pid, self._coming, self._asked = os.getpid(), {}, set()
             self._readers = ThreadPoolExecutor(READERS, "shards")
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep the memory of dropped batches for the next ones.
+
+    By default it gives that back, and page faults then take longer than the copy into the batch.
+    """
+    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+        with suppress(AttributeError):  # another C library
+            for what, size in KEPT_BYTES.items():
+                ctypes.CDLL(None).mallopt(what, size)

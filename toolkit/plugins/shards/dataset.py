@@ -18,7 +18,7 @@ from toolkit.data.permutation import Indices
 from toolkit.data.sampler import BatchPart, Order
 from toolkit.data.workers import stacked
 from toolkit.plugins.shards.blocks import BlockReader
-from toolkit.plugins.shards.index import REFUSED, ShardFormat, ShardIndex, index_of, shard_names
+from toolkit.plugins.shards.index import REFUSED, OpenBlock, ShardFormat, ShardIndex, index_of, shard_names
 from toolkit.plugins.shards.mds import MdsFormat
 from toolkit.plugins.shards.order import BlockOrder
 from toolkit.plugins.shards.parquet import ParquetFormat
@@ -73,17 +73,28 @@ class ShardedData:
 
     def batch(self, indices: Indices) -> Any:
         """Return samples ``indices`` (n,) by column, stacked. Raises as :meth:`__getitem__` does."""
-        block = self._index.blocks_at(indices)
-        # Group the samples by block, so that each block is opened once.
-        by_block = np.argsort(block, kind="stable")
-        groups = [group for group in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if group.size]
-        pieces = []
-        for group in groups:
-            one = int(block[group[0]])
-            inside = indices[group] - self._index.starts[one]
-            with self._blocks.opened(one, len(group)) as opened:
-                pieces.append(opened.rows(inside))
+        pieces: list[dict[str, Any]] = []
+        groups: list[Indices] = []
+
+        def take(opened: OpenBlock, numbers: Indices, places: Indices) -> None:
+            pieces.append(opened.rows(numbers))
+            groups.append(places)
+
+        self._each_block(indices, take)
         return {name: _joined(name, [piece[name] for piece in pieces], groups) for name in self.columns}
+
+    def _each_block(self, indices: Indices, take: Callable[[OpenBlock, Indices, Indices], None]) -> None:
+        """Call ``take(block, numbers, places)`` for each block with samples ``indices`` (n,).
+
+        They are samples ``numbers`` of the block, and belong to ``places`` of the batch.
+        """
+        blocks = self._index.blocks_at(indices)
+        by_block = np.argsort(blocks, kind="stable")
+        blocks, inside = blocks[by_block], (indices - self._index.starts[blocks])[by_block]
+        firsts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist()] if len(blocks) else []
+        for first, stop in zip(firsts, [*firsts[1:], len(blocks)], strict=True):
+            with self._blocks.opened(int(blocks[first]), stop - first) as opened:
+                take(opened, inside[first:stop], by_block[first:stop])
 
     def map(self, transform: Callable[[Any], Any]) -> MappedData:
         """Return the data set of ``transform(sample)``, which may draw random numbers. Each sample has its own seed."""
@@ -187,9 +198,9 @@ def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
         return torch.from_numpy(joined)
     values: list[Any] = [None] * size
     for piece, group in zip(pieces, groups, strict=True):
-        for value, place in zip(piece, group.tolist(), strict=True):
-            is_numpys = isinstance(value, (np.ndarray, np.generic))
-            values[place] = torch.from_numpy(np.array(value)) if is_numpys else value
-    if all(isinstance(value, (str, bytes)) for value in values):
+        parts = torch.from_numpy(piece) if isinstance(piece, np.ndarray) else piece
+        for value, place in zip(parts, group.tolist(), strict=True):
+            values[place] = value
+    if {*map(type, values)} <= {str, bytes}:
         return values
     return stacked([{name: value} for value in values])[name]

@@ -91,6 +91,9 @@ class ShardFormat(Protocol):
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> OpenBlock:
         """Read a block. Raises any error for one that is damaged."""
 
+    def pieces(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Return the offset and length of each part of the file that :meth:`open` reads."""
+
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         """Return the name of a block for messages, such as ``row group 3``. With ``number``: of that sample in it."""
 

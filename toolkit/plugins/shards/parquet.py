@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -18,6 +19,8 @@ from toolkit.data.permutation import Indices
 from toolkit.plugins.shards.index import Scan, Schema, ShardFile
 
 MAGIC = b"PAR1"
+#: Footers that are kept: to read one anew for each of a file's row groups takes longer than a small group.
+FOOTERS = 64
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -33,6 +36,7 @@ class ParquetFormat:
                 "Parquet shards need pyarrow: pip install 'slurm-batch-toolkit[shards]', on the compute nodes' Python"
             ) from error
         self._parquet: Any = pyarrow.parquet
+        self._footers = lru_cache(FOOTERS)(self._footer)
         self._partitions: dict[str, type] = {}
 
     def scan(self, path: Path) -> Scan:
@@ -69,7 +73,8 @@ class ParquetFormat:
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> ParquetBlock:
         stored = [name for name, _ in file.scan.schema if name in columns]
         # No threads: workers are forked, and ranks share the cores.
-        with self._parquet.ParquetFile(path, page_checksum_verification=True) as reader:
+        footer = self._footers(path, file.mtime_ns)
+        with self._parquet.ParquetFile(path, metadata=footer, page_checksum_verification=True) as reader:
             table = reader.read_row_group(block, columns=stored, use_threads=False)
         count = int(file.scan.rows[block])
         if table.num_rows != count:
@@ -79,6 +84,17 @@ class ParquetFormat:
             is_int = self._partitions.get(name) is int
             values[name] = np.full(count, int(value)) if is_int and value is not None else [value] * count
         return ParquetBlock({name: values[name] for name in columns})
+
+    def pieces(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+        group, found = self._footers(path, file.mtime_ns).row_group(block), []
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema.split(".")[0] in columns:
+                begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+                found.append((begin, chunk.total_compressed_size))
+        return found
+
+    def _footer(self, path: Path, mtime_ns: int) -> Any:
+        return self._parquet.read_metadata(path)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         return f"row group {block}" if number is None else f"row {number} of row group {block}"
@@ -111,8 +127,14 @@ class ArrowTexts:
         self._values, self._are_bytes = memoryview(values or b""), are_bytes
 
     def __getitem__(self, number: int) -> str | bytes:
-        part = self._values[self._ends[number] : self._ends[number + 1]]
-        return bytes(part) if self._are_bytes else str(part, "utf-8")
+        return self.some(np.array([number]))[0]
+
+    def some(self, numbers: Indices) -> list[str | bytes]:
+        """Return the values ``numbers`` (n,)."""
+        parts = zip(self._ends[numbers].tolist(), self._ends[numbers + 1].tolist(), strict=True)
+        if self._are_bytes:
+            return [self._values[begin:end].tobytes() for begin, end in parts]
+        return [str(self._values[begin:end], "utf-8") for begin, end in parts]
 
 
 class WithNulls:
@@ -136,12 +158,15 @@ class ParquetBlock:
         return {name: _value(column, number) for name, column in self._columns.items()}
 
     def rows(self, numbers: Indices) -> dict[str, Any]:
-        return {
-            name: column[numbers]
-            if isinstance(column, np.ndarray)
-            else [_value(column, number) for number in numbers.tolist()]
-            for name, column in self._columns.items()
-        }
+        return {name: _values_of(column, numbers) for name, column in self._columns.items()}
+
+
+def _values_of(column: Any, numbers: Indices) -> Any:
+    if isinstance(column, np.ndarray):
+        return column[numbers]
+    if isinstance(column, ArrowTexts):
+        return column.some(numbers)
+    return [_value(column, number) for number in numbers.tolist()]
 
 
 def _value(column: Any, number: int) -> Any:

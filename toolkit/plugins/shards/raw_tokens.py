@@ -42,12 +42,14 @@ class RawTokenFormat(runs.RunsFormat):
         rows = [self._per_block] * whole + [rest] * bool(rest)
         return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), runs.digest_of(path))
 
-    def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
+    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
         first, stop = runs.samples_of(file, block)
         width = self._length * self._dtype.itemsize
+        return first * width, stop * width + self._dtype.itemsize
+
+    def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
         opened = RawTokenBlock()
-        content = self.read(opened, path, first * width, stop * width + self._dtype.itemsize)
-        tokens = np.frombuffer(content, self._dtype)
+        tokens = np.frombuffer(self.read(opened, path, *self.span(file, block)), self._dtype)
         opened.windows = np.lib.stride_tricks.sliding_window_view(tokens, self._length + 1)[:: self._length]
         return opened
 
@@ -82,6 +84,7 @@ class RawTokens(ShardedData):
             raise ConfigError(f"dtype: {dtype} is no kind of tokens; use {' or '.join(DTYPES)}")
         if length < 1 or lanes < 1:
             raise ConfigError(f"length: {length}, lanes: {lanes}: each must be 1 or more")
+        self._length = length
         self._setup(catalog.data_root(None if root is None else str(root)), RawTokenFormat(length, dtype), None, lanes)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -93,6 +96,12 @@ class RawTokens(ShardedData):
 
         The target of a token is the one that follows it.
         """
-        # As late as here: int64 takes up to four times the memory.
-        tokens = super().batch(indices)["tokens"].to(torch.int64)
-        return tokens[:, :-1], tokens[:, 1:]
+        tokens = np.empty((len(indices), self._length + 1), np.int64)
+
+        def take(opened: Any, numbers: Indices, places: Indices) -> None:
+            # As late as here: int64 takes up to four times the memory.
+            tokens[places] = opened.windows[numbers]
+
+        self._each_block(indices, take)
+        found = torch.from_numpy(tokens)
+        return found[:, :-1], found[:, 1:]

@@ -49,6 +49,17 @@ class RunsFormat:
         first, stop = samples_of(file, block)
         return f"{self.sample}s {first} to {stop - 1}" if number is None else f"{self.sample} {first + number}"
 
+    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
+        """Return where a block begins and ends in its file."""
+        first, stop = samples_of(file, block)
+        begins = file.scan.details["begins"]
+        return int(begins[first]), int(begins[stop])
+
+    def pieces(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Return the offset and length of the block. The columns of a sample lie together."""
+        begin, end = self.span(file, block)
+        return [(begin, end - begin)]
+
     def read(self, owner: object, path: Path, begin: int, end: int) -> memoryview:
         """Return the bytes from ``begin`` to ``end``, valid while ``owner`` lives. Raises ValueError as ``read``."""
         try:
@@ -106,10 +117,9 @@ class RunBlock(ABC):
     """A run of samples in memory, where the scan has found the offsets ``begins``."""
 
     def __init__(self, kind: RunsFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:
-        self.first, stop = samples_of(file, block)
-        begins = file.scan.details["begins"]
-        self.base = int(begins[self.first])
-        self.content = kind.read(self, path, self.base, int(begins[stop]))
+        self.first, self.stop = samples_of(file, block)
+        self.base, end = kind.span(file, block)
+        self.content = kind.read(self, path, self.base, end)
         self.file, self.columns = file, columns
 
     @abstractmethod

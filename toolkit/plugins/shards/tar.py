@@ -115,14 +115,21 @@ def _schema(keys: list[str], kinds: Any, owners: Indices) -> Schema:
 class TarBlock(runs.RunBlock):
     """A run of samples of a tar, in memory."""
 
+    def __init__(self, kind: TarFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:
+        super().__init__(kind, path, file, block, columns)
+        details = file.scan.details
+        self._keys = details["keys"][self.first : self.stop]
+        inside = slice(*details["firsts"][[self.first, self.stop]].tolist())
+        kinds, members = details["kinds"][inside], details["members"][inside, 1:]
+        members = np.stack([members[:, 0] - self.base, members[:, 0] - self.base + members[:, 1]], 1)
+        # Every sample has one member of each column: the schema has refused others.
+        self._members = {name: members[kinds == name.encode()] for name in columns if name != KEY}
+
     def row(self, number: int) -> dict[str, Any]:
-        details, sample = self.file.scan.details, self.first + number
-        found: dict[str, Any] = {KEY: details["keys"][sample].decode()}
-        first, stop = details["firsts"][sample : sample + 2].tolist()
-        kinds = details["kinds"][first:stop].tolist()
-        places = details["members"][first:stop].tolist()
-        for kind, (_, begin, size) in zip(kinds, places, strict=True):
-            name, at = kind.decode(), begin - self.base
-            if name in self.columns:
-                found[name] = bytes(self.content[at : at + size])
+        return {name: values[0] for name, values in self.rows(np.array([number])).items()}
+
+    def rows(self, numbers: Indices) -> dict[str, Any]:
+        found: dict[str, Any] = {KEY: [key.decode() for key in self._keys[numbers].tolist()]}
+        for name, members in self._members.items():
+            found[name] = [self.content[begin:end].tobytes() for begin, end in members[numbers].tolist()]
         return {name: found[name] for name in self.columns}
