@@ -97,6 +97,7 @@ def test_a_silent_agent_is_known_by_its_host_until_it_speaks_again(tmp_path: Pat
     await_true(lambda: bool(site.agents.links.hosts))
     os.kill(site.agent, signal.SIGSTOP)
     await_true(lambda: site.agents.silent_hosts == {"here"})
+    assert not site.agents.unsure_hosts, "the node lives: its kernel acknowledges heartbeats"
     os.kill(site.agent, signal.SIGCONT)
     await_true(lambda: not site.agents.silent_hosts)
     site.agents.close()

@@ -24,6 +24,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "inference": ("after", "checkpoints", "init_from"),
     "pipeline": ("tokens",),
     "report": ("monitor", "why"),
+    "site": ("spares",),
     "sweep": ("after", "completion", "disk", "inference", "logs", "why"),
     "tensor": ("tokens",),
     "watch": ("sweep",),

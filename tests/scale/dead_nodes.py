@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from tests.scale import Curve
 from tests.waiting import wait_for
-from toolkit.slurm.reachable import answers, unreachable
+from toolkit.plugins.spares.batch_host_watch import answers
+from toolkit.slurm.reachable import unreachable
 
 HERE = "127.0.0.1"
 

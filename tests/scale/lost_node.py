@@ -48,7 +48,7 @@ def end(nodes: int) -> Mapping[str, float]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(beginning, "refuse_too_many_ranks"),
         patch.object(attempt_loop, "ERROR_REPORTS_S", 0.01),
-        patch.object(slurm_job, "unreachable", lambda hosts, port, here: set()),
+        patch.object(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set()),
         patch.object(attempt_loop.log, "error"),
     ):
         run = rundir.create("scale", Path(folder))

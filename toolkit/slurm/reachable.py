@@ -18,6 +18,8 @@ from toolkit.base import open_files
 
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0
+#: A host that does not answer is asked again after this time: a single packet may be lost. More hosts, less often.
+AGAIN_S, HOSTS_AGAIN = 0.1, 32
 DEFAULT_SLURMD_PORT = 6818
 #: Threads that look names up, and the seconds that all look-ups together may take.
 LOOK_UPS, LOOK_UP_S = 32, 10.0
@@ -61,15 +63,6 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
     return silent - there if here in there else set()
 
 
-def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
-    """True if ``host`` accepts a connection on ``port``."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s):
-            return True
-    except OSError:
-        return False
-
-
 def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.AddressFamily, Any]]]:
     """Return the addresses of each name, none for a name that does not exist.
 
@@ -108,33 +101,46 @@ def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set
 
     The latter refuse it or do not answer. A host that could not be asked is in neither set.
     """
-    there, silent = set[str](), set[str]()
+    there, asked, waiting = set[str](), set[str](), dict[str, set[Question]]()
+    for question in questions:
+        waiting.setdefault(question[0], set()).add(question)
 
-    def note(host: str, error: int | None) -> None:
+    def note(question: Question, error: int) -> None:
+        host = question[0]
+        if error not in _OURS:
+            asked.add(host)
         if error == 0:
             there.add(host)
-        elif error not in _OURS:
-            silent.add(host)
+            waiting.pop(host, None)
+        elif error == errno.ECONNREFUSED and host in waiting:
+            waiting[host].discard(question)
+            if not waiting[host]:
+                del waiting[host]
 
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        # Start all connections without waiting for any.
-        for host, family, address in questions:
-            try:
-                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
-                error: int | None = connection.connect_ex(address)
-            except OSError as failure:  # no descriptor is left, or this machine has no such family
-                error = errno.EMFILE if failure.errno is None else failure.errno
-            if error == errno.EINPROGRESS:
-                selector.register(connection, selectors.EVENT_WRITE, host)
-            else:
-                note(host, error)
-        # Collect the outcomes until the deadline; what is still open then is silent.
-        deadline = time.monotonic() + timeout_s
-        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
+        now = next_round = time.monotonic()
+        deadline, every_s = now + timeout_s, AGAIN_S * max(1.0, len(questions) / HOSTS_AGAIN)
+        while waiting and now < deadline:
+            if now >= next_round:
+                next_round = now + every_s
+                # Start all connections without waiting for any.
+                for question in [question for open_ones in waiting.values() for question in open_ones]:
+                    host, family, address = question
+                    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+                    try:
+                        connection = stack.enter_context(socket.socket(family, kind))
+                        error = connection.connect_ex(address)
+                    except OSError as failure:  # no descriptor is left, or this machine has no such family
+                        error = errno.EMFILE if failure.errno is None else failure.errno
+                    if error == errno.EINPROGRESS:
+                        asked.add(host)
+                        selector.register(connection, selectors.EVENT_WRITE, question)
+                    else:
+                        note(question, error)
+            for key, _ in selector.select(max(0.0, min(next_round, deadline) - time.monotonic())):
                 selector.unregister(key.fileobj)
                 assert isinstance(key.fileobj, socket.socket)
                 note(key.data, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        silent |= {key.data for key in selector.get_map().values()}
-    return there, silent
+            now = time.monotonic()
+    return there, asked - there

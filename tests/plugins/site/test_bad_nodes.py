@@ -61,7 +61,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     all nodes of an attempt that was being killed. The death itself may be why other ranks crash. Where the batch host
     is bad, rank 0 is on another node."""
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
-    monkeypatch.setattr(AGENTS, "silent_hosts", frozenset())
+    monkeypatch.setattr(AGENTS, "unsure_hosts", frozenset())
     allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
     preflight.bad = {} if first == "node1" else {"node1": "its disk is full"}
 
@@ -70,7 +70,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
         if is_killed:
             ranks.events.put(RanksExited((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
         else:
-            AGENTS.silent_hosts = frozenset({"dead"})
+            AGENTS.unsure_hosts = frozenset({"dead"})
 
     config = JobConfig()
     config.cluster.spare_nodes = 2
@@ -158,7 +158,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
     run: RunDir, slurm: FakeSlurm, preflight: Preflight, monkeypatch: pytest.MonkeyPatch, is_dead: bool
 ) -> None:
     preflight.unknown = ("node2",)
-    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set(hosts) if is_dead else set())
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
     assert run.attempts()[0].nodes == ("node1", "node3" if is_dead else "node2")
     assert list(run.status().bad_nodes) == (["node2"] if is_dead else [])

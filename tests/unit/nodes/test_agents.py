@@ -397,7 +397,9 @@ def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp
     """They start at the same moment. Before, all but 256 were refused at once, and their nodes had no agents."""
     listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
     came: SimpleQueue[str] = SimpleQueue()
-    listener: Any = SimpleNamespace(agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None)
+    listener: Any = SimpleNamespace(
+        heartbeat_s=1.0, agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None
+    )
     listener.admits = lambda *_: True
     links = agent_links.AgentLinks(listening, secret, listener, hosts)
     links.start()
@@ -419,7 +421,9 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links(
     listening, secret = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(32)
     happened: SimpleQueue[Any] = SimpleQueue()
     is_busy, gate = Event(), Event()
-    listener: Any = SimpleNamespace(admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None)
+    listener: Any = SimpleNamespace(
+        heartbeat_s=1.0, admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None
+    )
     listener.take_message = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
     listener.agent_left, listener.broke = lambda host, _: happened.put(host), happened.put
     links = agent_links.AgentLinks(listening, secret, listener, 2)

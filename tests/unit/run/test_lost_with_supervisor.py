@@ -105,7 +105,7 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
 ) -> None:
     """They die before, while or after the other agents connect to the next supervisor."""
     monkeypatch.setattr(agent_launcher, "RETURN_WITHIN_S", 0.2)
-    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: {*hosts} & {*dead})
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: {*hosts} & {*dead})
     leave(run, nodes=used)
     config = JobConfig()
     config.cluster.spare_nodes, config.retry.allow_fewer_nodes = 1, fewer

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,8 @@ class NodeAgents:
     """The agents of the nodes. They answer no request."""
 
     silent_hosts: frozenset[str] = frozenset()
+    unsure_hosts: frozenset[str] = frozenset()
+    heartbeat_s = 1.0
     heard_hosts: frozenset[str] = frozenset()
     sick_hosts: Mapping[str, str] = {}
     usages: Mapping[tuple[str, float], Message] = {}
@@ -135,6 +138,10 @@ class NodeAgents:
     has_torch: Mapping[str, bool] = {}
 
     def ask_for_unanswered(self) -> None: ...
+
+    @property
+    def links(self) -> Any:
+        return SimpleNamespace(last_sign=lambda host: 0.0)
 
     def host_at(self, address: str) -> str | None: ...
 
@@ -683,7 +690,7 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
 #: The hooks that a supervisor asks, and without which it makes a run complete.
 MAY_FAIL = (
     *("watch_attempt", "investigate_hangs", "job_usage", "prepare_nodes", "check_nodes"),
-    *("run_ended", "doubtful_nodes", "efficiency"),
+    *("run_ended", "doubtful_nodes", "efficiency", "dead_nodes"),
 )
 
 

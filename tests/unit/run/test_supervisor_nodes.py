@@ -63,7 +63,7 @@ def slurm() -> FakeSlurm:
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all nodes but ``dead`` answer."""
-    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set(hosts) & {"dead"})
 
 
 class PlayedAgents(NodeAgents):
@@ -130,7 +130,7 @@ class UnheardKill(Ranks):
     """Ranks of which one is on ``dead``. Its end is never reported."""
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        AGENTS.silent_hosts = frozenset({"dead"})
+        AGENTS.unsure_hosts = frozenset({"dead"})
         living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
         self.events.put(RanksExited(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
 

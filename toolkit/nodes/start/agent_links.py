@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 STRANGER_S = 10.0
 #: Unproved connections beside one of each agent that may connect; more are closed at once.
 MAX_STRANGERS = 256
-LOOK_EVERY_S = 1.0
+#: Where ``tcpi_last_ack_recv`` stands in ``tcp_info`` of linux/tcp.h: ms since the other end's last segment.
+_LAST_ACK = struct.Struct("=56xI")
 
 log = logs.get(__name__)
 
@@ -108,10 +111,25 @@ class AgentLinks:
         now = time.monotonic()
         return [host for host, peer in self._peers.items() if now - peer.heard > bound_s]
 
+    def last_sign(self, host: str) -> float:
+        """Return when anything last came from ``host``, by time.monotonic(); in any thread.
+
+        Its kernel acknowledges heartbeats also while the agent waits for a CPU. Infinite without a connection.
+        """
+        peer = self._peers.get(host)
+        if peer is None:
+            return math.inf
+        try:
+            info = peer.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        except OSError:  # it has just been closed
+            return peer.heard
+        (silent_ms,) = _LAST_ACK.unpack(info)
+        return max(peer.heard, time.monotonic() - float(silent_ms) / 1000)
+
     def _serve(self) -> None:
         try:
             while not self._is_closed:
-                for key, ready in self._selector.select(LOOK_EVERY_S):
+                for key, ready in self._selector.select(self._listener.heartbeat_s):
                     if not isinstance(key.data, _Peer):
                         key.data()
                     elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select

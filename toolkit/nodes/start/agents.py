@@ -121,6 +121,8 @@ STANDS_WITHIN_S = 120.0
 #: An agent that sends nothing for this long is replaced, also if its node answers: it may be stopped (SIGSTOP).
 #: A network may be away for half a minute, and a file server that the agent waits for somewhat longer.
 UNHEARD_S = 120.0
+#: The time between two heartbeats where a lost node can be replaced, and how many are sent in a second at most.
+QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
 #: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
 
@@ -197,10 +199,11 @@ class AgentUser:
 class Agents:
     """One agent on each node of the job.
 
-    ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. ``sick_hosts`` tells
-    what is wrong with a node, ``usages`` what the job uses there, as its monitor has sent it. With ``watch_command``
-    each agent but that of the batch host runs the command that it returns for the address and the port at which the
-    agents are awaited. It watches the batch host.
+    ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. Not even the kernels
+    of ``unsure_hosts`` have answered the last two heartbeats. ``sick_hosts`` tells what is wrong with a node,
+    ``usages`` what the job uses there, as its monitor has sent it. ``watch_command`` is there where nodes can be
+    replaced: each agent but that of the batch host runs the command that it returns for the address and the port at
+    which the agents are awaited. It watches the batch host.
     """
 
     def __init__(
@@ -222,6 +225,8 @@ class Agents:
         self._numbers = itertools.count(time.time_ns())
         self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
+        least_s = HEARTBEAT_S if watch_command is None else QUICK_HEARTBEAT_S
+        self.heartbeat_s = min(HEARTBEAT_S, max(least_s, len(allocation.hosts) / HEARTBEATS_A_SECOND))
         self._next_heartbeat = 0.0
         #: In which the nodes watch the batch host. Spares come first: they are idle.
         self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
@@ -229,6 +234,7 @@ class Agents:
         self._all_left = threading.Event()
         self.silent_hosts: frozenset[str] = frozenset()
         self.heard_hosts: frozenset[str] = frozenset()
+        self.unsure_hosts: frozenset[str] = frozenset()
         self.sick_hosts: Mapping[str, str] = {}
         self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
@@ -447,18 +453,21 @@ class Agents:
         self._events.put(error)
 
     def time_passed(self) -> None:
-        """Send heartbeats, and look who is silent or late. Called every second or more often."""
+        """Send heartbeats, and look who is silent or late. Called every ``heartbeat_s`` or more often."""
         now = time.monotonic()
         if now < self._next_heartbeat:
             return
         if now > self._next_heartbeat + SILENT_S:  # this process was stopped, perhaps with the whole job
             self.links.hear_all()
-        self._next_heartbeat = now + HEARTBEAT_S
+        self._next_heartbeat = now + self.heartbeat_s
         self.links.send_all({"do": "alive"})
         for host in self.links.silent(UNHEARD_S):
             self.links.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
         self.silent_hosts = frozenset(self.links.silent(SILENT_S))
         self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
+        since = now - 2.5 * self.heartbeat_s
+        quiet = self.links.silent(2.5 * self.heartbeat_s)
+        self.unsure_hosts = frozenset(host for host in quiet if self.links.last_sign(host) < since)
         # Agents that did not connect in time count as missing.
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
         self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)

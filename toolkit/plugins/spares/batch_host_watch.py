@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import EXCLUDE_S, take_back, to_exclude
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.reachable import answers
+from toolkit.slurm.reachable import TIMEOUT_S
 
 LOOK_EVERY_S = 2.0
 #: A supervisor that has written nothing for this long is checked by a connection.
@@ -46,6 +47,15 @@ ASK_SLURM_EVERY_S = 30.0
 LAST_LOOKS_EVERY_S = 1.0
 
 log = logs.get(__name__)
+
+
+def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
+    """True if ``host`` accepts a connection on ``port``."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,10 @@ class Nodes:
             return {*hosts} if len(usable) > 1 else set()
         return {host for host in hosts if left[self._shapes[host]] > wanted[self._shapes[host]]}
 
+    def can_lose(self, hosts: Collection[str]) -> bool:
+        """True if all of ``hosts`` could be lost, and the run go on in this job."""
+        return self._is_enough([host for host in self._usable() if host not in hosts])
+
     def plan(self) -> Allocation | None:
         """Return the nodes of the next attempt; None where too few are left.
 

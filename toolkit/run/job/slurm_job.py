@@ -13,7 +13,7 @@ from toolkit.base import logs, outages
 from toolkit.nodes.allocation import Allocation
 from toolkit.slurm.commands import Settings, SlurmCommands, settings_of
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.reachable import unreachable
+from toolkit.slurm.reachable import TIMEOUT_S, unreachable
 
 
 class JobFate(StrEnum):
@@ -159,9 +159,9 @@ class SlurmJob:
         row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", wait_s=0.0)
         return fate_of_row(row, 0) is JobFate.PREEMPTED
 
-    def unreachable(self, hosts: Sequence[str]) -> set[str]:
-        """Return those of ``hosts`` whose slurmd does not answer; may take seconds."""
-        return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0])
+    def unreachable(self, hosts: Sequence[str], timeout_s: float = TIMEOUT_S) -> set[str]:
+        """Return those of ``hosts`` whose slurmd does not answer within ``timeout_s``."""
+        return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0], timeout_s=timeout_s)
 
     def takes_limit_signal(self, number: signal.Signals) -> bool:
         """True for the signal of ``cluster.signal_delay_s``, if it comes at its time.

@@ -180,7 +180,7 @@ class AttemptLoop:
         self._watcher.ask("look", self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
-        self._care.look_for_dead(self._attempt)
+        self._care.dead.ask("look", self._attempt)
         self._care.look_for_ailing(self._attempt, self.stops)
         self.stops.leave_the_rest_to_slurm()
 
@@ -202,7 +202,7 @@ class AttemptLoop:
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
                 attempt.lose([host])
-                self._kill_soon(ERROR_REPORTS_S)
+                self._kill_soon(KILLED_TOGETHER_S)  # the cause is known
             case LaunchFailed():
                 self._take_launch_failed(event)
             case AllRanksEnded(exit_code):

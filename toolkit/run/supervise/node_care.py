@@ -1,15 +1,15 @@
-"""Looks for dead, drained and sick nodes while ranks work."""
+"""Looks for dead, drained and sick nodes while ranks work. A plugin looks for the dead ones."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
+from toolkit import registry
 from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError
-from toolkit.nodes.start.launcher import Events, NodeFailed
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.supervise.context import Context
@@ -22,8 +22,6 @@ log = logs.get(__name__)
 LONGEST_STEP_TO_MOVE_S = 30.0
 #: A run with less time than this until it stops for the time limit stays, too: the next start comes soon anyway.
 LEAST_TIME_TO_MOVE_S = 300.0
-#: Each question is a line in the log of a node's slurmd.
-ASK_DEAD_EVERY_S = 3.0
 #: The controller answers with every node of the cluster, so one question is asked for the whole job, and rarely.
 ASK_DRAINED_EVERY_S = 60.0
 
@@ -33,26 +31,11 @@ class NodeCare:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._dead: NodePoller | None = None
+        self.dead = registry.Guarded("dead_nodes", context)  #: puts a NodeFailed for each into the queue
         self._drained: NodePoller | None = None
         slurm = context.job.slurm
-        if slurm is not None:
-            self._dead = for_dead_nodes(context.events, slurm.available, context.job.unreachable)
-            if len(context.allocation.hosts) > 1:  # a job on one node cannot leave it
-                self._drained = for_drained_nodes(slurm.drained)
-
-    def look_for_dead(self, attempt: Attempt) -> None:
-        """Look for dead nodes where another node could take over.
-
-        Else Slurm requeues the job, and a network recovers.
-        """
-        context = self._context
-        if self._dead is None or context.agents is None:
-            return
-        # Also during a kill: a dead node never reports the end of its ranks.
-        elsewhere = {*attempt.plan.hosts} - {context.allocation.hosts[0]}
-        silent = context.agents.silent_hosts & elsewhere - attempt.lost_nodes
-        self._dead.look(context.nodes.dispensable(silent))
+        if slurm is not None and len(context.allocation.hosts) > 1:  # a job on one node cannot leave it
+            self._drained = for_drained_nodes(slurm.drained)
 
     def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
         """Ask the ranks to stop where good spares can replace drained or sick nodes. No step is lost by it."""
@@ -119,30 +102,6 @@ class NodePoller:
             self.found = self._ask(hosts)
         except SlurmError as error:  # a controller that does not answer changes nothing
             log.debug("Slurm does not say how the nodes are: %s", error)
-
-
-def for_dead_nodes(
-    events: Events,
-    is_connected: Callable[[], bool],
-    unreachable: Callable[[Sequence[str]], set[str]],
-    clock: Callable[[], float] = time.monotonic,
-) -> NodePoller:
-    """Return the poller that puts dead nodes into the queue as NodeFailed.
-
-    Slurm itself needs SlurmdTimeout for it, 300 s by default. Ask only about silent nodes, and only where another node
-    could take over: a network that is away for half a minute must not end a run that would be requeued for it.
-    ``is_connected`` tells whether Slurm's controller answers: if not, this node may be the one that is cut off.
-    ``unreachable`` returns the nodes that do not answer; it may take seconds.
-    """
-
-    def ask(hosts: list[str]) -> Mapping[str, str]:
-        missing = unreachable(hosts)
-        dead = sorted(missing) if missing and is_connected() else []
-        for host in dead:
-            events.put(NodeFailed(host))
-        return dict.fromkeys(dead, "does not answer")
-
-    return NodePoller(ask, ASK_DEAD_EVERY_S, clock, first=0.0)
 
 
 def for_drained_nodes(
