@@ -203,7 +203,7 @@ def made_where(
     devices = []
 
     def make() -> nn.Module:
-        devices.append(torch.get_default_device().type)
+        devices.append(torch.empty(()).device.type)
         torch.manual_seed(3 + 10 * session.rank)  # only rank 0's counts
         return model()
 

@@ -230,7 +230,7 @@ def made_where(session: Session, config: StrategyConfig) -> tuple[list[str], dic
     devices = []
 
     def make() -> nn.Module:
-        devices.append(torch.get_default_device().type)
+        devices.append(torch.empty(()).device.type)
         model = tied_llama()
         if devices[-1] != "meta":
             for parameter in model.parameters():

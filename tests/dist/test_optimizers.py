@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
@@ -66,7 +66,7 @@ def by_hand(name: str, model: nn.Module) -> list[Optimizer]:
     ]
     # Muon takes matrices only; the other groups stay with AdamW.
     if name == "muon":
-        muon = Muon(matrices, LR, decay, 0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(matrices, LR, decay, 0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
         return [muon, AdamW(split, LR, weight_decay=decay)]
     split.append({"params": matrices})
     if name == "path":

@@ -187,7 +187,7 @@ def held(session: Session) -> tuple[set[str], list[str]]:
     devices = []
 
     def model() -> nn.Module:
-        devices.append(torch.get_default_device().type)
+        devices.append(torch.empty(()).device.type)
         return plain_model()
 
     strategy = make(session, pipeline("1f1b", replicas=2), model, "adamw")

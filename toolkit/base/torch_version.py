@@ -16,12 +16,9 @@ from toolkit.base.errors import ConfigError
 
 OLDEST = (2, 6)
 #: The first torch that has what a key asks for.
-SINCE = {
-    "optim.name: muon": (2, 9),
-    "strategy.name: pipeline": (2, 8),  # with 2.6 its first step did not end
-}
+SINCE = {"optim.name: muon": (2, 9)}
 #: The first torch that shards weights without a GPU.
-SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero)", (2, 8)
+SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero; strategy.mesh.shards)", (2, 8)
 
 
 @cache

@@ -216,12 +216,9 @@ def check_torch(config: JobConfig) -> None:
     if config.job == FOREIGN_JOB:
         torch_version.refuse_older()
         return
-    asked = []
-    for what, since in torch_version.SINCE.items():
-        key, _, only = what.partition(": ")
-        if value_of(config, key) == only:
-            asked.append((what, since))
-    if config.strategy.name in ("fsdp", "zero") and not any(part.gpus_per_node for part in config.cluster.parts):
+    asked = [(what, since) for what, since in torch_version.SINCE.items() if _asks_for(config, what)]
+    shards = config.strategy.name in ("fsdp", "zero") or (config.strategy.mesh.shards or 1) > 1
+    if shards and not any(part.gpus_per_node for part in config.cluster.parts):
         asked.append(torch_version.SHARDS_ON_CPUS)
     torch_version.refuse_older(asked)
 
@@ -240,6 +237,12 @@ _HOOKS = {
 }
 
 
+def _asks_for(config: JobConfig, what: str) -> bool:
+    """True if the key ``what`` has another value than its default; of ``key: value`` if it has this one."""
+    key, _, only = what.partition(": ")
+    return bool(value_of(config, key) == only if only else value_of(config, key) != value_of(JobConfig(), key))
+
+
 def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
     """True if a job of ``nodes`` nodes goes on when one of them dies.
 
@@ -251,11 +254,8 @@ def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
 
 def _check_plugins(config: JobConfig) -> None:
     """Refuse what needs a plugin that is not installed. Raises ConfigError."""
-    defaults = JobConfig()
     for what, hook in _HOOKS.items():
-        key, _, only = what.partition(": ")
-        value = value_of(config, key)
-        if value == only or (not only and value != value_of(defaults, key)):
+        if _asks_for(config, what):
             registry.require(hook, what)
     cluster, strategy = config.cluster, config.strategy
     if may_lose_nodes(config, sum(part.nodes for part in cluster.parts) + cluster.spare_nodes):

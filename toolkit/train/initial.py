@@ -41,7 +41,7 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
     """
     model = build()
     freeze(model, config.freeze)
-    if torch.get_default_device().type == "meta":
+    if torch.empty(()).device.type == "meta":
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from tests.unit.train.test_optim import Language, settings_of
 from toolkit.base.errors import ConfigError
@@ -59,7 +59,7 @@ def test_muon_makes_the_steps_of_torchs_muon_and_adamw_bit_for_bit() -> None:
     hidden = [parameter for name, parameter in model.named_parameters() if name in HIDDEN]
     others = [parameter for name, parameter in model.named_parameters() if name not in HIDDEN]
     pair: list[Any] = [
-        Muon(hidden, 0.02, weight_decay=0.1, momentum=0.8, nesterov=False, **arguments),
+        torch.optim.Muon(hidden, 0.02, weight_decay=0.1, momentum=0.8, nesterov=False, **arguments),
         AdamW(others, 0.02, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
     ]
     expected = steps_of(model, lambda _: [each.step() for each in pair] and None)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
+from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError
 from toolkit.config import OptimConfig
 from toolkit.ranks.state import local
@@ -28,6 +29,9 @@ class MuonAndAdamW(AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, **options: Any) -> None:
+        torch_version.refuse_older([(what := "optim.name: muon", torch_version.SINCE[what])])
+        from torch.optim import Muon  # not in an older torch
+
         given: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", **config.arguments}
         given |= {"momentum": config.momentum, "nesterov": config.nesterov}
         given = {name: value for name, value in given.items() if value is not None}

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.base import logs
+from toolkit.base import logs, torch_version
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import MeshConfig, choose
 from toolkit.ranks.session import Session
@@ -59,6 +59,8 @@ class Shards(Layout):
         compression: str = "none",
         prefetch_blocks: int = 1,
     ) -> None:
+        if session.device.type == "cpu":
+            torch_version.refuse_older([torch_version.SHARDS_ON_CPUS])
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)
         self._session = session
