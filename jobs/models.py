@@ -60,8 +60,10 @@ def _torchvision(name: str, classes: int, shape: Shape, evaluated: Shape) -> nn.
 
     Its first convolution is fitted to the channels.
     """
-    catalogue: Any = import_module("torchvision.models")  # 4 s, which a job with a model of its own need not pay
-
+    try:
+        catalogue: Any = import_module("torchvision.models")  # 4 s, which a job with a model of its own need not pay
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.name: {name} needs torchvision: pip install 'slurm-batch-toolkit[images]'") from error
     names = catalogue.list_models(module=catalogue)
     if name not in names:
         raise ConfigError(f"model.name: there is no {name!r}; valid: {', '.join([*_OWN, *names])}")

@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from toolkit.base.errors import ConfigError
 
 OLDEST = (2, 6)
-#: The first torch that has what a key asks for.
-SINCE = {"optim.name: muon": (2, 9)}
-#: The first torch that shards weights without a GPU.
-SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero; strategy.mesh.shards)", (2, 8)
+#: What an older torch lacks, and the first one that has it.
+MUON = "optim.name: muon", (2, 9)
+#: Over gloo older ones sum gradients where FSDP asks for the mean.
+SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero; strategy.mesh.shards)", (2, 9)
 
 
 @cache
@@ -30,12 +30,13 @@ def installed() -> str | None:
         return None
 
 
-def refuse_missing() -> None:
-    """Raise ConfigError where this Python has no torch."""
-    if installed() is None and "torch" not in sys.modules and find_spec("torch") is None:
+def refuse_missing(package: str = "torch", what: str = "the ranks", extra: str | None = None) -> None:
+    """Raise ConfigError where this Python lacks a package, which an ``extra`` of the toolkit installs."""
+    if sys.modules.get(package) is None and find_spec(package) is None:
+        how = f"pip install 'slurm-batch-toolkit[{extra}]'" if extra else "install one that is built for the nodes"
         raise ConfigError(
-            f"torch is not installed for {sys.executable}, and the ranks need it: install one that is built for the "
-            "nodes (docs/site.md), or start this from the Python that has it"
+            f"{package} is not installed for {sys.executable}, and {what} need it: {how} (docs/site.md), or start this "
+            "from the Python that has it"
         )
 
 

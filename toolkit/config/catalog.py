@@ -40,6 +40,7 @@ class Entry:
     names: tuple[str, ...] = ()
     check: Callable[[DataConfig], None] | None = None
     fetch: str | None = None
+    package: tuple[str, str, str] | None = None  #: what it needs, as :func:`~.torch_version.refuse_missing` takes it
 
 
 DIGITS = Entry((1, 8, 8), "toolkit.data.datasets:digits")

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit import registry
 from toolkit.base import fsio, secret_values, torch_version
 from toolkit.base.errors import ConfigError, DataMissingError
-from toolkit.config.catalog import check_datasets, data_root
+from toolkit.config.catalog import check_datasets, data_root, entry_of
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
@@ -216,11 +216,13 @@ def check_torch(config: JobConfig) -> None:
     if config.job == FOREIGN_JOB:
         torch_version.refuse_older()
         return
-    asked = [(what, since) for what, since in torch_version.SINCE.items() if _asks_for(config, what)]
+    asked = [torch_version.MUON] if config.optim.name == "muon" else []
     shards = config.strategy.name in ("fsdp", "zero") or (config.strategy.mesh.shards or 1) > 1
     if shards and not any(part.gpus_per_node for part in config.cluster.parts):
         asked.append(torch_version.SHARDS_ON_CPUS)
     torch_version.refuse_older(asked)
+    if torch_version.installed() and (needed := entry_of(config.data.name).package):  # else this is no Python of ranks
+        torch_version.refuse_missing(*needed)
 
 
 #: The hooks that carry out a key, where that is not at its default, or has this value.
@@ -230,17 +232,12 @@ _HOOKS = {
     "data.bad_samples: skip": "bad_samples",
     "data.share: auto": "balance",
     "data.stage": "prepare_nodes",
+    "dist.backend: mpi": "launcher",
     "cluster.stage: always": "prepare_nodes",
     "model.init_from": "initial_weights",
     "notify": "run_ended",
     "optim.name: muon": "muon",
 }
-
-
-def _asks_for(config: JobConfig, what: str) -> bool:
-    """True if the key ``what`` has another value than its default; of ``key: value`` if it has this one."""
-    key, _, only = what.partition(": ")
-    return bool(value_of(config, key) == only if only else value_of(config, key) != value_of(JobConfig(), key))
 
 
 def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
@@ -255,7 +252,9 @@ def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
 def _check_plugins(config: JobConfig) -> None:
     """Refuse what needs a plugin that is not installed. Raises ConfigError."""
     for what, hook in _HOOKS.items():
-        if _asks_for(config, what):
+        key, _, only = what.partition(": ")
+        value = value_of(config, key)
+        if value == only if only else value != value_of(JobConfig(), key):
             registry.require(hook, what)
     cluster, strategy = config.cluster, config.strategy
     if may_lose_nodes(config, sum(part.nodes for part in cluster.parts) + cluster.spare_nodes):
@@ -264,8 +263,6 @@ def _check_plugins(config: JobConfig) -> None:
         registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")
     if (image := cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
         registry.require("launcher", "a cluster.container for Pyxis")
-    if config.dist.backend == "mpi":
-        registry.require("launcher", "dist.backend: mpi")
 
 
 def check_combinations(config: JobConfig) -> None:

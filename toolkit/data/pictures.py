@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base import torch_version
+
 
 class Standardise:
     """Convert images (..., c, h, w) to contiguous float32, standardised for each channel.
@@ -55,10 +57,11 @@ class Pictures:
 
     def pixels(self, path: Path | str) -> Tensor:
         """Return the input before it is scaled, (height, width, channels) uint8. Raises as :meth:`read`."""
+        cut = self._cut  # before Pillow, which comes with torchvision
         from PIL import Image
 
         with Image.open(path) as image:
-            return pixels_of(self._cut(image.convert("L" if self.shape[0] == 1 else "RGB")))
+            return pixels_of(cut(image.convert("L" if self.shape[0] == 1 else "RGB")))
 
     def as_json(self) -> dict[str, Any]:
         """Return the steps of the preparation, for programs that must do the same."""
@@ -82,4 +85,5 @@ def pixels_of(image: Any) -> Tensor:
 
 def transforms() -> Any:
     """Return torchvision's transforms. The import takes seconds, so it is for those who read files only."""
+    torch_version.refuse_missing("torchvision", "images", "images")
     return import_module("torchvision.transforms.v2")

@@ -82,11 +82,23 @@ def no_fetch(name: str, root: str | None) -> str:
     raise RequestError(f"{name} cannot be fetched: put images in {place}/train/CLASS/IMAGE and {place}/val/CLASS/IMAGE")
 
 
+#: The package that reads images, as refuse_missing() takes it.
+TORCHVISION = "torchvision", "images", "images"
 _HERE = "toolkit.plugins.images"
-_OF_TORCHVISION: Any = {"build": f"{_HERE}.small:build", "fetch": f"{_HERE}.downloads:fetch", "check": _check}
+_OF_TORCHVISION: Any = {
+    "build": f"{_HERE}.small:build",
+    "fetch": f"{_HERE}.downloads:fetch",
+    "check": _check,
+    "package": TORCHVISION,
+}
 MNIST = Entry((1, 28, 28), **_OF_TORCHVISION)
 FASHION_MNIST = Entry((1, 28, 28), names=_FASHION, **_OF_TORCHVISION)
 CIFAR10 = Entry((3, 32, 32), names=_CIFAR10, **_OF_TORCHVISION)
 IMAGE_FOLDER = Entry(
-    (3, 224, 224), f"{_HERE}.photographs:build", classes=None, check=_check_folder, fetch=f"{_HERE}.catalog:no_fetch"
+    (3, 224, 224),
+    build=f"{_HERE}.photographs:build",
+    classes=None,
+    check=_check_folder,
+    fetch=f"{_HERE}.catalog:no_fetch",
+    package=TORCHVISION,
 )

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import DataMissingError, RequestError
+from toolkit.base.torch_version import refuse_missing
 from toolkit.config.catalog import data_root
 from toolkit.files import origin
-from toolkit.plugins.images.catalog import FILES, fetch_command, files_of
+from toolkit.plugins.images.catalog import FILES, TORCHVISION, fetch_command, files_of
 from toolkit.plugins.images.small import TORCHVISION_NAMES
 
 #: Seconds until a download is given up: a server behind a firewall never answers.
@@ -33,6 +34,7 @@ def fetch(name: str, root: str | None) -> str:
         return f"{name} is in {target} already"
     if target.exists():
         raise RequestError(f"{target} is there but incomplete; remove it, then run {fetch_command(name, place)}")
+    refuse_missing(*TORCHVISION)
     fsio.make_dir(place)
     # Beside the final place, so on one file system with it: the rename below makes the whole folder appear at once.
     with tempfile.TemporaryDirectory(prefix=f".fetch-{name}-", dir=place) as scratch:
@@ -54,6 +56,7 @@ def fetch_weights(name: str, root: str | None) -> str:
     path = origin.published_path(name, root)
     if path.is_file():
         return f"{name} is in {path} already"
+    refuse_missing(*TORCHVISION)
     try:
         url = import_module("torchvision.models").get_weight(name).url
     except (ValueError, AttributeError) as error:

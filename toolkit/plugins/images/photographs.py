@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import DataMissingError
+from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig, ImageConfig, choose
 from toolkit.config.catalog import data_root, sample_shape
 from toolkit.data.datasets import Datasets
 from toolkit.data.fingerprint import digest
 from toolkit.data.pictures import Pictures, Standardise, pixels_of, transforms
+from toolkit.plugins.images.catalog import TORCHVISION
 from toolkit.plugins.images.pixel_cache import PixelCache
 
 #: Mean and deviation per channel of ImageNet's training images, pixels scaled to 0..1.
@@ -65,6 +67,7 @@ class Photographs:
         erase: float = 0.0,
         cache_bytes: int = 0,
     ) -> None:
+        refuse_missing(*TORCHVISION)
         folder = import_module("torchvision.datasets").ImageFolder(root)
         self.classes: list[str] = folder.classes
         self._read, self._change, self._standardise = read, change, standardise

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import DataMissingError
+from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig
 from toolkit.config.catalog import data_root, sample_shape
 from toolkit.data.datasets import Datasets, RandomShift, in_memory
 from toolkit.data.pictures import transforms
-from toolkit.plugins.images.catalog import FILES, fetch_command
+from toolkit.plugins.images.catalog import FILES, TORCHVISION, fetch_command
 
 TORCHVISION_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}
 # Mean and standard deviation of the training images per channel, pixels scaled to 0..1.
@@ -26,6 +27,7 @@ _STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 def build(config: DataConfig) -> Datasets:
     """Return the data set. Raises DataMissingError where its files are damaged."""
+    refuse_missing(*TORCHVISION)
     import torchvision  # takes seconds
 
     kind = getattr(torchvision.datasets, TORCHVISION_NAMES[config.name])

@@ -29,7 +29,7 @@ class MuonAndAdamW(AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, **options: Any) -> None:
-        torch_version.refuse_older([(what := "optim.name: muon", torch_version.SINCE[what])])
+        torch_version.refuse_older([torch_version.MUON])
         from torch.optim import Muon  # not in an older torch
 
         given: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", **config.arguments}
