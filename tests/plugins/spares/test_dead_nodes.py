@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -34,7 +35,7 @@ class Network:
         self.signs = dict.fromkeys(self.hosts, 100.0)
         self._sending = dict.fromkeys(self.hosts, (100.0, RESEND_S))  #: the next heartbeat, TCP's wait after it
         self.loss, self.delay_s, self.dice = loss, delay_s, random.Random(seed)
-        self.now, self.asked = 100.0, list[set[str]]()
+        self.now, self.asked, self.given_up = 100.0, list[set[str]](), set[str]()
         self.heartbeat_s, self.is_connected = HEARTBEAT_S, True
         self.events: SimpleQueue[Any] = SimpleQueue()
         nodes_of_job = SimpleNamespace(can_lose=lambda hosts: len(hosts) <= spares)
@@ -61,6 +62,8 @@ class Network:
         return frozenset(host for host in self.hosts if self.now - self.last_sign(host) > 2.5 * HEARTBEAT_S)
 
     def last_sign(self, host: str) -> float:
+        if host in self.given_up:
+            return math.inf
         at, wait_s = self._sending[host]
         while at <= self.now:
             answered = self.answered(host, at)
@@ -146,6 +149,21 @@ def test_where_silences_have_ended_by_themselves_longer_ones_are_waited_for(netw
     network.cut("node1", for_s=3.3)
     network.pass_s(20)
     assert network.failed() == []
+
+
+def test_a_node_that_was_given_up_while_it_was_asked_teaches_nothing(network: Network) -> None:
+    """It has no connection any more. Before, the next lost node was waited for three times as long."""
+    network.cut("node1")
+    network.pass_s(4)
+    assert {*network.failed()} == {"node1"}
+    played: Any = network
+    ask = network.unreachable
+    played.unreachable = lambda *asked: (ask(*asked), network.given_up.add("node1"))[0]
+    network.dead.ask(["node1"])
+    network.cut("node2")
+    while "node2" not in network.failed():
+        network.pass_s(0.5)
+    assert network.now - network.away["node2"][0] < 3
 
 
 def test_who_is_cut_off_oneself_calls_nobody_dead(network: Network) -> None:

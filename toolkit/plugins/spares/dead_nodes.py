@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -63,6 +64,8 @@ class DeadNodes:
             self._context.events.put(NodeFailed(host))
         # TCP answers long before it sends again. A network that was silent for a moment will be so again, and longer.
         for host in signs.keys() - silent:
+            if agents.links.last_sign(host) == math.inf:  # it was given up meanwhile
+                continue
             self._answered[host] = self._clock()
             self._longest_s = max(self._longest_s, self._answered[host] - signs[host])
         return dict.fromkeys(silent, "does not answer")
