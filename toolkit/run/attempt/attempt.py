@@ -200,7 +200,9 @@ class Attempt:
 
         Ranks on lost nodes cannot be waited for. All other ranks must be gone before the next attempt.
         """
-        return bool(self.lost_nodes) and self.hosts_with_ranks <= self.lost_nodes
+        # Asked after each event, so the common case is cheap.
+        running, lost = self._still_running, self.lost_nodes
+        return bool(lost) and len(running) <= len(lost) and running.keys() <= lost
 
     def hear_progress(self, progress: RunProgress) -> None:
         """Take rank 0's report of the run, which tells how long the loop has worked."""

@@ -104,7 +104,8 @@ class Nodes:
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
         # Suspicious ones come last, but are better than none. Of the others, those that are in use stay.
-        usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in self._placed))
+        placed = {*self._placed}
+        usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in placed))
         if not self._is_enough(usable):
             return None
         # As many nodes of each shape as the run has ranks for.
@@ -116,7 +117,7 @@ class Nodes:
         # Spares take the places of the nodes that leave.
         goes_on = self._count(chosen) == self._count(self._placed)
         places = self._placed if goes_on else self._wanted
-        stays = {*chosen} & {*self._placed} if goes_on else set[str]()
+        stays = {*chosen} & placed if goes_on else set[str]()
         others = {shape: deque[str]() for shape in self._shapes.values()}
         for host in chosen:
             if host not in stays:
