@@ -16,15 +16,13 @@ from tests.waiting import PATIENCE
 #: Starts a child in one way, sends it the signals as Slurm does, and tells which have ended it. Then ends it.
 RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
-import torch
-from torch.utils.data import DataLoader
 from toolkit.base import signals
 
 def wait(ready):
     ready.send(os.getpid())
     time.sleep(600)
 
-class Waiting(torch.utils.data.Dataset):
+class Waiting:
     def __len__(self):
         return 4
     def __getitem__(self, index):
@@ -39,6 +37,7 @@ def child_of(how):
         assert ours.recv() == child.pid
         return child.pid, child
     if how.startswith("loader"):
+        from torch.utils.data import DataLoader
         batches = iter(DataLoader(Waiting(), 1, num_workers=1, multiprocessing_context=how.partition("-")[2]))
         pid = int(next(batches))  # torch has installed its own handler by now
         return pid, batches
