@@ -62,7 +62,7 @@ def test_questions_to_accounting_count_as_well(site: Site) -> None:
     while site.slurm.now < begun + 3600:
         number += 1
         assert queue.show_jobs(["900000", f"90000{number}"], every_s=30)["900000"] is None
-        site.slurm.advance(1)
+        site.slurm.advance(5)
     assert site.calls <= 120
 
 
