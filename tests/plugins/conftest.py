@@ -27,6 +27,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "site": ("spares",),
     "sweep": ("after", "completion", "disk", "inference", "logs", "why"),
     "tensor": ("tokens",),
+    "topology": ("spares",),
     "watch": ("sweep",),
 }
 

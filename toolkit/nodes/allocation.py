@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from toolkit import registry
 from toolkit.base import hostlist, outages
 from toolkit.base.errors import RequestError
 from toolkit.config import ClusterConfig
@@ -148,6 +149,14 @@ class Allocation:
             task_cpus=part(self.task_cpus),
             components=part(self.components),
         )
+
+    def in_order(self, slurm: SlurmCommands) -> Allocation:
+        """Return it with near nodes next to each other in each component, where Slurm tells how they are connected.
+
+        The last ones are the spares: the first spare is then the nearest to each node that it can replace.
+        """
+        order, component_of = registry.call("node_order", self.hosts, slurm) or self.hosts, self._component_of
+        return self.on(sorted(order, key=lambda host: component_of.get(host, 0)))
 
     def as_asked(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return ``cluster.components`` of a job of this size. What else was ``asked`` for stays."""

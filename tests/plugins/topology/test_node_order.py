@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config import JobConfig, dump_config
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.topology.node_order import in_order, node_order, units_of
 from toolkit.run.job.nodes import Nodes
+from toolkit.run.supervise import building
 from toolkit.slurm.fake import FakeSlurm
 
 #: The example of Slurm's topology.conf(5), as scontrol prints it.
@@ -63,8 +65,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 def nodes(tmp_path: Path, slurm: FakeSlurm, *hosts: str, spare: int) -> Nodes:
-    allocation = Allocation(hosts, (2,) * len(hosts), 1, job_id="7")
-    return Nodes(rundir.create("test", tmp_path), allocation, spare=spare, allow_fewer=False, slurm=slurm)
+    allocation = Allocation(hosts, (2,) * len(hosts), 1, job_id="7").in_order(slurm)
+    return Nodes(rundir.create("test", tmp_path), allocation, spare=spare, allow_fewer=False)
 
 
 def placed(of: Nodes) -> tuple[str, ...]:
@@ -104,3 +106,29 @@ def test_a_single_node_is_not_asked_about_and_without_an_answer_slurms_order_sta
     slurm.is_up = False
     assert node_order(["n1"], slurm) == ["n1"]
     assert placed(nodes(tmp_path, slurm, "n1", "n2", "n3", spare=0)) == ("n1", "n2", "n3")
+
+
+def test_nodes_of_each_component_are_in_order(slurm: FakeSlurm) -> None:
+    hosts, components = ("n2", "n1", "n4", "n6", "n3", "n5"), (0, 0, 0, 1, 1, 1)
+    whole = Allocation(hosts, (2, 2, 2, 4, 4, 4), 1, components=components, job_id="7").in_order(slurm)
+    assert whole.hosts == ("n2", "n4", "n1", "n6", "n3", "n5")
+    assert whole.by_component == [["n2", "n4", "n1"], ["n6", "n3", "n5"]]
+    assert whole.tasks == (2, 2, 2, 4, 4, 4)
+
+
+def test_placement_checks_and_copies_know_the_same_spares(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the checks and the copies took the last nodes in Slurm's order for the spares."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "1(x4)"}
+    for name, value in {**variables, "SLURM_NTASKS": "4", "SLURM_CLUSTER_NAME": "here"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(building, "Slurm", lambda: slurm)
+    run = rundir.create("test", tmp_path)
+    config = JobConfig()
+    config.cluster.spare_nodes = 1
+    run.config.write_text(dump_config(config))
+    context = building.build(run, "slurm", None)._context
+    plan = context.nodes.plan()
+    assert plan is not None
+    assert plan.hosts == context.allocation.without(1).hosts == ("n1", "n3", "n2")

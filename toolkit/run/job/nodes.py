@@ -22,7 +22,6 @@ from toolkit.files.records import MapOf
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation, Shape
-from toolkit.slurm.commands import SlurmCommands
 
 #: A node that ended this many attempts is bad: by a signal of unknown sender, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
@@ -42,22 +41,8 @@ class BadNode(JsonRecord):
 class Nodes:
     """The job's nodes, in the order in which attempts fill them."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        allocation: Allocation,
-        *,
-        spare: int,
-        allow_fewer: bool,
-        slurm: SlurmCommands | None = None,
-    ) -> None:
-        """Keep ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left.
-
-        The last nodes are the spares. Where Slurm tells how the nodes are connected, near ones follow each other: the
-        first spare is then the nearest to each node that it can replace.
-        """
-        if not allocation.components:  # their ranks follow each other
-            allocation = allocation.on(registry.call("node_order", allocation.hosts, slurm) or allocation.hosts)
+    def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
+        """Keep the last ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
         self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
         self._shapes = allocation.shapes
         self._wanted = allocation.without(spare).hosts

@@ -55,7 +55,9 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
         launcher: Launcher = AgentLauncher(run, allocation, agents, container)
         return Supervisor(run, config, allocation, launcher, None, agents, container, token)
     slurm = Slurm()
-    allocation = replace(Allocation.slurm(os.environ, slurm), tasks_per_gpu=config.cluster.tasks_per_gpu)
+    # One order for all: which nodes are spares is asked by placement, checks of the nodes, and copies.
+    allocation = Allocation.slurm(os.environ, slurm).in_order(slurm)
+    allocation = replace(allocation, tasks_per_gpu=config.cluster.tasks_per_gpu)
     container = _container(run, config, allocation)
     watch = None
     if may_lose_nodes(config, len(allocation.hosts)):

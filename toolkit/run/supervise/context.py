@@ -86,7 +86,7 @@ class Context:
     ) -> Context:
         """Return the context of a new supervisor, with all its parts. Without ``slurm`` it is of this machine."""
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
-        nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer, slurm=slurm)
+        nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         return cls(
             run,
             config,
