@@ -131,7 +131,8 @@ INHERITED = {
     **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "components"), "its variables"),
     **dict.fromkeys(("partition", "account"), "its variables"),
     **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
-    **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "segment", "extra"), "config.yaml"),
+    **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),
+    "segment": "its batch script, by the hook script_lines",
 }
 
 

@@ -335,9 +335,14 @@ def test_only_fsio_renames_files() -> None:
             assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text_of(path)], path
 
 
-def test_only_three_modules_name_slurms_programs() -> None:
+NAMES_OF_PROGRAMS = (
+    *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "plugins/site/script_options"),
+)
+
+
+def test_only_few_modules_name_slurms_programs() -> None:
     programs = {"sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"}
-    allowed = {PACKAGE / f"{name}.py" for name in ("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site")}
+    allowed = {PACKAGE / f"{name}.py" for name in NAMES_OF_PROGRAMS}
     for path in {*SOURCES} - allowed:
         if not any(program in text_of(path) for program in programs):
             continue

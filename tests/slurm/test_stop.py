@@ -285,6 +285,24 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     nothing_lost(run)
 
 
+def test_a_follow_up_job_asks_for_what_the_batch_script_asks_for(site: Site) -> None:
+    """Of what neither the job's environment nor its size tells. sbatch's own command line goes before the script."""
+    script = site.folder / "job.sh"
+    asked = "--no-requeue --nodes=1 --switches=1@00:05:00 --nice=7 --hint=nomultithread --comment='two words'"
+    script.write_text(f"#!/bin/bash\n#SBATCH {asked}\nexec toolkit exec cluster.preflight=false -- sleep 600\n")
+    job = site.sbatch("--mail-type=END", "--mail-user=me@here", "--nice=9", str(script))
+    run = site.only_run()
+    wait_for(lambda: len(ownership.jobs_of(run)) == 3, START_S, "two follow-up jobs")
+    others = ownership.jobs_of(run)[1:]
+    for field in ("Switches", "Nice", "MailUser", "MailType", "Comment"):
+        assert {site.box.job(each).get(field) for each in others} == {site.box.job(job)[field]}
+    lines = site.run("scontrol", "write", "batch_script", others[0], "-")  # those after it get them from here
+    assert "#SBATCH --hint=nomultithread\n" in lines
+    assert "no-requeue" not in lines
+    site.run("scancel", job)
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
+
+
 def test_a_follow_up_job_never_revives_a_cancelled_job(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000", no_requeue=True)
     reached(run, 50)

@@ -15,6 +15,7 @@ PLUGIN = Plugin(
         "check_site": "toolkit.plugins.site.site_limits:check_site",
         "doubtful_nodes": "toolkit.plugins.site.node_history:doubtful_for",
         "note_faults": "toolkit.plugins.site.node_history:note",
+        "script_lines": "toolkit.plugins.site.script_options:script_lines",
         "expedites": "toolkit.plugins.site.site_profile:expedites",
         "preempt_modes": "toolkit.plugins.site.site_profile:preempt_modes",
     },

@@ -17,8 +17,10 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from toolkit import registry
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_STOPPED, SlurmError
 from toolkit.config import JobConfig, load_config
@@ -99,8 +101,12 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
     # Set the variables that the submission set for the first job.
     variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    script = "\n".join(["#!/bin/bash", IGNORE_SIGNALS, *exports, command(run), ""])
-    return submit(run, slurm, script, [row.job_id, *waiting], options_of_job(os.environ, row, run))
+    body = "\n".join([IGNORE_SIGNALS, *exports, command(run), ""])
+    lines: list[str] = registry.call("script_lines", row.job_id) or []
+    ask = partial(submit, run, slurm, after=[row.job_id, *waiting], options=options_of_job(os.environ, row, run))
+    # Without those lines where sbatch refuses them now: a follow-up job is worth more than its place.
+    job = ask("\n".join(["#!/bin/bash", *lines, body]))
+    return ask(f"#!/bin/bash\n{body}") if job is None and lines else job
 
 
 def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
@@ -135,12 +141,10 @@ def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, 
     yield from present
     # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
     given = {option.partition("=")[0] for option in present}
-    # Neither environment nor Slurm tells of mail, comments, segments and --no-kill. A batch script's lines are unknown.
+    # Neither environment nor Slurm tells of these. What a batch script has besides is for the hook ``script_lines``.
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
     if may_lose_nodes(config, nodes) and whole_number(environ, "SLURM_JOB_NUM_NODES", 1) > 1:
         yield "--no-kill"
-    if config.cluster.segment is not None:
-        yield f"--segment={config.cluster.segment}"
     for key, value in config.cluster.extra.items():
         flag = str(key).replace("_", "-")
         if f"--{flag}" not in given and not is_for_one_job(flag) and value is not False:
