@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,10 @@ LIMIT_S = 20.0
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """A store as a job has it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        yield older_torch.serve_store("127.0.0.1", port, listener.detach(), timedelta(seconds=30))
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("toolkit-gate")]
     assert not left, left
 

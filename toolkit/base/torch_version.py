@@ -16,7 +16,7 @@ from toolkit.base.errors import ConfigError
 
 OLDEST = (2, 6)
 #: What an older torch lacks, and the first one that has it.
-MUON = "optim.name: muon", (2, 9)
+MUON, TENSOR = ("optim.name: muon", (2, 9)), ("strategy.name: tensor", (2, 7))
 #: Over gloo older ones sum gradients where FSDP asks for the mean.
 SHARDS_ON_CPUS = "weights that are sharded on CPUs (strategy.name: fsdp, zero; strategy.mesh.shards)", (2, 9)
 
@@ -48,9 +48,6 @@ def refuse_older(asked: Iterable[tuple[str, tuple[int, int]]] = ()) -> None:
     version = installed() or ""
     # 2.7.0a0+79aa174.nv25.04 of a container counts as 2.7.
     found = re.match(r"(\d+)\.(\d+)", version)
-    if not found:
-        return
-    have = int(found[1]), int(found[2])
     for what, since in (("torch", OLDEST), *asked):
-        if have < since:
+        if found and (int(found[1]), int(found[2])) < since:
             raise ConfigError(f"{what}: needs torch {since[0]}.{since[1]} or newer, and {sys.prefix} has {version}")

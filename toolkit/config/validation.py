@@ -220,6 +220,8 @@ def check_torch(config: JobConfig) -> None:
     shards = config.strategy.name in ("fsdp", "zero") or (config.strategy.mesh.shards or 1) > 1
     if shards and not any(part.gpus_per_node for part in config.cluster.parts):
         asked.append(torch_version.SHARDS_ON_CPUS)
+    if config.strategy.name == "tensor":
+        asked.append(torch_version.TENSOR)
     torch_version.refuse_older(asked)
     if torch_version.installed() and (needed := entry_of(config.data.name).package):  # else this is no Python of ranks
         torch_version.refuse_missing(*needed)

@@ -13,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore, distributed_c10d
 
-#: torch 2.6's newer server of a store takes no socket that listens already; the one before does.
-_SERVES_A_SOCKET = hasattr(TCPStore, "clone")  # both came with torch 2.8
+#: Before torch 2.8 the newer server of a store takes no socket that listens already. The older one does, and wakes no
+#: client that waits for a key when another sets it by compare_set().
+LIBUV = hasattr(TCPStore, "clone")  # came with 2.8, too
 
 
 def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -33,13 +34,13 @@ def serve_store(host: str, port: int, listening: int, timeout: timedelta, world_
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening,
-        use_libuv=_SERVES_A_SOCKET,
+        use_libuv=LIBUV,
     )
 
 
 def clone(store: Store) -> Store:
     """Return another client of the same store, with a connection of its own."""
-    if isinstance(store, TCPStore) and not hasattr(TCPStore, "clone"):
+    if isinstance(store, TCPStore) and not LIBUV:
         timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub leaves it out
         return TCPStore(store.host, store.port, is_master=False, timeout=timeout, wait_for_workers=False)
     return store.clone()

@@ -31,6 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         ("2.8.0+rocm6.4", ["optim.name=muon"], "optim.name: muon: needs torch 2.9 or newer, and .* has 2.8.0.rocm6.4"),
         ("2.8.0", ["optim.name=adamw"], None),
         ("2.6.0", ["strategy.name=pipeline"], None),
+        ("2.6.0", ["strategy.name=tensor"], "strategy.name: tensor: needs torch 2.7"),
         ("2.7.1", ["strategy.name=tensor", "strategy.mesh.shards=2"], "weights that are sharded on CPUs .*: needs"),
         ("2.8.0", ["strategy.name=fsdp"], "weights that are sharded on CPUs .*: needs torch 2.9"),
         ("2.6.0", ["strategy.name=fsdp", "cluster.gpus_per_node=2"], None),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from toolkit.base import logs
+from toolkit.base import logs, torch_version
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, mesh_of
 from toolkit.plugins.tensor.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
 from toolkit.ranks.collectives import sum_tensors
@@ -39,6 +39,7 @@ log = logs.get(__name__)
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return the strategy tensor. Raises ConfigError for a mesh that does not match the number of ranks."""
+    torch_version.refuse_older([torch_version.TENSOR])
     refuse_gloo_on_gpus("tensor", session)
     sizes = mesh_of(config, session.world_size)
     plan = TensorPlan(config.tensor_plan, config.sequence_parallel)

@@ -60,7 +60,10 @@ class StoreTransport:
         return self._store.check([key])
 
     def claim(self, key: str, value: str) -> str:
-        return self._store.compare_set(key, "", value).decode()  # an empty expectation: only if the key does not exist
+        value = self._store.compare_set(key, "", value).decode()  # an empty expectation: only if the key does not exist
+        if not older_torch.LIBUV:
+            self._store.append(key, "")  # type: ignore[attr-defined]  # it changes nothing and wakes who waits
+        return value
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
