@@ -19,6 +19,7 @@ from toolkit.ranks.session import Session
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 #: What a backend cannot do: refuses, gets wrong (tensors that are not contiguous), or waits for for ever.
 LACKS: dict[str, set[str]] = {
     "gloo": {
@@ -28,7 +29,7 @@ LACKS: dict[str, set[str]] = {
         "not contiguous messages",
         "all gather uneven",
         "all to all uneven",
-        *(["all to all"] if torch.__version__ < "2.13" else []),
+        *(["all to all"] if TORCH < (2, 13) else []),
         "coalesced of two dtypes",
         "coalesced by device",
         "a sent tensor may be forgotten",

@@ -33,6 +33,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from tests.dist.ranks import in_run, run_ranks
+from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError, UnsavableStateError
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
@@ -455,6 +456,7 @@ def go_on(session: Session, folder: Path, steps: int | None) -> tuple[dict[str, 
 
 
 def test_sharded_weights_go_on_with_another_number_of_ranks_to_rounding(tmp_path: Path) -> None:
+    torch_version.refuse_older([torch_version.SHARDS_ON_CPUS])
     ((expected, _), *_) = run_ranks(2, go_on, tmp_path / "two", None)
     run_ranks(2, go_on, tmp_path / "more", 8)
     for found, _ in run_ranks(3, go_on, tmp_path / "more", None):

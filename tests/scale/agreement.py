@@ -52,7 +52,7 @@ class Counting:
 def stop(ranks: int) -> Mapping[str, float]:
     """From the supervisor's proposal to the decision; all ranks but the last acknowledge at once."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store: Any = Counting(server.clone())
+    store: Any = Counting(older_torch.clone(server))
     transport = StoreTransport(store)
     began = time.monotonic()
     propose(transport, ranks, STOP, by="the supervisor")

@@ -45,12 +45,12 @@ struct ToyGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {TOY, current}; }
   void setDevice(c10::Device device) const override { current = device.index(); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const noexcept override {  // torch 2.6 wants noexcept, newer ones do not
     return c10::Stream(c10::Stream::UNSAFE, device, streams[std::max<int>(device.index(), 0)]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::UNSAFE, device, next_stream++); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
     auto before = getStream(stream.device());
     streams[std::max<int>(stream.device().index(), 0)] = stream.id();
     return before;
@@ -84,8 +84,8 @@ struct ToyGenerator final : at::CPUGeneratorImpl {
 at::Generator generators[COUNT] = {at::make_generator<ToyGenerator>(0), at::make_generator<ToyGenerator>(1)};
 
 struct ToyHooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const { return true; }  // torch 2.6 has no such hooks
+  bool isAvailable() const { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return COUNT; }
   void setCurrentDevice(c10::DeviceIndex index) const override { current = index; }

@@ -18,6 +18,17 @@ import torch
 NAME = "toy"
 
 
+@contextmanager
+def work_on(stream: torch.Stream) -> Iterator[None]:
+    """Enqueue on ``stream``. In torch 2.6 a stream is no context."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 def install() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     found = importlib.util.spec_from_file_location("toy_device_ext", Path(__file__).with_name("toy_device_ext.so"))
@@ -40,7 +51,7 @@ def _module(native: Any) -> ModuleType:
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream = lambda device: torch.Stream(device)
-    module.stream = lambda stream: stream  # a torch.Stream is a context
+    module.stream = work_on
     module.Event = lambda enable_timing=False: torch.Event(NAME, enable_timing=enable_timing)
     module.default_generators = tuple(native.generator(index) for index in range(2))
 

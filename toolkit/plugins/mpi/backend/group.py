@@ -218,7 +218,8 @@ class MpiGroup(MpiGroupBase):
     # ------------------------------------------------------------------------------------------ gather and scatter
 
     @_naming
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Gather one tensor. torch 2.6 gives no ``opts``."""
         (tensors,), (tensor,) = outputs, inputs
         sent, received, counts = on_host(tensor), room(tensors, tensor.dtype), self._shares(tensors)
         check_own(tensor.numel(), counts[self._own])
@@ -226,8 +227,8 @@ class MpiGroup(MpiGroupBase):
         arguments = (described(sent), described(received, counts=counts))
         return self._do("Allgatherv", [arguments], opts, finish, tensors, (sent, received))
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        """Gather several tensors. ``outputs`` holds a list for each rank."""
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Gather several tensors. ``outputs`` holds a list for each rank. torch 2.6 gives no ``opts``."""
         by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
         return MpiWorks([self.allgather([list(tensors)], [tensor], opts) for tensors, tensor in by_tensor])
 
