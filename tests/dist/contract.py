@@ -562,11 +562,13 @@ def run_cases(names: list[str]) -> dict[str, str]:
     everybody, last = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group(range(1, WORLD)))
     assert everybody is not None
     rank = dist.get_rank()
-    outcomes = {f"{WORLD} {name}": _outcome(CASES[name], Team(everybody, rank, WORLD)) for name in names}
+    cases = {name: CASES[name] for name in names if name in CASES}
+    outcomes = {f"{WORLD} {name}": _outcome(one, Team(everybody, rank, WORLD)) for name, one in cases.items()}
     if rank > 0:
         team = Team(last, rank - 1, WORLD - 1)
-        outcomes |= {f"{WORLD - 1} {name}": _outcome(CASES[name], team) for name in names}
-    outcomes |= {f"{WORLD} {name}": _outcome(one, None) for name, one in parallel_cases.CASES.items()}
+        outcomes |= {f"{WORLD - 1} {name}": _outcome(one, team) for name, one in cases.items()}
+    whole = {name: parallel_cases.CASES[name] for name in names if name not in CASES}
+    outcomes |= {f"{WORLD} {name}": _outcome(one, None) for name, one in whole.items()}
     return outcomes
 
 
