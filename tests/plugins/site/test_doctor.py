@@ -53,6 +53,21 @@ def test_more_nodes_than_the_allocation_has_are_refused(
     assert "this allocation has 2" in capsys.readouterr().err
 
 
+def test_nodes_of_a_heterogeneous_job_are_not_looked_at_in_one_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "node1", "HET_SIZE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for number in range(2):
+        of_component = {"JOB_NODELIST": f"node{number + 1}", "NTASKS": "1", "TASKS_PER_NODE": "1"}
+        for name, value in of_component.items():
+            monkeypatch.setenv(f"SLURM_{name}_HET_GROUP_{number}", value)
+    assert main(["doctor"]) == 2
+    told = capsys.readouterr().err
+    assert "this heterogeneous job needs several" in told
+    assert "call it on a login node, with cluster.partition=NAME" in told
+
+
 def test_the_table_has_a_row_for_each_node_and_no_column_without_figures() -> None:
     nodes = [
         Heard("node1", [Finding("cpus", "ok", "8")]),
