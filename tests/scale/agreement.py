@@ -62,7 +62,7 @@ def stop(ranks: int) -> Mapping[str, float]:
     transport.set({keys.ack(rank): "[7, false]" for rank in range(ranks - 1)})
     transport.add(keys.count, ranks - 1)
     acknowledged = time.monotonic()
-    gate = Gate(ranks - 1, ranks, lambda: StoreTransport(older_torch.clone(store)))
+    gate = Gate(ranks - 1, ranks, lambda: StoreTransport(older_torch.clone(server)))
     gate._decided.wait()
     decided = time.monotonic()
     gate.close()

@@ -35,8 +35,8 @@ def refuse_missing(package: str = "torch", what: str = "the ranks", extra: str |
     if sys.modules.get(package) is None and find_spec(package) is None:
         how = f"pip install 'slurm-batch-toolkit[{extra}]'" if extra else "install one that is built for the nodes"
         raise ConfigError(
-            f"{package} is not installed for {sys.executable}, and {what} need it: {how} (docs/site.md), or start this "
-            "from the Python that has it"
+            f"{package} is not installed for {sys.executable}, and {what} need it: {how} (docs/site.md), or install "
+            "the toolkit in the Python that has it, a script's own for example, and start this from there"
         )
 
 

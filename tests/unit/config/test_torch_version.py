@@ -70,5 +70,5 @@ def test_a_python_without_torch_is_refused_where_its_ranks_would_run(
     install(None)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(torch_version, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"torch is not installed for .*python"):
+    with pytest.raises(ConfigError, match=r"torch is not installed for .*python.* or install the toolkit in the Py"):
         torch_version.refuse_missing()
