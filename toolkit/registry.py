@@ -141,7 +141,7 @@ class Plugin:
 #: What the core has itself is in the same table, so that no plugin can take its place.
 _CORE_COMMANDS = (
     *("submit", "supervise", "run", "exec", "status"),
-    *("stop", "cancel", "resume", "data"),
+    *("stop", "cancel", "resume"),
 )
 # fmt: off
 _CORE_TRAITS = {

@@ -24,7 +24,7 @@ from toolkit.run.prepare.new_run import check_submittable
 from toolkit.train.lifecycle import NoRequests
 
 #: These are found by the core itself, which says what is missing: other callers ask in a way that copes with a fault.
-FOUND = {"on_request", "withdraw_retry", "fetch_weights", "open_gpus"}
+FOUND = {"on_request", "withdraw_retry", "open_gpus"}
 #: These carry out what a user has asked for. All others look, advise or measure.
 NEEDED = {
     *("second_place", "state_copies", "bad_samples", "balance", "initial_weights", "muon", "prune", "trace", "faults"),
@@ -108,13 +108,10 @@ def test_a_command_that_cannot_be_imported_spoils_no_other(capsys: pytest.Captur
     assert "nosuchlib" not in capsys.readouterr().err
     assert cli.main(["lab"]) == 2
     assert f"toolkit: error: lab of commands needs lab_broken, {WHY}" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--help"])
-    out, err = capsys.readouterr()
+    assert cli.main(["--help"]) == 0
+    out, _ = capsys.readouterr()
     assert "submit" in out
-    assert err.count("lab of commands") == 1
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["data", "fetch", "--help"])
+    assert out.count("cannot be loaded: lab of commands") == 1
 
 
 @pytest.mark.usefixtures("broken")

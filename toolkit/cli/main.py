@@ -14,7 +14,8 @@ import os
 import select
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -22,17 +23,18 @@ from toolkit import __version__, registry
 from toolkit.base import logs, terminal
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginError, RequestError, ToolkitError, nearest
 
-#: The order of `toolkit --help`, for the commands that come with the toolkit. Those of other plugins come last.
-ORDER = (
-    *("submit", "sweep", "new", "supervise", "run", "exec"),  # starting runs
-    *("status", "watch", "compare", "logs", "why"),  # looking at runs
-    *("stacks", "profile", "set"),  # a run while it runs
-    *("stop", "cancel", "resume"),  # ending runs, and going on with them
-    *("rm", "gc"),  # removing runs
-    *("resume-check", "checkpoint", "evaluate", "generate", "export"),  # checkpoints and trained models
-    *("env", "doctor", "init", "data", "tensorboard", "report", "sync"),  # this machine, the cluster and the data
-    *("completion",),  # the shell
-)
+#: The commands that come with the toolkit by what they are for, in the order of `toolkit --help`.
+GROUPS = {
+    "start runs": ("submit", "exec", "new", "sweep", "supervise", "run"),
+    "look at runs": ("status", "watch", "logs", "why", "report", "compare", "tensorboard", "sync"),
+    "while a run trains": ("stacks", "profile", "set"),
+    "end runs, and go on": ("stop", "cancel", "resume", "rm", "gc"),
+    "checkpoints and models": ("checkpoint", "evaluate", "generate", "export", "resume-check"),
+    "this site": ("doctor", "init", "env", "data", "completion"),
+}
+#: What one needs first: all that `toolkit` alone shows.
+FIRST = ("new", "submit", "exec", "status", "logs", "why", "stop", "resume")
+USAGE = "usage: toolkit COMMAND ...       toolkit COMMAND --help       toolkit --version"
 EPILOG = """A RUN is a run id, a unique prefix of one or its last eight digits, a config's
 name (its newest run), or a path. Exit codes: 0 done, 1 the job failed, 2 the
 request was wrong, 75 stopped cleanly, to be continued."""
@@ -64,13 +66,17 @@ def _main(words: Sequence[str]) -> int:
     logs.setup_for_command()
     # Of one command only its own module is loaded: all would take longer than most commands.
     try:
-        if words and not words[0].startswith("-"):
+        if not words or words[0] in ("-h", "--help"):
+            print(overview(groups() if words else {"the commands that one needs first": FIRST}))
+            print(EPILOG if words else "`toolkit --help` shows all commands.")
+            return EXIT_DONE
+        if not words[0].startswith("-"):
             if registry.where("commands", words[0]) is None:
                 text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
                 raise RequestError(text)
             parser = build_parser(tuple(words[:1]))
         else:
-            parser = build_parser()
+            parser = build_parser(())
     except ToolkitError as error:
         return _say_error(error)
     args = parse(parser, words)
@@ -115,36 +121,46 @@ def _has_lost_reader(stream: TextIO) -> bool:
     return poll.poll(0) != []
 
 
+def groups() -> Mapping[str, Sequence[str]]:
+    """Return the names of all commands by group, in the order of the help."""
+    there, known = registry.names("commands"), [*chain(*GROUPS.values())]
+    ours = {title: [name for name in names if name in there] for title, names in GROUPS.items()}
+    theirs = [name for name in there if name not in known]
+    return ours | ({"of other plugins": theirs} if theirs else {})
+
+
 def commands() -> list[str]:
     """Return the names of all commands, in the order of the help."""
-    there = registry.names("commands")
-    return [*(name for name in ORDER if name in there), *(name for name in there if name not in ORDER)]
+    return [*chain(*groups().values())]
+
+
+def overview(of: Mapping[str, Sequence[str]]) -> str:
+    """Return the help on these commands, a line for each, which fits a terminal of 80 columns."""
+    lines = [USAGE, ""]
+    for title, names in of.items():
+        lines += [f"{title}:", *(f"  {name:<14}{_about(name)}" for name in names), ""]
+    return "\n".join(lines)
+
+
+def _about(name: str) -> str:
+    try:
+        return (registry.find("commands", name).__doc__ or "").partition("\n")[0]
+    except PluginError as error:
+        return f"cannot be loaded: {error}"
 
 
 def build_parser(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of these commands, or of all."""
-    parser = argparse.ArgumentParser(
-        prog="toolkit",
-        description="Distributed PyTorch jobs on Slurm.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="toolkit", usage=USAGE.partition(": ")[2])
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    subparsers = parser.add_subparsers(prog="toolkit", metavar="COMMAND", required=True, dest="command")
     for name in commands() if names is None else names:
-        try:
-            module = registry.find("commands", name)
-        except PluginError as error:
-            if names is not None:
-                raise
-            log.warning("%s", error)  # the help of the others
-            continue
+        module = registry.find("commands", name)
         text = module.__doc__ or ""
         # Each example is a command line with what it does below.
         examples = "".join(f"\n  {line}\n      {what}" for line, what in getattr(module, "EXAMPLES", ()))
         command = subparsers.add_parser(
             name,
-            help=text.partition("\n")[0],
             description=text,
             epilog=f"examples:{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,

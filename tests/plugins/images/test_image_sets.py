@@ -20,11 +20,11 @@ from PIL import Image
 from torch.nn import functional
 
 from toolkit.base.errors import ConfigError, DataMissingError, RequestError
-from toolkit.cli.commands import data
 from toolkit.config import DataConfig
 from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.files import origin
+from toolkit.plugins.images import command as data
 from toolkit.plugins.init_from import weights
 from toolkit.ranks.batch import Batch, Share
 

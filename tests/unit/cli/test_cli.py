@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,21 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
 def test_every_module_of_a_command_is_listed_and_has_a_place_in_the_help() -> None:
     modules = {f"toolkit.cli.commands.{module.name}" for module in pkgutil.iter_modules(cli_commands.__path__)}
     assert modules == {*registry.CORE.commands.values()}
-    assert {name for plugin in registry.built_in() for name in plugin.commands} <= {*cli.ORDER}
+    listed = [*chain(*cli.GROUPS.values())]
+    assert {name for plugin in registry.built_in() for name in plugin.commands} <= {*listed}
+    assert len(listed) == len({*listed})
+    assert {*cli.FIRST} <= {*listed}
+
+
+def test_the_command_alone_shows_what_one_needs_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == EXIT_DONE
+    few = capsys.readouterr().out
+    assert len(few.splitlines()) < 24  # a small terminal
+    assert "`toolkit --help`" in few
+    assert cli.main(["--help"]) == EXIT_DONE
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) <= 80
+    assert all(f"\n  {name} " in whole for name in cli.commands())
 
 
 def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:

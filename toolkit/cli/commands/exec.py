@@ -1,4 +1,4 @@
-"""run any torchrun-style script as the ranks: toolkit exec ... -- CMD ..."""
+"""run any torchrun-style script as the ranks: exec ... -- CMD ..."""
 
 import os
 import shlex

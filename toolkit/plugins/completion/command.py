@@ -1,4 +1,4 @@
-"""print the script by which a shell completes commands, runs, keys and values
+"""print the script by which a shell completes commands and keys
 
 Put the line of your shell into its start-up file: ~/.bashrc, ~/.zshrc or
 ~/.config/fish/config.fish.

@@ -1,4 +1,4 @@
-"""what the ranks of a run do now: their Python stacks, equal ones together"""
+"""what the ranks of a run do now: their Python stacks"""
 
 from argparse import ArgumentParser, Namespace
 

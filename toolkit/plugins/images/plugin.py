@@ -6,5 +6,5 @@ _CATALOG = "toolkit.plugins.images.catalog"
 PLUGIN = Plugin(
     "images",
     datasets={name: f"{_CATALOG}:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")},
-    hooks={"fetch_weights": "toolkit.plugins.images.downloads:fetch_weights"},
+    commands={"data": "toolkit.plugins.images.command"},
 )

@@ -1,4 +1,4 @@
-"""give a run other values while it trains, from a step on that its ranks agree on"""
+"""give a run other values, from a step on that its ranks agree on"""
 
 from argparse import ArgumentParser, Namespace
 

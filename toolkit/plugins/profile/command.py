@@ -1,4 +1,4 @@
-"""record some steps of a rank while it trains: a trace for Perfetto, its memory"""
+"""record some steps of a rank: a trace for Perfetto, its memory"""
 
 from argparse import ArgumentParser, Namespace
 

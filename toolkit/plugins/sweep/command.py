@@ -1,4 +1,4 @@
-"""submit many runs of a config with other values, and look after them"""
+"""submit runs of a config with other values, and look after them"""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""one page: cause, first failing rank, its traceback, what to do next
+"""one page: cause, first failing rank, its traceback, what to do
 
 From the run's own files: the cause, the first rank that failed with its
 traceback, the last checkpoint, where the time went, and what to do next.

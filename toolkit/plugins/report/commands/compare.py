@@ -1,4 +1,4 @@
-"""what differs between two runs: config, versions, sources and curves
+"""what differs between two runs: config, versions, code and curves
 
 Shown are keys of the config, versions, results and sources that are not the
 same, and of each curve both values at the last step that both runs have.

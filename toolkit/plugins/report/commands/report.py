@@ -1,4 +1,4 @@
-"""one HTML file about runs: curves, attempts, times, nodes, differences"""
+"""one HTML file about runs: curves, attempts, times, differences"""
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 

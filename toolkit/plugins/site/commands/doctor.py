@@ -1,4 +1,4 @@
-"""read the site, check nodes as every job does first, or try the site out"""
+"""read the site, check nodes as each job does, or try the site out"""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any

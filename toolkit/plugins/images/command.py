@@ -1,4 +1,4 @@
-"""data sets: fetch one, or make token shards of texts; on the login node"""
+"""fetch a data set, or make token shards of texts"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -10,6 +10,8 @@ EXAMPLES = (
     ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
     ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; goes on after a kill"),
 )
+#: Named and not imported: it needs torch, and an unknown name is refused without.
+_FETCH_WEIGHTS = "toolkit.plugins.images.downloads:fetch_weights"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,7 +41,5 @@ def run(args: Namespace) -> None:
             print(f"{name} needs no files: there is nothing to fetch")
         else:
             print(registry.load(fetch)(name, args.root))
-    elif (fetch_weights := registry.find("hooks", "fetch_weights")) is None:
-        raise RequestError(f"toolkit data fetch {name}: weights of torchvision need the plugin images")
     else:
-        print(fetch_weights(name, args.root))
+        print(registry.load(_FETCH_WEIGHTS)(name, args.root))
