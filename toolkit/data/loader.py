@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -235,30 +236,18 @@ class Loader:
         self._source.close()
 
 
-def build_loader(
-    dataset: Samples | BatchedSamples,
-    config: DataConfig,
-    share: Share,
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
-    collate: Collate | None = None,
-    order: Callable[[int], Sequence[int]] | None = None,
-) -> Loader:
-    """Return the training loader for the ``data:`` section; ``seed`` is the run's."""
+def build_loader(dataset: Samples | BatchedSamples, config: DataConfig, share: Share, **given: Any) -> Loader:
+    """Return the training loader for the ``data:`` section. ``given`` is the rest of what :class:`Loader` takes."""
     return Loader(
         dataset,
         global_batch_size=config.global_batch_size,
-        seed=seed,
         share=share,
         workers=config.workers,
         max_bad_samples=choose("data.bad_samples", config.bad_samples, {"fail": None, "skip": config.max_bad_samples}),
         split=config.split,
         repeats=config.repeats,
         balances=choose("data.share", config.share, {"even": False, "auto": True}),
-        device=device,
-        collate=collate,
-        order=order,
+        **given,
     )
 
 
@@ -279,13 +268,10 @@ def eval_batches(
     sampler = EvalSampler(len(dataset), batch_size=batch_size, share=share)
     # Workers load only the calls that have samples; the rest is filled up with None.
     mine = eval_calls(sampler.stop - sampler.start, 1, batch_size)
-    workers = min(workers, mine)
-    source = _source(dataset, sampler, seed=0, workers=workers, device=torch.device(device), collate=collate)
-    try:
+    given: dict[str, Any] = {"workers": min(workers, mine), "device": torch.device(device), "collate": collate}
+    with closing(_source(dataset, sampler, seed=0, **given)) as source:
         for call in range(sampler.calls):
             yield source.fetch(call) if call < mine else None
-    finally:
-        source.close()
 
 
 class _DeviceSource:

@@ -63,6 +63,25 @@ def test_any_number_of_workers_gives_identical_tensors() -> None:
     assert torch.equal(seen[0], seen[2])
 
 
+class Mixed(Noisy):
+    """Small and large tensors of several kinds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"few": index, "row": torch.arange(3) + index, "many": torch.full((4096,), index), "real": 0.5 * index}
+
+
+def test_a_worker_sends_a_few_whole_numbers_as_they_are_and_shares_the_rest() -> None:
+    with running(Mixed(20), 0) as inline, running(Mixed(20), 1) as loader:
+        expected, batch = batch_at(inline, 0), batch_at(loader, 0)
+    assert {key: tensor.tolist() for key, tensor in batch.data.items()} == {
+        key: tensor.tolist() for key, tensor in expected.data.items()
+    }
+    assert [key for key, tensor in batch.data.items() if tensor.is_shared()] == ["many", "real"]
+    assert not batch.positions.is_shared()
+    batch["few"][0] = 7  # it may be written to
+    assert batch["few"][0] == 7
+
+
 def test_workers_stay_through_the_run_and_end_with_the_loader() -> None:
     with running(Noisy(20), 2) as loader:
         loader.at(0)

@@ -104,12 +104,16 @@ class Photographs:
         pixels, *boxes, targets = data
         images = self._standardise(pixels.permute(0, 3, 1, 2))
         for box in boxes:
-            top, left, bottom, right = box.to(images.device)[:, :, None].unbind(1)
-            rows, columns = (torch.arange(edge, device=images.device) for edge in images.shape[-2:])
-            in_rows = (rows >= top) & (rows < bottom)
-            in_columns = (columns >= left) & (columns < right)
-            is_inside = in_rows[:, :, None] & in_columns[:, None]
-            images.masked_fill_(is_inside[:, None], 0)
+            if images.device.type == "cpu":  # most images have no rectangle
+                for image, (top, left, bottom, right) in zip(images, box.tolist(), strict=True):
+                    image[:, top:bottom, left:right] = 0
+            else:  # the edges are on the device, and to ask for them would wait for it
+                top, left, bottom, right = box.to(images.device)[:, :, None].unbind(1)
+                rows, columns = (torch.arange(edge, device=images.device) for edge in images.shape[-2:])
+                in_rows = (rows >= top) & (rows < bottom)
+                in_columns = (columns >= left) & (columns < right)
+                is_inside = in_rows[:, :, None] & in_columns[:, None]
+                images.masked_fill_(is_inside[:, None], 0)
         return images, targets
 
     def fingerprint(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,6 @@ from toolkit.plugins.shards.index import OpenBlock, ShardFormat, ShardIndex
 READERS = 4
 #: Blocks that are read ahead of their use.
 AHEAD = 4
-#: By glibc's number of each (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD): what its allocator keeps of freed memory.
-KEPT_BYTES = {-1: 128 << 20, -3: 32 << 20}
 #: An open block is dropped when so many samples were read since a sample of it was.
 KEPT_SAMPLES = 1024
 
@@ -27,7 +24,6 @@ class BlockReader:
 
     def __init__(self, index: ShardIndex, kind: ShardFormat, columns: tuple[str, ...]) -> None:
         self._index, self._format, self._columns = index, kind, columns
-        keep_freed_memory()
         self._samples = 0
         self.keep(0)
         self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
@@ -117,14 +113,3 @@ class BlockReader:
         if self._pid != os.getpid():
             self._pid, self._coming, self._asked = os.getpid(), {}, set()
             self._readers = ThreadPoolExecutor(READERS, "shards")
-
-
-def keep_freed_memory() -> None:
-    """Let the allocator keep the memory of dropped batches for the next ones.
-
-    By default it gives that back, and page faults then take longer than the copy into the batch.
-    """
-    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
-        with suppress(AttributeError):  # another C library
-            for what, size in KEPT_BYTES.items():
-                ctypes.CDLL(None).mallopt(what, size)
