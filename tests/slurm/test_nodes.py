@@ -325,6 +325,21 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
 
 
 @pytest.mark.soak
+def test_a_link_that_flaps_costs_no_node(site: Site) -> None:
+    """By the real network. `tests/soak/test_dead_nodes_simulation.py` plays many more of them."""
+    run = start(site, *SPARE, "train.max_steps=100000")
+    for node, seconds in itertools.product(("node2", "node3"), (0.5, 1.2, 1.8)):
+        site.box.cut_node(node)
+        time.sleep(seconds)
+        site.box.join_node(node)
+        reached(run, run.step() + 50)
+    assert run.status().attempt == 1
+    site.run("toolkit", "stop", run.id)
+    wait_for(run.result, END_S, "a result")
+    assert [attempt.cause for attempt in run.attempts()] == ["stopped"]
+
+
+@pytest.mark.soak
 def test_a_batch_host_that_returns_as_slurm_gives_it_up_leaves_no_orphaned_job(site: Site) -> None:
     """The node's slurmd then ends its part of the job. An srun there would end the agents' step on other nodes."""
     run = start(site, *SPARE)
