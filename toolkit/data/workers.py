@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
@@ -133,7 +133,7 @@ class PartReader(ABC):
         except Exception as error:
             raise JobFailedError(f"data: the job's collate failed: {type(error).__name__}: {error}") from error
 
-    def __getitem__(self, part: BatchPart) -> Batch | Failure:
+    def __getitem__(self, part: BatchPart) -> Batch | JobFailedError:
         """Load a part for torch's DataLoader, in a worker.
 
         An error is returned as a value: if raised there, its text would be hidden under torch's own.
@@ -141,7 +141,7 @@ class PartReader(ABC):
         try:
             return self.load(part)
         except JobFailedError as error:
-            return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
+            return JobFailedError(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
 
 
 class SampleReader(PartReader):
@@ -218,13 +218,6 @@ class SampleReader(PartReader):
         return int(self._order.at(np.array([position // size * size + word % size]))[0])
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A worker's error, sent in place of a batch."""
-
-    message: str
-
-
 class InlineSource:
     """A source that loads in the calling process. With ``draws`` it restores its random generators afterwards."""
 
@@ -289,9 +282,9 @@ class WorkerSource:
             else:
                 self._batches = iter(self._loader)  # the same workers; batches loaded ahead are dropped
         batch = self._await(step)
-        if isinstance(batch, Failure):
+        if isinstance(batch, JobFailedError):
             self.close()
-            raise JobFailedError(batch.message)
+            raise batch
         self._next = step + 1
         return batch
 
@@ -306,12 +299,12 @@ class WorkerSource:
         self._pids = []
         atexit.unregister(self._at_exit)
 
-    def _await(self, step: int) -> Batch | Failure:
+    def _await(self, step: int) -> Batch | JobFailedError:
         # torch notices a death only when a batch is late, and then takes up to 5 s.
         if len(self._alive()) < len(self._pids):
             raise self._death(step, "")
         try:
-            batch: Batch | Failure = next(self._batches)
+            batch: Batch | JobFailedError = next(self._batches)
         except RuntimeError as error:
             raise self._death(step, f": {error}") from error
         return batch
