@@ -104,6 +104,7 @@ def test_the_recipes_average_forgets_as_the_published_one(recipe: JobConfig, pub
     assert recipe.train.ema_decay**steps == pytest.approx(1 - alpha, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6 warns of what it calls itself
 def test_the_recipes_rate_is_that_of_torchs_schedulers(recipe: JobConfig, published: dict[str, str]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float(published["lr"]))
     warm, epochs = int(published["lr-warmup-epochs"]), int(published["epochs"])

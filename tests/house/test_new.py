@@ -33,8 +33,10 @@ def test_a_new_project_can_be_submitted_as_it_is_and_knows_nothing_of_the_exampl
         assert "configs/" not in path.read_text()
     monkeypatch.chdir(project)
     if EXAMPLES[example].config is not None:
-        assert cli.main(["submit", "demo.yaml", "--dry-run", "--executor", "slurm"]) == EXIT_DONE
-        assert "job: ./demo.py" in capsys.readouterr().out
+        code = cli.main(["submit", "demo.yaml", "--dry-run", "--executor", "slurm"])
+        shown = capsys.readouterr()
+        assert code == EXIT_DONE, shown.err
+        assert "job: ./demo.py" in shown.out
 
 
 @pytest.mark.parametrize(

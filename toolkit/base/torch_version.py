@@ -30,6 +30,12 @@ def installed() -> str | None:
         return None
 
 
+def is_before(version: tuple[int, int]) -> bool:
+    """True if an older torch is installed. 2.7.0a0+79aa174.nv25.04 of a container counts as 2.7."""
+    found = re.match(r"(\d+)\.(\d+)", installed() or "")
+    return found is not None and (int(found[1]), int(found[2])) < version
+
+
 def refuse_missing(package: str = "torch", what: str = "the ranks", extra: str | None = None) -> None:
     """Raise ConfigError where this Python lacks a package, which an ``extra`` of the toolkit installs."""
     if sys.modules.get(package) is None and find_spec(package) is None:
@@ -45,9 +51,6 @@ def refuse_older(asked: Iterable[tuple[str, tuple[int, int]]] = ()) -> None:
 
     A torch that is not installed here, or whose version is no number, is not refused.
     """
-    version = installed() or ""
-    # 2.7.0a0+79aa174.nv25.04 of a container counts as 2.7.
-    found = re.match(r"(\d+)\.(\d+)", version)
     for what, since in (("torch", OLDEST), *asked):
-        if found and (int(found[1]), int(found[2])) < since:
-            raise ConfigError(f"{what}: needs torch {since[0]}.{since[1]} or newer, and {sys.prefix} has {version}")
+        if is_before(since):
+            raise ConfigError(f"{what}: needs torch {since[0]}.{since[1]} or newer, and {sys.prefix} has {installed()}")

@@ -26,16 +26,8 @@ def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 def serve_store(host: str, port: int, listening: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
     """Return a store that serves the socket ``listening``, a descriptor that it takes over."""
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-        use_libuv=LIBUV,
-    )
+    how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening, "use_libuv": LIBUV}
+    return TCPStore(host, port, world_size, is_master=True, timeout=timeout, **how)
 
 
 def clone(store: Store) -> Store:
@@ -48,5 +40,4 @@ def clone(store: Store) -> Store:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     """Set the time limit of a group."""
-    change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
-    change(timeout, group)
+    (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout, group)  # torch < 2.15

@@ -327,6 +327,9 @@ class CountingStore:
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         return self.values.setdefault(key, value.encode())
 
+    def append(self, key: str, value: str) -> None:
+        self.values[key] += value.encode()
+
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self.messages.append(sum(len(text) + 9 for text in (*keys, *values)))
         self.values |= {key: value.encode() for key, value in zip(keys, values, strict=True)}

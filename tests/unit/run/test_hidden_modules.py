@@ -44,7 +44,7 @@ def test_a_module_that_hides_one_that_a_job_needs_is_refused_by_name(name: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["torch/ops.cu", "mine/random.py", "test/__init__.py", "profile.py", "src/torch/__init__.py", "toolkits.py"]
+    "name", ["torch/ops.cu", "mine/random.py", "test/__init__.py", "turtle.py", "src/torch/__init__.py", "toolkits.py"]
 )
 def test_what_hides_nothing_is_copied(name: str, project: Path) -> None:
     """A folder without ``__init__.py`` gives way to a package of its name."""

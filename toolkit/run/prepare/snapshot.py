@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePath
 
-from toolkit.base import fsio, logs
+from toolkit.base import fsio, logs, torch_version
 from toolkit.base.errors import RequestError, listing
 from toolkit.files import records, rundir
 from toolkit.files.records import TEXT, Record
@@ -180,7 +180,10 @@ def take(project: Path, code: Path) -> None:
 @cache
 def needed_elsewhere() -> frozenset[str]:
     """Return what a job's processes import: packages, and of Python's own modules those that torch and we load."""
-    return frozenset(Path(__file__).with_name("needed_elsewhere.txt").read_text().split())
+    words = Path(__file__).with_name("needed_elsewhere.txt").read_text().split()
+    # profile<2.9 is loaded by torch before 2.9.
+    named = (word.partition("<2.") for word in words)
+    return frozenset(name for name, _, minor in named if not minor or torch_version.is_before((2, int(minor))))
 
 
 def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
