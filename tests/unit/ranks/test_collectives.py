@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.base import torch_version
 from toolkit.ranks import collectives
 
 
@@ -18,6 +19,8 @@ def test_offloaded_values_are_summed_by_a_group_that_serves_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, served: list[str], where: str
 ) -> None:
     """NCCL's group says "No backend type associated with device type cpu". torch's fake tensors stand for the GPU's."""
+    if "cpu" not in served and torch_version.is_before((2, 11)) and not torch.cuda.is_available():
+        pytest.skip("without a GPU, fake tensors of torch before 2.11 ask CUDA's driver")
     sent: list[str] = []
 
     def gather(rows: torch.Tensor, part: torch.Tensor, group: Any) -> None:

@@ -51,7 +51,8 @@ class StepProfile:
         # torch's profiler knows ROCm's GPUs by the name of CUDA's, and a device of a package as PrivateUse1.
         of_device = getattr(ProfilerActivity, kind.type.upper(), ProfilerActivity.PrivateUse1)
         activities = [ProfilerActivity.CPU, *([of_device] if self._on_gpu else [])]
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory)
+        # acc_events changes nothing in a single recording; without it torch 2.11 warns of the next one.
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
         has_history = memory and kind in (CUDA, ROCM)
         self._history: Any = (
             accelerator.module_of(torch.device(accelerator.kind().type)).memory if has_history else None
