@@ -31,6 +31,7 @@ ELSEWHERE = re.compile(
 )
 #: A box has four nodes of two CPUs, no GPU, and no partition of that name.
 FITTED = [
+    (r" cluster\.gpus_per_node=1(?= .*tasks_per_gpu)| cluster\.tasks_per_gpu=4", ""),  # with GPUs: test_gpus.py
     (r"cluster\.nodes=8", "cluster.nodes=2"),
     (r"cluster\.tasks_per_node=4", "cluster.tasks_per_node=1"),
     (r"--ntasks-per-node=4", "--ntasks-per-node=2"),

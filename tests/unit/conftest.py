@@ -11,14 +11,16 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from toolkit import registry
 from toolkit.base.logs import LOGGER
 
 PLUGINS = "toolkit.plugins"
 
-settings.register_profile("unit", deadline=None)  # a busy machine takes longer, and is no failure
+settings.register_profile(
+    "unit", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy machine takes longer, and is no failure
 settings.load_profile("unit")
 
 
