@@ -97,24 +97,28 @@ class Endless:
             return next(self.batches)
 
 
+#: The loader, the model and the optimizer of a loop that somebody has written.
+Parts = Callable[[Session], tuple[DataLoader[Any], nn.Module, SGD]]
+
+
 def parts_by_hand(session: Session) -> tuple[DataLoader[Any], DistributedDataParallel, SGD]:
-    """The loader, the model and the optimizer of a loop that somebody has written."""
+    """Those of a loop on several ranks."""
     data = TensorDataset(*tensors())
     loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, RANKS, session.rank))
     ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
     return loader, ddp, SGD(ddp.parameters(), 0.05, momentum=0.9)
 
 
-def by_hand(session: Session) -> Round:
+def by_hand(session: Session, parts: Parts = parts_by_hand) -> Round:
     """What anyone writes first: DDP, DistributedSampler, DataLoader, and the loss printed now and then."""
-    batches, ddp, optimizer = parts_by_hand(session)
+    batches, net, optimizer = parts(session)
     loader = Endless(batches)
 
     def train(steps: int) -> None:
         for step in range(steps):
             inputs, targets = next(loader)
             optimizer.zero_grad()
-            loss = functional.cross_entropy(ddp(inputs), targets)
+            loss = functional.cross_entropy(net(inputs), targets)
             loss.backward()
             optimizer.step()
             if step % LOG_EVERY == 0:
@@ -175,20 +179,20 @@ def ours(session: Session) -> Round:
     return timed(train)
 
 
-def own_loop(session: Session) -> Round:
+def own_loop(session: Session, parts: Parts = parts_by_hand) -> Round:
     """The hand-written loop, its DataLoader included, brought to ``toolkit.start()``, as it runs in a job."""
     reporter = to_agent(session)
     config = JobConfig(train=TrainConfig(log_every=LOG_EVERY), checkpoint=CheckpointConfig(NEVER))
     run = TrainingRun(config, replace(session, reporter=reporter, attempt=3))
-    loader, ddp, optimizer = parts_by_hand(session)
-    run.resumable(model=ddp, optimizer=optimizer)
+    loader, net, optimizer = parts(session)
+    run.resumable(model=net, optimizer=optimizer)
     batches = run.steps(loader, total=NEVER)  # one generator for all turns, as one training has
 
     def train(steps: int) -> None:
         for _ in range(steps):
             inputs, targets = next(batches)
             optimizer.zero_grad()
-            loss = functional.cross_entropy(ddp(inputs), targets)
+            loss = functional.cross_entropy(net(inputs), targets)
             loss.backward()
             optimizer.step()
             run.log(loss=loss)

@@ -13,68 +13,29 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import torch
-from torch.nn import functional
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from tests.bench import loop, record
 from tests.dist.ranks import run_ranks
-from toolkit.config import CheckpointConfig, JobConfig, TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.train.user_loop import TrainingRun
 
 
-def parts() -> tuple[DataLoader[tuple[torch.Tensor, ...]], torch.nn.Module, SGD]:
+def parts(session: Session) -> tuple[DataLoader[Any], nn.Module, SGD]:
     """Return loader, model and optimizer of somebody's loop on one rank."""
     data = TensorDataset(*loop.tensors())
     net = loop.model()
     return DataLoader(data, loop.BATCH, sampler=RandomSampler(data)), net, SGD(net.parameters(), 0.05, momentum=0.9)
 
 
-def by_hand(session: Session) -> loop.Round:
-    batches, net, optimizer = parts()
-    loader = loop.Endless(batches)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            inputs, targets = next(loader)
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(net(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            if step % loop.LOG_EVERY == 0:
-                loss.item()
-
-    return loop.timed(train)
-
-
-def own_loop(session: Session) -> loop.Round:
-    """The same loop brought to ``toolkit.start()``, as it runs in a job."""
-    config = JobConfig(train=TrainConfig(log_every=loop.LOG_EVERY), checkpoint=CheckpointConfig(loop.NEVER))
-    run = TrainingRun(config, replace(session, reporter=loop.to_agent(session), attempt=3))
-    loader, net, optimizer = parts()
-    run.resumable(model=net, optimizer=optimizer)
-    batches = run.steps(loader, total=loop.NEVER)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            inputs, targets = next(batches)
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(net(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
-
-    return loop.timed(train)
-
-
 CONTENDERS: Mapping[str, Callable[[Session], loop.Round]] = {
-    "hand-written": by_hand,
+    "hand-written": partial(loop.by_hand, parts=parts),
     "job": loop.supervised,
-    "toolkit.start": own_loop,
+    "toolkit.start": partial(loop.own_loop, parts=parts),
 }
 
 
