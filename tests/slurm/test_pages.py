@@ -37,6 +37,8 @@ FITTED = [
     (r"--ntasks-per-node=4", "--ntasks-per-node=2"),
     (r" cluster\.gpus_per_node=4", ""),
     (r" cluster\.partition=gpu|\"cluster\.partition=gpu\", ", ""),
+    (r"-p fast : -p slow", "-p main : -p cancel"),
+    (r"partition: slow", "partition: cancel"),
     (r"/scratch/other_books", "~/books"),
     (r"--optuna ([24])0", r"--optuna \1"),
     (r"CONFIG key=value", "configs/mine.yaml train.epochs=2"),
