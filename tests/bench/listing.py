@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.bench import record
 from toolkit.files import rundir
-from toolkit.slurm.fake import FakeSlurm
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.shared_queue import WATCH_S, SharedQueue
 
 NAMES = ("gpt-small", "gpt-large", "digits-ddp", "resnet50", "sweep-lr")

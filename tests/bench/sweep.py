@@ -23,7 +23,7 @@ from tests.bench import record
 from toolkit.cli import show
 from toolkit.plugins.sweep import request, states, submission
 from toolkit.plugins.sweep.request import Options
-from toolkit.slurm.fake import FakeSlurm
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
 
 ROOT = Path(__file__).parents[2]

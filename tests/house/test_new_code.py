@@ -20,10 +20,10 @@ from toolkit.plugins.report import compare
 from toolkit.plugins.sweep import again, element, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import standings
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
-from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
 
 LOOP = "import toolkit\nfrom helper import f\nwith toolkit.start() as run:\n    f()\n"

@@ -22,13 +22,13 @@ from toolkit.plugins.sweep import again, element
 from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.records import ownership, run_jobs, stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
 from toolkit.slurm import cluster_name, commands
-from toolkit.slurm.fake import FakeSlurm
 
 JOB = "def main(config): ...\n"
 

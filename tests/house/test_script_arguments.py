@@ -21,9 +21,9 @@ from toolkit.nodes.start import foreign
 from toolkit.plugins.sweep import element, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
-from toolkit.slurm.fake import FakeSlurm
 
 #: A loop by its text, which a rank of this test ends before it would import torch.
 LOOP = """

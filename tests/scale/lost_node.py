@@ -21,9 +21,9 @@ from toolkit.files import rundir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import NodeFailed, RanksExited
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise import attempt_loop, beginning, supervisor
-from toolkit.slurm.fake import FakeSlurm
 
 RANKS_A_NODE = 8
 

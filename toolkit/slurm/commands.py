@@ -55,7 +55,7 @@ class Settings:
 
 
 class SlurmCommands(Protocol):
-    """What the rest of the toolkit asks of Slurm. `Slurm` and `toolkit.slurm.fake.FakeSlurm` implement it."""
+    """What the rest of the toolkit asks of Slurm. `Slurm` implements it, and for tests `plugins.testing.FakeSlurm`."""
 
     def available(self) -> bool:
         """True if jobs can be submitted here: sbatch exists and a controller answers within seconds."""

@@ -28,13 +28,13 @@ from toolkit.plugins.after import awaited, waiting
 from toolkit.plugins.sweep import again, element, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import resume, submit
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm import commands
-from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.fixture(autouse=True)

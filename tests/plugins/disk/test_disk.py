@@ -18,9 +18,9 @@ from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import handle
 from toolkit.slurm import commands
-from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import RanksExited
 from toolkit.plugins.site.checks import preflight as node_checks
 from toolkit.plugins.site.checks.verdict import NodesReport
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.slurm.fake import FakeSlurm
 
 
 class Preflight:

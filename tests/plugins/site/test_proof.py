@@ -19,9 +19,9 @@ from toolkit.plugins.site import proof
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured
 from toolkit.plugins.site.site_profile import Proof, SiteProfile
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.facts import Cause, Decision
 from toolkit.run.submission.handle import Run
-from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
 
 FOLDER = {"visible_s": 0.002, "torn": 0.0, "lock_held": 1.0, "mtime_ahead_s": 0.01}

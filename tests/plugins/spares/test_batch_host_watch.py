@@ -23,12 +23,12 @@ from toolkit.plugins.spares.batch_host_watch import (
     WatchedJob,
     WatchOver,
 )
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import nodes
 from toolkit.run.job.slurm_job import fate_of_row
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.slurm.fake import FakeSlurm
 
 
 class World:
@@ -161,7 +161,7 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
     code = f"""
 import os, signal, threading
 from pathlib import Path
-from toolkit.slurm.fake import FakeSlurm
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.plugins.spares import batch_host_watch
 from toolkit.files.rundir import RunDir
 from toolkit.files.run_files import RunStatus

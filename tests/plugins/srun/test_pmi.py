@@ -9,8 +9,8 @@ import pytest
 
 from toolkit.config import DistConfig, JobConfig
 from toolkit.plugins.srun import launcher
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.plugins.sweep import learnt, sweep_folder
 from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
-from toolkit.slurm.fake import FakeSlurm
 
 pytest.importorskip("optuna")
 __all__ = ["project"]  # the fixture: each test is in a project of its own

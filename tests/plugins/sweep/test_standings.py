@@ -19,12 +19,12 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, element, states, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding, standings
 from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm, Sent
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.submission import handle
 from toolkit.slurm import commands, shared_queue
-from toolkit.slurm.fake import FakeSlurm, Sent
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
 

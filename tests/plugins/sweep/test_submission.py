@@ -22,9 +22,9 @@ from toolkit.plugins.sweep import element, points, request, submission, sweep_fo
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.submission import Submitted
 from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership
-from toolkit.slurm.fake import FakeSlurm
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"
 JOB = """

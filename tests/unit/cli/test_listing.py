@@ -20,8 +20,8 @@ from toolkit.cli.selection import parse_since
 from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm import commands
-from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from toolkit.base.errors import RequestError
 from toolkit.config import ClusterConfig
 from toolkit.nodes.allocation import Allocation
-from toolkit.slurm.fake import FakeSlurm
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.jobs import JobGpus
 
 BATCH = {

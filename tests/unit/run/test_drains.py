@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.supervise.node_care import ASK_DRAINED_EVERY_S, for_drained_nodes
-from toolkit.slurm.fake import FakeSlurm
 
 HOSTS = [f"node{number}" for number in range(1, 5)]
 

@@ -19,6 +19,7 @@ from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
@@ -34,7 +35,6 @@ from toolkit.run.requeue.follow_up import (
     takes_over,
 )
 from toolkit.run.submission import sbatch
-from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
 
 #: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --mem=2G`.

@@ -21,13 +21,13 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.records import ownership
 from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
 from toolkit.run.submission import inside_allocation
 from toolkit.run.supervise import entry
-from toolkit.slurm.fake import FakeSlurm
 
 JOB = {
     "SLURM_JOB_ID": "41",

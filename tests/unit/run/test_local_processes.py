@@ -21,13 +21,13 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.rank import main as rank
 from toolkit.run.records import ownership
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
 from toolkit.slurm import commands
-from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.placement import Placement
 
 PLACE = ProcessIdentity.of(os.getpid()).birth.rpartition(":")[0]

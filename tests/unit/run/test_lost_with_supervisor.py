@@ -21,9 +21,9 @@ from toolkit.nodes.agent.reports import RankReport
 from toolkit.nodes.start import agent_launcher
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.slurm.fake import FakeSlurm
 
 ATTEMPT = 3
 

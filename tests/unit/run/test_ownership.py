@@ -36,6 +36,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.testing.fake_slurm import FakeSlurm, Sent
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import changes, ownership, stop_request
@@ -48,7 +49,6 @@ from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.fake import FakeSlurm, Sent
 
 JOB = "def main(config): ...\n"
 

@@ -16,6 +16,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job.nodes import BadNode, Nodes
 from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.records import stop_request
@@ -26,7 +27,6 @@ from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise import beginning
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.entry import SupervisorKilledError
-from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobRow
 
 

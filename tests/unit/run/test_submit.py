@@ -20,13 +20,13 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, handle, sbatch, submit
 from toolkit.run.submission import resume as resume_module
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
 from toolkit.run.submission.sbatch import sbatch_script
 from toolkit.slurm import commands
-from toolkit.slurm.fake import FakeSlurm
 
 GOLDEN = """\
 #!/bin/bash

@@ -18,12 +18,12 @@ from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.supervise import attempt_loop, node_care, stop_path
 from toolkit.run.supervise.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.slurm.fake import FakeSlurm
 
 NEW_FAN = "drained: new fan by root"
 

@@ -28,6 +28,7 @@ from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.facts import Verdict
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job import nodes, slurm_job
@@ -41,7 +42,6 @@ from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.fake import FakeSlurm
 
 HOSTS = ("node1", "node2", "node3")
 

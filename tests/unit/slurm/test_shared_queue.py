@@ -17,8 +17,8 @@ import pytest
 
 from toolkit.base.errors import SlurmError
 from toolkit.base.user_cache import cache_dir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm import shared_queue
-from toolkit.slurm.fake import FakeSlurm
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.slurm.states import expected_start, in_words

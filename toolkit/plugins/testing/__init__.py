@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.plugins.testing.fake_slurm import FakeSlurm
     from toolkit.plugins.testing.faults import CHAOS_VARIABLE, watch
-    from toolkit.slurm.fake import FakeSlurm
 
 __all__ = ["CHAOS_VARIABLE", "FakeSlurm", "watch"]
 
 _HOMES = {
     "CHAOS_VARIABLE": "toolkit.plugins.testing.faults",
-    "FakeSlurm": "toolkit.slurm.fake",
+    "FakeSlurm": "toolkit.plugins.testing.fake_slurm",
     "watch": "toolkit.plugins.testing.faults",
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toolkit.base.errors import SlurmError
+from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.commands import Slurm, SlurmCommands
-from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
 
 
