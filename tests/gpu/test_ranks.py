@@ -54,9 +54,11 @@ def test_a_training_has_the_losses_of_a_loop_by_hand(name: str) -> None:
 
 
 def others_contexts(session: Session) -> list[int]:
-    """Return other ranks' GPUs on which this process has a context. Before, a thread has waited for a copy."""
+    """Return other ranks' GPUs on which this process has a context. Before, threads made room and waited for a copy."""
     state = {"w": Replicated(torch.ones(1 << 20, device=session.device))}
-    _, wait = Staging().copy(state, session.rank)
+    staging = Staging()
+    staging.make_room(state, session.rank)
+    _, wait = staging.copy(state, session.rank)
     thread = threading.Thread(target=wait)
     thread.start()
     thread.join()

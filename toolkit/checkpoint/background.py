@@ -8,9 +8,11 @@ page-locked, so that the copies are only enqueued; the thread waits for them.
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,44 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._block = page_locked.Block()
+        self._making: threading.Thread | None = None
+
+    def make_room(self, state: State, rank: int) -> None:
+        """Make the buffers for a later :meth:`copy` of such a state, in a thread of its own.
+
+        Called where the loop waits for a disk anyway, so that no copy has to wait for new memory.
+        """
+        if self._making is not None:
+            return
+        # What is to be stored may be copies of the training's own, which must not live on for this.
+        own, on_gpu = _tensors(state, rank)
+        like = {name: torch.empty_like(live, device="meta") for name, live in own.items()}
+        on_device = page_locked.on_current_device() if on_gpu else nullcontext()
+
+        def make() -> None:
+            with suppress(RuntimeError, OSError), on_device:  # out of memory: the copy will say so
+                self._block.places({name: like[name] for name in on_gpu})
+                for name in like.keys() - on_gpu:
+                    buffer = torch.empty(like[name].shape, dtype=like[name].dtype)
+                    ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)  # by one thread: torch would start more
+                    self._buffers[name] = buffer
+
+        self._making = threading.Thread(target=make, name="save-buffers", daemon=True)
+        self._making.start()
 
     def copy(self, state: State, rank: int) -> tuple[State, Callable[[], None]]:
         """Copy what ``rank`` has to write of ``state`` as it is now.
 
         Returns the copy, and a callable that waits until it is complete. The next call overwrites the copy.
         """
-        own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
-        values = {name: entry.value for name, entry in own.items()}
-        on_gpu = {name: live for name, live in values.items() if isinstance(live, torch.Tensor) and not live.is_cpu}
-        places = self._block.places(on_gpu)
+        if self._making is not None:
+            self._making.join()
+        own, on_gpu = _tensors(state, rank)
+        places = self._block.places({name: own[name] for name in on_gpu})
         staged: dict[str, Entry] = {}
-        for name, entry in own.items():
-            staged[name] = dataclasses.replace(entry, value=self._copy(name, entry, places.get(name)))
+        for name, entry in state.items():
+            if is_written_by(entry, rank):
+                staged[name] = dataclasses.replace(entry, value=self._copy(name, entry, places.get(name)))
         # Other copies are complete already.
         return staged, page_locked.enqueued() if on_gpu else lambda: None
 
@@ -62,6 +89,13 @@ class Staging:
         else:
             kept.copy_(live, non_blocking=True)
         return kept
+
+
+def _tensors(state: State, rank: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the tensors that ``rank`` has to write, and the names of those on a GPU."""
+    values = {name: entry.value for name, entry in state.items() if is_written_by(entry, rank)}
+    own = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return own, [name for name, tensor in own.items() if not tensor.is_cpu]
 
 
 class CuttableClient:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -52,21 +52,27 @@ def _address(buffer: mmap.mmap) -> int:
     return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
 
 
-def enqueued() -> Callable[[], None]:
-    """Return a call that waits for what is enqueued on the current stream now. Any thread may make it.
+def on_current_device() -> AbstractContextManager[None]:
+    """Return a block that gives another thread the current GPU of this one.
 
-    The current GPU of a new thread is the first one of the process. CUDA would make a context there for the wait, which
-    takes some hundred MB of another rank's memory.
+    The current GPU of a new thread is the first one of the process. CUDA would make a context there at its first call,
+    which takes some hundred MB of another rank's memory.
     """
-    kind = accelerator.built_for()
+    module: Any = accelerator.module_of(torch.device(accelerator.built_for().type))
+    device: AbstractContextManager[None] = module.device(module.current_device())
+    return device
+
+
+def enqueued() -> Callable[[], None]:
+    """Return a call that waits for what is enqueued on the current stream now. Any thread may make it."""
+    kind, on_device = accelerator.built_for(), on_current_device()
     module: Any = accelerator.module_of(torch.device(kind.type))
-    device = module.current_device()
     # By a blocking one the waiting thread leaves its CPU.
     event = module.Event(blocking=True) if kind in (CUDA, ROCM) else module.Event()
     event.record()
 
     def wait() -> None:
-        with module.device(device):
+        with on_device:
             event.synchronize()
 
     return wait

@@ -175,6 +175,8 @@ class Saver:
         while True:
             try:
                 state, meta = self._state.now(), {**self._state.meta, **reached}
+                if self._background and not must:
+                    self._staging.make_room(state, self._session.rank)
                 self._write(step, state, meta, self._session.store)
                 self._succeed(step)
                 return
