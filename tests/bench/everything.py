@@ -51,7 +51,7 @@ COMMANDS: Mapping[str, str] = {
     "failures": "bench.failures --ways ours torchrun Lightning NVRx torchft --again ours",
 }
 #: Those that import loaders of others.
-WITH_PEERS = {"shards", "resume_data"}
+WITH_PEERS = {"images", "shards", "resume_data"}
 
 
 def run(name: str, more: Sequence[str]) -> tuple[float, bool]:

@@ -5,14 +5,16 @@ the same inputs: a random crop to 224 and a random mirroring, or these with the 
 ResNet-50. First the bench prints how far the inputs of the ways differ. Then all ways take turns, each in a process of
 its own, and the CPU time of this process and its workers is counted: the fastest way needs the fewest cores. (Samples
 that workers have loaded ahead at the end cost all ways alike.) ``plain`` is torchvision's reference on Pillow, ``plain,
-tensors`` the same on tensors of torchvision's own decoder. ``ours, standardised elsewhere`` leaves the standardising to
-a device, as a training on a GPU does. ``ours, cached`` has the decoded images in memory as well, as from the second
-epoch on with ``data.images.cache_gb``.
+tensors`` the same on tensors of torchvision's own decoder, ``plain, TurboJPEG`` on those of PyTurboJPEG, and ``SPDL`` a
+pipeline of threads whose crop, resizing and mirroring are a filter of FFmpeg, without antialiasing. These two run where
+they are installed (``--peers FOLDER``: a folder to import them from). ``ours, standardised elsewhere`` leaves the
+standardising to a device, as a training on a GPU does. ``ours, cached`` has the decoded images in memory as well, as
+from the second epoch on with ``data.images.cache_gb``.
 
 Last comes the memory that each worker needs to go through the names of many files, since Python counts references to
 them.
 
-    python -m tests.bench.images [--images 300] [--rounds 5] [--workers 0 2] [--names 100000]
+    python -m tests.bench.images [--images 300] [--rounds 5] [--workers 0 2] [--names 100000] [--peers FOLDER]
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import multiprocessing
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -78,18 +82,27 @@ def write_photographs(root: Path, count: int) -> None:
     (root / "val").symlink_to("train")
 
 
-def plain_set(root: Path, images: ImageConfig, *, on_tensors: bool = False) -> Any:
-    """Return torchvision's ImageFolder with the transforms of its reference."""
+def by_torchvision() -> Callable[[str], Tensor]:
+    io = import_module("torchvision.io")
+    return lambda path: io.decode_image(io.read_file(path), io.ImageReadMode.RGB)
+
+
+def by_turbojpeg() -> Callable[[str], Tensor]:
+    turbojpeg = import_module("turbojpeg")
+    decode = turbojpeg.TurboJPEG().decode
+    rgb = turbojpeg.TJPF_RGB
+    return lambda path: torch.from_numpy(decode(Path(path).read_bytes(), pixel_format=rgb)).permute(2, 0, 1)
+
+
+def plain_set(root: Path, images: ImageConfig, decoder: Callable[[], Callable[[str], Tensor]] | None = None) -> Any:
+    """Return torchvision's ImageFolder with the transforms of its reference. Without a ``decoder`` Pillow decodes."""
     v2, datasets = import_module("torchvision.transforms.v2"), import_module("torchvision.datasets")
     steps = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()]
     bilinear = v2.InterpolationMode.BILINEAR  # as the reference has it; nearest is the policy's own default
     steps += [v2.TrivialAugmentWide(interpolation=bilinear)] if images.policy == "trivial_augment" else []
     steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     steps += [v2.RandomErasing(images.erase)] if images.erase else []
-    more = {}
-    if on_tensors:
-        io = import_module("torchvision.io")
-        more["loader"] = lambda path: io.decode_image(io.read_file(path), io.ImageReadMode.RGB)
+    more = {} if decoder is None else {"loader": decoder()}
     return datasets.ImageFolder(root / "train", v2.Compose(steps), **more)
 
 
@@ -98,9 +111,9 @@ def our_set(root: Path, images: ImageConfig) -> Any:
     return build_datasets(config).train
 
 
-def plain(images: ImageConfig, *, on_tensors: bool = False) -> Epoch:
+def plain(images: ImageConfig, decoder: Callable[[], Callable[[str], Tensor]] | None = None) -> Epoch:
     def epoch(root: Path, workers: int) -> Iterator[Tensor]:
-        data = plain_set(root, images, on_tensors=on_tensors)
+        data = plain_set(root, images, decoder)
         endless = RandomSampler(data, replacement=True, num_samples=10**9)  # as ours is
         batches = DataLoader(data, BATCH, sampler=endless, num_workers=workers)
         for inputs, _ in itertools.islice(batches, len(data) // BATCH):
@@ -122,21 +135,52 @@ def ours(images: ImageConfig, device: str = "cpu") -> Epoch:
     return epoch
 
 
+def spdl(root: Path, workers: int) -> Iterator[Tensor]:
+    io, pipeline = import_module("spdl.io"), import_module("spdl.pipeline")
+    draw = import_module("torchvision.transforms").RandomResizedCrop.get_params
+    whole = torch.empty(3, HEIGHT, WIDTH, device="meta")
+    mean, std = (255 * torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
+
+    def decode(path: Path) -> Tensor:
+        top, left, height, width = draw(whole, (0.08, 1.0), (3 / 4, 4 / 3))
+        mirrored = ",hflip" if torch.rand(()) < 0.5 else ""
+        changes = f"crop={width}:{height}:{left}:{top},scale={SIZE}:{SIZE}:flags=bilinear{mirrored},format=rgb24"
+        pixels: Tensor = io.to_torch(io.load_image(str(path), filter_desc=changes))
+        return pixels
+
+    def batch(images: list[Tensor]) -> Tensor:
+        return torch.stack(images).permute(0, 3, 1, 2).float().sub_(mean).div_(std).contiguous()
+
+    files = sorted((root / "train").glob("*/*.jpg"))
+    threads = max(workers, 1)
+    built = pipeline.PipelineBuilder().add_source(files).pipe(decode, concurrency=threads).aggregate(BATCH)
+    with (reading := built.pipe(batch).add_sink(2).build(num_threads=threads)).auto_stop():
+        yield from reading
+
+
 #: The first of each is the measure of the others. A tensor on ``meta`` has no memory, and work on it takes no time.
 WAYS: dict[str, dict[str, Epoch]] = {
     "crop": {
         "plain": plain(ImageConfig()),
-        "plain, tensors": plain(ImageConfig(), on_tensors=True),
+        "plain, tensors": plain(ImageConfig(), by_torchvision),
+        "plain, TurboJPEG": plain(ImageConfig(), by_turbojpeg),
+        "SPDL": spdl,
         "ours": ours(ImageConfig()),
         "ours, standardised elsewhere": ours(ImageConfig(), "meta"),
         "ours, cached": ours(CACHED, "meta"),
     },
     "recipe": {
         "plain": plain(RECIPE),
+        "plain, tensors": plain(RECIPE, by_torchvision),
+        "plain, TurboJPEG": plain(RECIPE, by_turbojpeg),
         "ours": ours(RECIPE),
         "ours, standardised elsewhere": ours(RECIPE, "meta"),
     },
 }
+
+
+#: The module that a way needs.
+PEERS = {"plain, TurboJPEG": "turbojpeg", "SPDL": "spdl"}
 
 
 def difference(root: Path) -> float:
@@ -182,7 +226,8 @@ def _used() -> float:
 
 def compare(root: Path, count: int, rounds: int, workers: int) -> Iterator[dict[str, Any]]:
     """Print the lines of one number of workers, and yield its rows."""
-    for kind, ways in WAYS.items():
+    for kind, every in WAYS.items():
+        ways = {name: epoch for name, epoch in every.items() if find_spec(PEERS.get(name, "torch"))}
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, epoch in ways.items():
@@ -249,8 +294,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--names", type=int, default=100_000)
+    parser.add_argument("--peers", type=Path)
     record.add_option(parser)
     args = parser.parse_args()
+    if args.peers is not None:
+        sys.path.append(str(args.peers))
     torch.set_num_threads(1)
     count = max(args.images // BATCH, 1) * BATCH
     with tempfile.TemporaryDirectory() as folder:
