@@ -185,23 +185,21 @@ def rates(epoch: Epoch, folder: Path) -> tuple[float, float]:
     return size / (time.perf_counter() - started), size / (time.process_time() - used)
 
 
-def measured(epoch: Epoch, folder: Path, rounds: int) -> list[tuple[float, ...]]:
-    """Return the figures of each round. There are none where a way's library is not installed."""
-    found: list[tuple[float, ...]] = []
+def measured(epoch: Epoch, folder: Path) -> tuple[float, ...] | None:
+    """Return the figures of a round, or None where a way's library is not installed."""
     with suppress(ImportError):
         next(epoch(folder))  # the index is made once, and so is what peers prepare
-        for _ in range(rounds):
-            forget(folder)
-            disk = rates(sequential, folder)[0]
-            forget(folder)
-            cold = rates(epoch, folder)[0]
-            plain = rates(sequential, folder)[0]
-            warm, per_cpu = rates(epoch, folder)
-            found.append((cold, 100 * cold / disk, warm, 100 * warm / plain, per_cpu))
-    return found
+        forget(folder)
+        disk = rates(sequential, folder)[0]
+        forget(folder)
+        cold = rates(epoch, folder)[0]
+        plain = rates(sequential, folder)[0]
+        warm, per_cpu = rates(epoch, folder)
+        return cold, 100 * cold / disk, warm, 100 * warm / plain, per_cpu
+    return None
 
 
-def apart(*arguments: Any) -> list[tuple[float, ...]]:
+def apart(*arguments: Any) -> tuple[float, ...] | None:
     """Return what :func:`measured` does, in a process of its own: what one way sets or keeps must not help others."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         return process.submit(measured, *arguments).result()
@@ -221,14 +219,22 @@ def compare(mib: int, rounds: int, scratch: Path, kinds: list[str]) -> Iterator[
         except ImportError as error:
             print(f"{kind:9} not run: {error.name} is not installed")
             continue
-        for name, epoch in readers.items():
-            found = apart(epoch, folder, rounds)
-            if not found:
-                print(f"{kind:9} {name:20} not run: it is not installed")
-                continue
-            columns = [*zip(*found, strict=True)]
-            for (what, unit, better), column in zip(FIGURES, columns, strict=True):
-                yield record.row(f"{kind}, {name}: {what}", column, unit, better=better)
+        # The ways take turns: the rate of a disk that others use changes within a minute.
+        found = {name: [apart(epoch, folder)] for name, epoch in readers.items()}
+        there = {name: epoch for name, epoch in readers.items() if found[name][0] is not None}
+        for _ in range(rounds - 1):
+            for name, epoch in there.items():
+                found[name].append(apart(epoch, folder))
+        by_way = {name: [*zip(*filter(None, found[name]), strict=True)] for name in there}
+        for name in readers.keys() - there.keys():
+            print(f"{kind:9} {name:20} not run: it is not installed")
+        peer = [*readers][-1]  # the fastest of the others
+        for name, columns in by_way.items():
+            for place, ((what, unit, better), column) in enumerate(zip(FIGURES, columns, strict=True)):
+                to = by_way[peer][place] if unit != "%" and name == "ours" != peer in by_way else ()
+                yield record.row(
+                    f"{kind}, {name}: {what}", column, unit, to=to, peer=peer, better="more" if to else better
+                )
             cold, of_disk, warm, of_plain, per_cpu = map(statistics.median, columns)
             print(
                 f"{kind:9} {name:20} {cold:8.0f} MiB/s {of_disk:9.0f} % {warm:6.0f} MiB/s {of_plain:8.0f} % "
