@@ -55,7 +55,7 @@ def test_waiting_runs_say_why_and_ten_commands_at_once_ask_slurm_once(site: Site
     for number in range(10):
         rows = json.loads((site.folder / f"rows-{number}.json").read_text())
         assert {row["name"]: row["reason"] for row in rows} == expected
-    page = site.run("toolkit", "status", **env)
+    page = site.run("toolkit", "status", "--wide", **env)
     assert "waits for free nodes (Resources)" in page or "jobs with a higher priority come first (Priority)" in page
     # A run in the queue is alive.
     assert "when it has ended it can be removed" in site.run("toolkit", "rm", "one", check=False)

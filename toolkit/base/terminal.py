@@ -8,6 +8,7 @@ command prints passes it, since :func:`guarded` replaces the output streams, and
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -110,6 +111,19 @@ def _over(stream: Any) -> Any:
 
 def _below(stream: Any) -> Any:
     return stream.raw if isinstance(stream, VisibleStream) else stream
+
+
+#: How a terminal is told to show a colour.
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+def paint(parts: Iterable[tuple[str, str]]) -> None:
+    """Print texts to stdout, each in its colour: in none in a pipe, on a dumb terminal, or if NO_COLOR is set."""
+    stream = _below(sys.stdout)
+    is_plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    for text, colour in parts:
+        seen = visible(text)
+        stream.write(seen if is_plain or not colour else f"\x1b[{_CODES[colour]}m{seen}\x1b[0m")
 
 
 def console(**options: Any) -> Console:

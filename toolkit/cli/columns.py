@@ -11,9 +11,9 @@ from typing import Any
 
 from toolkit.base.durations import as_clock, in_units
 from toolkit.base.errors import RequestError, listing, nearest
-from toolkit.cli import run_rows
-from toolkit.files.run_files import state_word, waits_until
-from toolkit.slurm import states
+from toolkit.cli import notes, run_rows
+from toolkit.cli.tables import Table, short
+from toolkit.files.run_files import state_word
 
 Row = dict[str, Any]
 
@@ -26,14 +26,7 @@ def _number(value: Any) -> str:
 
 
 def _job(row: Row) -> str:
-    return str(row["job_id"] or "") if row["executor"] == "slurm" else str(row["executor"])
-
-
-def _waits_for(row: Row) -> str | None:
-    reason = row["reason"] if row["slurm"] == "PENDING" else None
-    if row["after"] and reason in (None, "None", "Dependency"):
-        return waits_until(row["after"])
-    return states.in_words(reason) if reason else None
+    return str(row["job_id"] or "") if row["executor"] == "slurm" else ""
 
 
 def ago(at: float | None) -> str:
@@ -59,20 +52,19 @@ _COLUMNS: Mapping[str, tuple[Callable[[Row], Any], Callable[[Any, Row], str]]] =
     "updated": (lambda row: row["updated"], lambda value, _: ago(value)),
     "ended": (lambda row: row["ended"], lambda value, _: ago(value)),
     "nodes": (lambda row: len(row["nodes"]), lambda value, _: str(value)),
-    "waits_for": (_waits_for, lambda value, _: value or ""),
-    "start": (lambda row: row["expected_start"], lambda value, _: start_text(value)),
+    "waits_for": (lambda row: notes.waits_for(row) or None, lambda value, _: value or ""),
+    "start": (lambda row: row["expected_start"], lambda value, _: notes.start_text(value)),
     "why": (lambda row: row["why"], lambda value, _: value or ""),
     "damage": (lambda row: len(row["damage"]), lambda value, row: "; ".join(row["damage"])),
+    "note": (lambda row: "; ".join(notes.of(row)), lambda value, _: value),
     "path": (lambda row: row["path"], lambda value, _: value),
 }
-#: The columns without ``--columns``. A narrow terminal gets those that fit, by their importance.
-USUAL = ("run", "name", "state", "job", "attempt", "step", "loss", "accuracy", "rate", "left", "goodput")
-_IMPORTANCE = ("run", "state", "step", "name", "loss", "left", "goodput", "rate", "job", "attempt", "accuracy")
-
-
-def start_text(start: float | None) -> str:
-    """Return when Slurm expects a job to start; empty if it does not say."""
-    return states.expected_start(start, time.time())
+#: The columns without ``--columns``, and those that a narrow terminal goes without, the first one first.
+USUAL = (
+    *("run", "name", "state", "job", "attempt", "step", "loss", "accuracy", "rate", "left", "goodput", "submitted"),
+    "note",
+)
+_DISPENSABLE = ("accuracy", "attempt", "goodput", "rate", "submitted", "job", "loss", "left", "name", "note", "step")
 
 
 def check(names: Sequence[str], rows: Sequence[Row]) -> None:
@@ -124,34 +116,28 @@ def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]
     return known + [row for row in rows if value(row, name) is None]
 
 
-def cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
-    """Return the texts of the rows below a head."""
+def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = None) -> Table:
+    """Return the rows as a table, with the usual columns if no ``names`` are given.
+
+    Among several rows within a ``width`` runs have short ids, and ``queued (PENDING, Priority)`` is ``queued``: the
+    note says the reason. A single run has no note.
+    """
+    shown = names or (USUAL if len(rows) > 1 else USUAL[:-1])
+    if width is not None and len(rows) > 1:
+        rows = [{**row, "run": short(row["run"]), "state": _short_state(row)} for row in rows]
     texts: list[list[str]] = []
-    for name in names:
+    for name in shown:
         if name in _COLUMNS:
             get, show = _COLUMNS[name]  # once a column: there may be 10,000 rows
-            shown = (show(get(row), row) for row in rows)
-            # In one line: a reason may have several.
-            texts.append([" ".join(t.split()) if " " in t or not t.isprintable() else t for t in shown])
+            texts.append([show(get(row), row) for row in rows])
         else:
             texts.append([text(row, name) for row in rows])
-    return [[name.upper() for name in names], *map(list, zip(*texts, strict=True))]
+    drop = () if names else [name.upper() for name in _DISPENSABLE]
+    return Table([[name.upper() for name in shown], *zip(*texts, strict=True)], width, drop)
 
 
-def with_short_states(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with ``queued (PENDING, Priority)`` as ``queued``. The reason stands below the table."""
-    return [{**row, "state": state_word(str(row["state"]))} if row["slurm"] == "PENDING" else dict(row) for row in rows]
-
-
-def that_fit(rows: Sequence[Row], width: int) -> tuple[str, ...]:
-    """Return the usual columns that fit into ``width`` characters. The most important are taken first."""
-    left, taken = width + 2, set[str]()
-    for name in _IMPORTANCE:
-        needs = 2 + max(len(name), max((len(text(row, name)) for row in rows), default=0))
-        if needs <= left:
-            taken.add(name)
-            left -= needs
-    return tuple(name for name in USUAL if name in taken)
+def _short_state(row: Row) -> str:
+    return state_word(str(row["state"])) if row["slurm"] == "PENDING" else str(row["state"])
 
 
 def is_over(row: Row) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 from toolkit import registry
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import slow
-from toolkit.cli.show import given_words, loss_remark, status_rows
+from toolkit.cli.notes import loss_remark
+from toolkit.cli.show import given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput

@@ -1,4 +1,4 @@
-"""The rows and table of `toolkit status`, and the form of tables and JSON documents."""
+"""The rows and page of `toolkit status`, and the form of JSON documents."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import ToolkitError
 from toolkit.base.process_identity import Life
-from toolkit.cli import columns, slow
+from toolkit.cli import columns, notes
 from toolkit.cli.run_rows import OVER, RowCache, read_row
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.run.records import changes, ownership, submitted_run
+from toolkit.run.records import ownership, submitted_run
 from toolkit.run.records.run_jobs import RunJobs
 from toolkit.run.records.submitted_run import HEARD_S, RunStanding
 from toolkit.slurm import cluster_name
@@ -159,73 +159,42 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
     return f"job {job.job_id} has failed on {node} and has written nothing; {blind}"
 
 
-def _waits(row: dict[str, Any]) -> bool:
-    return row["slurm"] == "PENDING" and row["reason"] not in (None, "None")
+def print_rows(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> None:
+    """Print the rows as a table of at most ``width`` characters, with the columns ``names`` or the usual ones.
 
-
-def _held(rows: list[dict[str, Any]]) -> Iterator[Note]:
-    """Yield notes on jobs that never start by themselves.
-
-    Slurm's reasons are in squeue(1) and, with blanks, in its source.
-    """
-    for row in rows:
-        why = _held_for(row)
-        if why is not None:
-            text = f"Slurm holds job {row['job_id']} ({why}); when that is mended, "
-            yield row["run"], f"{text}`scontrol release {row['job_id']}` lets it go on"
-
-
-def _held_for(row: dict[str, Any]) -> str | None:
-    """Return Slurm's reason to hold the job, or None. Slurm 24.11 has states for it, 22.05 only the reasons."""
-    if row["slurm"] in _HOLDING_STATES:
-        return row["reason"] if row["reason"] not in (None, "None") else str(row["slurm"])
-    is_held = _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)
-    return str(row["reason"]) if is_held else None
-
-
-#: States and reasons of jobs that Slurm does not start by itself.
-_HOLDING_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
-
-
-def status_table(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> str:
-    """Return the rows as a table for a terminal.
-
-    Without ``names`` it has the usual columns, or those of them that fit into ``width``. Notes below the table explain
-    the rows; of more than ``MOST_TOLD`` rows they give the number by state. Among several runs each note is one line,
-    cut at ``width``.
+    Of one run all is told below the table, in sentences. Many are counted by state.
     """
     if not rows:
-        return f"no runs under {rundir.runs_root()}"
-    shown = rows if width is None else columns.with_short_states(rows)
-    names = names or (columns.USUAL if width is None else columns.that_fit(shown, width))
-    lines = [table(columns.cells(shown, names))]
-    if len(rows) > MOST_TOLD:
-        lines.append(count_by_state(rows))
-        notes = [*_damages(rows)]
-    else:
-        notes = [*_remarks(rows), *_damages(rows), *_waits_for(rows), *_held(rows)]
-        notes += [(row["run"], text) for row in rows if not row["silent"] and (text := slow.remark(row["stragglers"]))]
+        print(f"no runs under {rundir.runs_root()}")
+        return
+    table = columns.table(rows, names, width)
+    table.print()
     if len(rows) == 1:
-        notes += _next(rows[0])
-    lines += note_lines(notes, width, is_whole=len(rows) == 1)
-    # Where the time went and what is used: among several runs a reader could not tell which run is meant.
-    if len(rows) == 1:
-        is_running = isinstance(rows[0]["state"], RunState) and rows[0]["state"].has_ranks
-        told = [given_words(RunDir(Path(rows[0]["path"]))), goodput.sentence(rows[0]["goodput"])]
-        told += [rows[0]["using"] if is_running else ""]
-        lines += [text if width is None else terminal.wrapped(text, width) for text in told if text]
-    return "\n".join(lines)
+        for text in (*notes.of(rows[0]), *_of_one(rows[0])):
+            terminal.say(text)
+        return
+    if len(rows) > MOST_UNCOUNTED:
+        terminal.say(count_by_state(rows))
+    if table.is_cut and not names:
+        terminal.say("`toolkit status RUN` tells all of one run, --wide shows all columns")
 
 
-def _next(row: Mapping[str, Any]) -> list[Note]:
+def _of_one(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to do next, the words of a script, where the time went and what is used."""
+    yield from _next(row)
+    is_running = isinstance(row["state"], RunState) and row["state"].has_ranks
+    told = [given_words(RunDir(Path(row["path"]))), goodput.sentence(row["goodput"])]
+    yield from filter(None, [*told, row["using"] if is_running else ""])
+
+
+def _next(row: Mapping[str, Any]) -> list[str]:
     """Return what to do next about a run that only its user brings back; nothing for others."""
     state = str(row["state"])
     if state == RunState.COMPLETED or (state not in OVER and not state.startswith("lost")):
         return []
     from toolkit.run.attempt import advice  # reads configs
 
-    return [(row["run"], f"next: {advice.of(RunDir(Path(row['path'])), state)}")]
+    return [f"next: {advice.of(RunDir(Path(row['path'])), state)}"]
 
 
 def given_words(run: RunDir) -> str:
@@ -240,73 +209,11 @@ def given_words(run: RunDir) -> str:
     return words and f"{'command' if config.job == configs.FOREIGN_JOB else 'arguments'}: {words}"
 
 
-#: The id of a run, and what is to be said of it.
-Note: TypeAlias = tuple[str, str]
-
-
-def note_lines(notes: Sequence[Note], width: int | None, is_whole: bool) -> list[str]:
-    """Return the notes as lines of at most ``width`` characters; as they are if that is None.
-
-    Whole notes are wrapped. Others are cut, and a last line says where all of it is.
-    """
-    if width is None:
-        return [f"{run}: {text}" for run, text in notes]
-    texts = [f"{run}: {' '.join(text.split())}" for run, text in notes]
-    if is_whole:
-        return [terminal.wrapped(text, width) for text in texts]
-    lines = [text if len(text) <= width else f"{text[: width - 3]}..." for text in texts]
-    return lines + ["`toolkit status RUN` and `toolkit why RUN` tell more"] * (lines != texts)
-
-
-#: The most rows of which lines below the table tell more.
-MOST_TOLD = 20
+#: More rows than this are counted by state.
+MOST_UNCOUNTED = 20
 
 
 def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return how many rows are in each state, the most first."""
     counts = Counter(state_word(str(row["state"])) for row in rows)
     return f"{len(rows)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())
-
-
-def _waits_for(rows: list[dict[str, Any]]) -> Iterator[Note]:
-    """Yield what runs wait for, in words, and when Slurm expects pending jobs to start."""
-    for row in rows:
-        start = columns.start_text(row["expected_start"])
-        if (_waits(row) or row["after"]) and _held_for(row) is None:
-            expected = f"; Slurm expects it to start at {start}" if start else ""
-            yield row["run"], f"{columns.text(row, 'waits_for')}{expected}"
-
-
-def _damages(rows: list[dict[str, Any]]) -> Iterator[Note]:
-    return ((row["run"], f"damaged: {what}") for row in rows for what in row["damage"])
-
-
-def _remarks(rows: list[dict[str, Any]]) -> list[Note]:
-    # Collected by kind, so that equal remarks about several runs stand together.
-    why, losses, changed, bad, ailing, points = (list[Note]() for _ in range(6))
-    for row in rows:
-        run = row["run"]
-        if row["why"] and row["state"] != RunState.COMPLETED:
-            why.append((run, row["why"]))
-        if text := loss_remark(row["metrics"]):
-            losses.append((run, text))
-        changed += [(run, text) for text in changes.lines(row["changes"])]
-        bad += [(run, f"{host} is not used: {reason}") for host, reason in row["bad_nodes"].items()]
-        ailing += [(run, f"node {host}: {what}") for host, what in row["ailing_nodes"].items()]
-        ailing += [(run, row["save_error"])] if row["save_error"] else []
-        if row["points"]:
-            counts = ", ".join(f"{count} {state}" for state, count in row["points"].items())
-            points.append((run, f"{counts}; `toolkit sweep status {run}` lists them"))
-    return [*why, *losses, *changed, *bad, *ailing, *points]
-
-
-def loss_remark(metrics: Any) -> str:
-    """Return a remark on a loss that was not finite. Empty if it was always finite."""
-    count = metrics.get("train/not_finite") if isinstance(metrics, dict) else None
-    return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return plain columns. rich would take longer to import than everything else here together."""
-    line = "  ".join(f"%-{max(map(len, column))}s" for column in zip(*rows, strict=True))
-    return "\n".join((line % tuple(row)).rstrip() for row in rows)

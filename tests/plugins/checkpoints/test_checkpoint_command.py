@@ -57,16 +57,15 @@ def names(run: RunDir) -> list[str]:
 def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["checkpoint", "list", run.id]) == EXIT_DONE
+    assert cli.main(["checkpoint", "list", run.id, "--wide"]) == EXIT_DONE
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED"]
+    assert head.split() == ["CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED", "NOTE"]
     assert [line.split()[0] for line in lines[:3]] == ["step-00000040", "step-00000030", "step-00000020"]
     size_bytes = (run.checkpoints / "step-00000040/rank-00000.safetensors").stat().st_size
     assert lines[0].split()[1:5] == [f"{size_bytes}", "B", "1", torch.__version__]
-    assert lines[-2:] == [
-        "step-00000010.bad-1a2b3c4d: was found damaged, and moved aside",
-        "step-00000050.tmp-1a2b3c4d: is being written, or was left over",
-    ]
+    (bad, left) = ([line.split()[0], line[head.index("NOTE") :]] for line in lines[-2:])
+    assert bad == ["step-00000010.bad-1a2b3c4d", "found damaged, and moved aside"]
+    assert left == ["step-00000050.tmp-1a2b3c4d", "being written, or left over"]
     assert cli.main(["checkpoint", "list", run.id, "--json"]) == EXIT_DONE
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [40, 30, 20, None, None]
 

@@ -426,7 +426,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = EXIT_DO
 def test_a_sweep_is_one_row_of_the_listing_that_unfolds(listed: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     _, row, note = printed(capsys, "status").splitlines()
     assert row.split()[:5] == ["seeds", "sweep", "of", "6", "running"]
-    assert note == "seeds: 4 queued, 1 running, 1 failed; `toolkit sweep status seeds` lists them"
+    assert note == "4 queued, 1 running, 1 failed; `toolkit sweep status seeds` lists them"
     (data,) = json.loads(printed(capsys, "status", "--json"))
     assert data["points"] == {"queued": 4, "running": 1, "failed": 1}
     # Its name, its config's name and a filter list each point, also those that have not started.

@@ -54,10 +54,11 @@ def test_all_runs_are_listed_and_the_damaged_one_says_what_it_has(
     (damaged,) = (row for row in rows if row["damage"])
     assert damaged["run"] == "20260101-000000-deadbeef"
     assert "status.json is damaged" in damaged["damage"][0]
-    assert cli.main(["status", "--all"]) == EXIT_DONE
+    assert cli.main(["status", "--all", "--wide"]) == EXIT_DONE
     out = capsys.readouterr().out
     assert "61 runs: " in out
-    assert f"{damaged['run']}: damaged: " in out
+    (line,) = (line for line in out.splitlines() if line.startswith(damaged["run"]))
+    assert f"damaged: {damaged['damage'][0]}" in line
 
 
 def test_what_a_job_uses_now_is_a_line_of_its_row(root: Path) -> None:
@@ -283,11 +284,21 @@ def test_an_age_is_a_time_or_a_date() -> None:
         parse_since("--since", "9999999999999d", now)
 
 
-def test_a_narrow_terminal_gets_the_columns_that_fit(root: Path) -> None:
-    rows = show.status_rows(rundir.all_runs(root))
-    lines = show.status_table(rows, width=80).splitlines()[: len(rows)]
-    assert max(map(len, lines)) <= 80
-    assert lines[0].split()[:4] == ["RUN", "NAME", "STATE", "STEP"]
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_a_listing_is_a_line_a_run_within_the_width(
+    root: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    runs = rundir.all_runs(root)
+    assert cli.main(["status", "--all"]) == EXIT_DONE
+    head, *lines = capsys.readouterr().out.splitlines()[: len(runs) + 1]
+    assert max(map(len, [head, *lines])) <= width
+    assert [line.split()[0] for line in lines] == [run.id[-8:] for run in runs]
+    order = ["RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY", "RATE", "LEFT", "GOODPUT"]
+    names = head.split()
+    assert names == [name for name in (*order, "SUBMITTED", "NOTE") if name in names]
+    assert "STATE" in names
+    assert width < 80 or {"NAME", "STEP", "NOTE"} <= {*names}
 
 
 def test_a_filter_that_no_run_matches_says_how_many_there_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,27 +306,30 @@ def test_a_filter_that_no_run_matches_says_how_many_there_are(root: Path, capsys
     assert capsys.readouterr().out == f"none of the 61 runs under {root} matches these filters\n"
 
 
-def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_wrapped(root: Path) -> None:
+def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = "rank 1 failed: ValueError: the label 11 is not one of the 10 classes\nof sample 3 " + "x" * 90
     runs = [rundir.create("broken") for _ in range(2)]
     for run in runs:
         run.config.write_text("")
         run.write_status(RunStatus(state=RunState.FAILED))
         run.write_result(RunResult(RunState.FAILED, why=error))
-    _, _, _, *notes, last = show.status_table(show.status_rows(runs), width=80).splitlines()
-    for run, line in zip(runs, notes, strict=True):
+    show.print_rows(show.status_rows(runs), width=80)
+    _, *lines, last = capsys.readouterr().out.splitlines()
+    for run, line in zip(runs, lines, strict=True):
         assert len(line) == 80
-        assert line.startswith(f"{run.id}: rank 1 failed: ValueError: ")
+        assert line.startswith(f"{run.id[-8:]}  broken  failed ")
+        assert "  rank 1 failed: ValueError: the label" in line
         assert line.endswith("...")
-    assert last == "`toolkit status RUN` and `toolkit why RUN` tell more"
-    _, _, *lines = show.status_table(show.status_rows(runs[:1]), width=80).splitlines()
-    told = " ".join(" ".join(lines).split())
-    assert told.startswith(
-        f"{runs[0].id}: {' '.join(error.split())} {runs[0].id}: next: mend the cause, then `toolkit "
-    )
-    assert all(len(line) <= 80 or "x" * 90 in line for line in lines)
-    assert [line for line in lines if len(line) > 80] == [f"  {'x' * 90}"]  # a path, say, stays one word
-    assert error in show.status_table(show.status_rows(runs))  # a file or a pipe gets all of it
+    assert last == "`toolkit status RUN` tells all of one run, --wide shows all columns"
+    show.print_rows(show.status_rows(runs))
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  rank")[2] for line in lines] == [" ".join(error.split()).removeprefix("rank")] * 2
+    show.print_rows(show.status_rows(runs[:1]), width=80)
+    told = capsys.readouterr().out
+    assert error in told
+    assert "\nnext: mend the cause, then `toolkit " in told
 
 
 def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(

@@ -45,7 +45,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 
 def test_status_names_who_is_slow_now(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     stands(run, RECOVERED, SLOW)
-    expected = f"{run.id}: node03 (ranks 12-15) is 1.6 times slower than the others for 12 min"
+    expected = "node03 (ranks 12-15) is 1.6 times slower than the others for 12 min"
     assert told(capsys, "status") == [expected]
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import HOSTS, network, run, slurm  # noqa: F401
 from toolkit.base.errors import SlurmRefusedError
-from toolkit.cli import run_facts, show
+from toolkit.cli import notes, run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -126,7 +126,7 @@ def test_a_drained_node_is_left_for_a_spare_and_given_back(
     assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
     assert (Store.proposed, ranks.signals) == ([], [])  # of the second attempt
     assert (agents.dismissed, slurm.kept) == (["node2"], {"1": "node[1,3]"})
-    assert f"node2 is not used: {NEW_FAN}" in show.status_table(show.status_rows([run]))
+    assert f"node2 is not used: {NEW_FAN}" in notes.of(show.status_rows([run])[0])
     assert run_facts.facts(run)["attempts"][0].line == first.line
 
 
@@ -179,7 +179,7 @@ def test_a_node_without_a_good_spare_is_named_once_and_the_run_goes_on(
     assert (only.cause, Store.proposed) == ("completed", [])
     warned = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.message.startswith("node ")]
     assert warned == [f"node node2: {NEW_FAN}"]
-    assert f"node node2: {NEW_FAN}" in show.status_table(show.status_rows([run]))
+    assert f"node node2: {NEW_FAN}" in notes.of(show.status_rows([run])[0])
     assert run_facts.facts(run)["ailing_nodes"] == {"node2": NEW_FAN}
 
 

@@ -2,12 +2,13 @@
 
 A run's own files come first. Slurm is asked, once for all, about runs that wait
 or whose supervisor is silent, and the answer is shared by all your processes.
-Below the table stands what a run waits for, why it ended, and damaged files.
+The note of a run says what it waits for, why it ended, and what is damaged; of
+one run all is shown below the table.
 """
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments, selection
+from toolkit.cli import arguments, selection, tables
 
 EXAMPLES = (
     ("toolkit status", "the ten newest runs"),
@@ -25,12 +26,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--reverse", action="store_true", help="the highest first")
     columns = "separated by commas: columns of the table, metrics and config keys"
     parser.add_argument("--columns", metavar="NAMES", help=columns)
+    tables.add_wide(parser)
     arguments.add_json(parser)
 
 
 def run(args: Namespace) -> None:
     import gc
-    import shutil
     import sys
     from functools import partial
     from pathlib import Path
@@ -72,5 +73,6 @@ def run(args: Namespace) -> None:
     if not rows and runs:
         print(f"none of the {len(runs)} runs under {rundir.runs_root()} matches these filters")
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(show.status_table(rows, names, width))
+    # A program that asks for columns gets them whole.
+    is_whole = names and not sys.stdout.isatty()
+    show.print_rows(rows, names, None if is_whole else tables.width(args))

@@ -14,7 +14,7 @@ from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, pi
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
-from toolkit.cli.show import table
+from toolkit.cli.tables import Table
 from toolkit.config import load_config
 from toolkit.files.rundir import RunDir
 
@@ -27,11 +27,11 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
     checkpoints = CheckpointFolder(run.checkpoints)
     found = [_row(checkpoints, path) for path in checkpoints.list()]
     for path in _odd(checkpoints):
-        problem = "is being written, or was left over"
+        problem = "being written, or left over"
         if is_name_of_committed(path):
-            problem = "is damaged: it has no manifest.json"
+            problem = "damaged: it has no manifest.json"
         elif ".bad-" in path.name:
-            problem = "was found damaged, and moved aside"
+            problem = "found damaged, and moved aside"
         nothing = {"step": None, "ranks": None, "torch": None}
         row = {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem}
         found.append({**row, "size_bytes": _size(path)})
@@ -47,7 +47,7 @@ def _row(checkpoints: CheckpointFolder, path: Path) -> dict[str, Any]:
         return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
     size = sum(manifest.files.values())
     if not manifest.meta.get("finite", True):
-        row["problem"] = "its weights are not finite (train.on_nan: warn)"
+        row["problem"] = "weights that are not finite (train.on_nan: warn)"
     return {**row, "size_bytes": size, "ranks": manifest.world_size, "torch": manifest.versions.get("torch")}
 
 
@@ -60,18 +60,14 @@ def _size(path: Path) -> int:
     return sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
 
 
-def page(found: list[dict[str, Any]]) -> str:
+def table(found: list[dict[str, Any]], width: int | None) -> Table:
     """Return the rows as a table for a terminal."""
-    if not found:
-        return "no checkpoints"
-    head = ("CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED")
-    cells = []
+    rows = [("CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED", "NOTE")]
     for row in found:
         saved = datetime.fromtimestamp(row["saved"]).strftime("%Y-%m-%d %H:%M:%S")
         size, ranks = size_text(row["size_bytes"]), str(row["ranks"] or "")
-        cells.append((row["name"], size, ranks, row["torch"] or "", saved))
-    problems = [f"{r['name']}: {r['problem']}" for r in found if r["problem"]]
-    return "\n".join([table([head, *cells]), *problems])
+        rows.append((row["name"], size, ranks, row["torch"] or "", saved, row["problem"] or ""))
+    return Table(rows, width, ("TORCH", "RANKS"))
 
 
 def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:

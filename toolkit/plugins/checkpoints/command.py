@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from toolkit.base.errors import EXIT_FAILED, RequestError
-from toolkit.cli import arguments
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit checkpoint list gpt", "the checkpoints of the newest run named gpt"),
@@ -16,7 +16,7 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
         "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP]\n"
-        "                [--with RUN] [--keep N] [--json]\n"
+        "                [--with RUN] [--keep N] [--wide] [--json]\n"
         "       toolkit checkpoint export RUN [STEP] --to PATH\n"
         "                [--as {safetensors,torch,dcp}] [--weights {average,raw} | --all]"
     )
@@ -30,6 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_weights(parser)
     parser.add_argument("--with", dest="other", metavar="RUN", help="diff: the second one is of this run")
     parser.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
+    tables.add_wide(parser)
     parser.add_argument("--json", action="store_true", help="list: one JSON document")
 
 
@@ -47,7 +48,12 @@ def run(args: Namespace) -> int | None:
     step = args.steps[0] if args.steps else None
     if args.verb == "list":
         rows = checkpoints.rows(run)
-        print(show.as_json(rows) if args.json else checkpoints.page(rows))
+        if args.json:
+            print(show.as_json(rows))
+        elif rows:
+            checkpoints.table(rows, tables.width(args)).print()
+        else:
+            print("no checkpoints")
     elif args.verb == "prune":
         for path in checkpoints.prune(run, args.keep):
             print(f"removed {path}")

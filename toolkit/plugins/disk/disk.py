@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import registry
-from toolkit.base import fsio
+from toolkit.base import fsio, terminal
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.base.fsio import size_text
-from toolkit.cli import columns, run_rows, show
+from toolkit.cli import columns, run_rows, tables
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.files import origin, rundir
@@ -160,24 +160,21 @@ def _lives(run: RunDir) -> bool:
     return (handle.executor == "slurm" and handle.heard_s() < HEARD_S) or not handle.is_over()
 
 
-def table(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> str:
-    """Return the rows for a terminal, and what is or would be removed."""
-    head = ("RUN", "NAME", "STATE", "DISK", "CHECKPOINTS", "FILES", "CHANGED", "PURGED")
-    cells = [
-        (
-            *(row["run"], row["name"], str(row["state"]), size_text(row["bytes"]), size_text(row["checkpoint_bytes"])),
-            *(str(row["files"]), columns.ago(row["written"])),
-            "" if args.older_than is None else f"{row['purged_files']} files",
-        )
-        for row in rows
-    ]
-    # Without --older-than nothing is known about a purge: leave its column out.
-    width = len(head) - (args.older_than is None)
-    lines = [show.table([head[:width], *(row[:width] for row in cells)])]
-    lines.append(f"{len(rows)} runs take {size_text(sum(row['bytes'] for row in rows))}")
+def print_page(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> None:
+    """Print the rows for a terminal, and what is or would be removed."""
+    cells = [("RUN", "NAME", "STATE", "DISK", "CHECKPOINTS", "FILES", "CHANGED", "PURGED")]
+    width = tables.width(args)
+    for row in rows:
+        run, written = row["run"] if width is None else tables.short(row["run"]), columns.ago(row["written"])
+        sizes = (size_text(row["bytes"]), size_text(row["checkpoint_bytes"]), str(row["files"]))
+        # Without --older-than nothing is known about a purge.
+        purged = "" if args.older_than is None else f"{row['purged_files']} files"
+        cells.append((run, row["name"], str(row["state"]), *sizes, written, purged))
+    tables.Table(cells, width, ("FILES", "CHECKPOINTS")).print()
+    lines = [f"{len(rows)} runs take {size_text(sum(row['bytes'] for row in rows))}"]
     if args.older_than is not None:
         size = size_text(sum(row["bytes"] for row in going))
         did = "removed" if args.remove else "would be removed by --remove"
         lines.append(f"{len(going)} runs that are over have not changed for {args.older_than}: {size} {did}")
         lines.append(f"PURGED: files that a purge takes of what nobody has read or written for {args.older_than}")
-    return "\n".join(lines)
+    terminal.say("\n".join(lines))

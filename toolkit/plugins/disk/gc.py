@@ -6,7 +6,7 @@ the files that a site's purge takes which goes by the last access.
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit gc", "what each run takes, the largest first"),
@@ -19,6 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--older-than", metavar="TIME", help="runs without a change since then: 12h, 30d, 8w")
     parser.add_argument("--name", metavar="PATTERN", help="name of the config, such as 'gpt*'")
     parser.add_argument("--remove", action="store_true", help="remove them; without it nothing is changed")
+    tables.add_wide(parser)
     arguments.add_json(parser)
 
 
@@ -45,4 +46,4 @@ def run(args: Namespace) -> None:
         disk.remove_graves()
     for row in going if args.remove else ():
         disk.remove(rundir.RunDir(Path(row["path"])))
-    print(show.as_json(rows) if args.json else disk.table(rows, going, args))
+    print(show.as_json(rows)) if args.json else disk.print_page(rows, going, args)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.show import table
+from toolkit.cli.tables import Table
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.differences import differing
@@ -99,14 +99,14 @@ def _points(run: RunDir, damage: list[str]) -> defaultdict[str, dict[int, float]
     return points
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(found: Mapping[str, Any], width: int | None = None) -> str:
     """Return the differences for a terminal."""
     rows: list[tuple[str, ...]]
     parts = [f"first:  {found['runs'][0]}\nsecond: {found['runs'][1]}"]
     for title in ("outcome", "config", "environment", "results"):
         rows = [(f"  {name}", *map(_text, values)) for name, values in found[title].items()]
         same = f"{title}: no difference"
-        parts.append(f"{title}:\n{table([('  ', 'FIRST', 'SECOND'), *rows])}" if rows else same)
+        parts.append(f"{title}:\n{Table([('  ', 'FIRST', 'SECOND'), *rows], width)}" if rows else same)
     # A difference is taken at a common step only: the last values may be of different steps.
     rows = [("  ", "FIRST", "SECOND", "AT STEP", "FIRST", "SECOND", "DIFFERENCE")]
     for tag, curve in found["curves"].items():
@@ -114,7 +114,7 @@ def page(found: Mapping[str, Any]) -> str:
         values = ("-", "-", "-") if at is None else (*map(_text, at), _text(at[1] - at[0]))
         rows.append((f"  {tag}", *map(_text, curve["last"]), _text(curve["common_step"]), *values))
     title = "curves, the last values and those at the last step that both have"
-    parts.append(f"{title}:\n{table(rows)}" if found["curves"] else "curves: none")
+    parts.append(f"{title}:\n{Table(rows, width)}" if found["curves"] else "curves: none")
     sources = found["sources"]
     names = [f"  only in the {which}: {name}" for which in ("first", "second") for name in sources[f"only_{which}"]]
     diff = sources["diff"].splitlines()

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit sweep configs/digits_ddp.yaml optim.lr=1e-2,1e-1 train.seed=0..4", "ten runs, as one job array"),
@@ -36,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     parser.add_argument("--dry-run", action="store_true", help="check and list the points, submit nothing")
     parser.add_argument("--all", action="store_true", help="status: all rows, however many")
+    tables.add_wide(parser)
     arguments.add_json(parser)
 
 

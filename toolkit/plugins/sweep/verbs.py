@@ -17,7 +17,7 @@ from typing import Any
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_FAILED, RequestError, listing
 from toolkit.base.terminal import say
-from toolkit.cli import show
+from toolkit.cli import show, tables
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.plugins.sweep import again, request, submission, sweep_folder
@@ -49,7 +49,7 @@ def submit(args: Namespace) -> None:
         waits_for = awaited(args.after, executor, shared_queue.of_user().show_jobs)
         points = submission.check(asked, Path.cwd(), executor, waits_for)
         rows = [{"point": point.id, **point.values} for point in points]
-        print(show.as_json(rows) if args.json else _plan(points))
+        print(show.as_json(rows)) if args.json else _print_plan(points, tables.width(args))
         return
     sent = submission.submit(asked, Path.cwd(), args.executor, after=args.after)
     if args.json:
@@ -61,14 +61,15 @@ def submit(args: Namespace) -> None:
     say(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
 
 
-def _plan(points: Sequence[CheckedPoint]) -> str:
+def _print_plan(points: Sequence[CheckedPoint], width: int | None) -> None:
     if not points:
-        return "nothing to do: the sweep has all of these points"
+        print("nothing to do: the sweep has all of these points")
+        return
     shown = points[:MOST_ROWS]
     rows = [[_shown(value) for value in point.values.values()] for point in shown]
-    text = show.table([list(points[0].values), *rows])
-    more = f"\nand {len(points) - len(shown)} more" if len(points) > len(shown) else ""
-    return f"{text}{more}\n{len(points)} points, all checked; nothing was submitted"
+    tables.Table([list(points[0].values), *rows], width).print()
+    more = f"and {len(points) - len(shown)} more\n" if len(points) > len(shown) else ""
+    print(f"{more}{len(points)} points, all checked; nothing was submitted")
 
 
 def look_after(args: Namespace) -> int | None:
@@ -128,7 +129,7 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
             return not each.is_to_retry, each.state != RunState.RUNNING, order.get(id(each), len(found))
 
         shown = sorted(found, key=interest)[:MOST_ROWS]
-    print(_table(shown, metric))
+    _table(shown, metric, tables.width(args)).print()
     if len(shown) < len(found):
         print(f"and {len(found) - len(shown)} more: --all shows them")
     for line in _causes(found):
@@ -172,7 +173,7 @@ def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
         known = f"; there are: {', '.join(names)}" if names else "; no run has written any yet"
         raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}{known}")
     else:
-        print(_table(ranked, metric))
+        _table(ranked, metric, tables.width(args)).print()
         best = ranked[0]
         values = [f"{key}={_shown(value)}" for key, value in best.point.values.items()]
         print(f"best: {' '.join(values)}")
@@ -219,13 +220,13 @@ def _as_data(each: PointStanding) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[PointStanding], metric: str) -> str:
+def _table(found: Sequence[PointStanding], metric: str, width: int | None) -> tables.Table:
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
     name = metric.removeprefix("-")
     # A key's column is named by its last part, or by the whole key where two have the same.
     last = [key.rpartition(".")[2] for key in keys]
     short_names = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
-    head = ["RUN", *short_names, "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
+    head = ["RUN", *(name.upper() for name in short_names), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
     rows = []
     for each in found:
         step, total = each.row.get("step"), each.row.get("total_steps")
@@ -234,8 +235,9 @@ def _table(found: Sequence[PointStanding], metric: str) -> str:
         figure = "" if value is None else f"{value:.4g}"
         values = [_shown(each.point.values.get(key, "")) for key in keys]
         job = each.job_id if each.row.get("executor", "slurm") == "slurm" else each.row["executor"]
-        rows.append([each.run.id[-8:], *values, each.state, job or "", steps, figure])
-    return show.table([head, *rows])
+        run = each.run.id if width is None else tables.short(each.run.id)
+        rows.append([run, *values, each.state, job or "", steps, figure])
+    return tables.Table([head, *rows], width, ("JOB",))
 
 
 def _causes(found: Sequence[PointStanding]) -> list[str]:

@@ -21,10 +21,9 @@ from typing import Any
 
 from toolkit import registry
 from toolkit.base import terminal
-from toolkit.cli import columns, run_rows, selection, show
+from toolkit.cli import columns, notes, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
 from toolkit.files import rundir
-from toolkit.files.run_files import state_word
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import shared_queue
 from toolkit.slurm.jobs import JobStatus
@@ -129,7 +128,8 @@ def _on_paper(watch: Watch, names: Sequence[str]) -> None:
         if states != before:
             before = states
             print(time.strftime("%H:%M:%S"), show.count_by_state(rows), flush=True)
-            print(show.status_table(rows, names), end="\n\n", flush=True)
+            show.print_rows(rows, names, None if names else shutil.get_terminal_size().columns)
+            print(flush=True)
         if all(columns.is_over(row) for row in rows):
             return
         time.sleep(READ_EVERY_S)
@@ -148,42 +148,30 @@ def _on_screen(watch: Watch, names: Sequence[str], pressed: Callable[[float], st
                 return
 
 
-_COLORS = {"running": "green", "failed": "red", "lost": "red", "unreadable": "red", "completed": "blue"}
-
-
 def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, height: int) -> Any:
-    """Return what the screen shows: a head, the rows that fit, and notes about runs."""
+    """Return what the screen shows: a head, the rows that fit, and of a single run what is to be said."""
     from rich.text import Text
 
-    head = f"{time.strftime('%H:%M:%S')}  {show.count_by_state(rows)}"
-    # Notes take a quarter of the screen at most.
-    notes = [note for row in rows if (note := _note(row))][: max(2, height // 4)]
-    room = max(1, height - len(notes) - 3)
     # One line is kept for the number of runs that do not fit.
-    shown = columns.with_short_states(rows[-(room if len(rows) <= room else max(1, room - 1)) :])
+    room = max(1, height - 3)
+    shown = rows[-(room if len(rows) <= room else max(1, room - 1)) :]
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f"{head[:width]}\n", "bold")
-    table = show.table(columns.cells(shown, names or columns.that_fit(shown, width))).splitlines()
-    text.append(f"{table[0]}\n", "dim")
-    if len(shown) < len(rows):
-        text.append(f"... and {len(rows) - len(shown)} older runs\n", "dim")
-    for row, line in zip(shown, table[1:], strict=True):
-        text.append(f"{line}\n", _COLORS.get(state_word(str(row["state"])), ""))
-    for note in notes:
-        text.append(f"{note}\n", "yellow")
+    text.append(f"{time.strftime('%H:%M:%S')}  {show.count_by_state(rows)}"[:width] + "\n", "bold")
+    if not rows:
+        text.append("no run goes on, and none has ended in the last hour\n")
+    else:
+        table = columns.table(shown, names, width)
+        for number in range(len(table.lines)):
+            if number == 1 and len(shown) < len(rows):
+                text.append(f"... and {len(rows) - len(shown)} older runs\n", "dim")
+            for part, colour in table.parts(number):
+                text.append(part, colour)
+            text.append("\n")
+    told = notes.of(rows[0]) if len(rows) == 1 else []
+    for line in terminal.wrapped("\n".join(told), width).splitlines()[: max(0, height - 4)]:
+        text.append(f"{line}\n")
     text.append("q ends this; the runs go on", "dim")
     return text
-
-
-def _note(row: dict[str, Any]) -> str:
-    """Return a line on damage, why the run ended, or what it waits for. Empty if there is none."""
-    start = columns.start_text(row["expected_start"])
-    waits = columns.text(row, "waits_for")
-    if waits and start:
-        waits = f"starts about {start}; {waits}"
-    found = row["damage"] or [row["why"] if row["state"] != "completed" else None, waits]
-    what = next(filter(None, found), "")
-    return f"{row['name']} {row['run'][-8:]}: {what}" if what else ""
 
 
 def _no_key(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit import registry
 from toolkit.base import tracebacks
 from toolkit.cli import slow
-from toolkit.cli.show import table
+from toolkit.cli.tables import Table
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.metrics import goodput, start_up
 from toolkit.plugins.why import cause
@@ -47,7 +47,7 @@ def page(told: dict[str, Any]) -> str:
     lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
-        lines += ["", table(_attempt_rows(attempts[-12:]))]
+        lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
     if used := registry.call("efficiency_lines", told["efficiency"]):
         lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])

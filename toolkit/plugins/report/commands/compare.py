@@ -6,7 +6,7 @@ same, and of each curve both values at the last step that both runs have.
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit compare gpt-small gpt-large", "the newest runs of two configs"),
@@ -17,6 +17,7 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("other", metavar="RUN")
+    tables.add_wide(parser)
     arguments.add_json(parser)
 
 
@@ -26,4 +27,4 @@ def run(args: Namespace) -> None:
     from toolkit.plugins.report import compare
 
     found = compare.facts(rundir.find(args.run), rundir.find(args.other))
-    print(show.as_json(found) if args.json else compare.page(found))
+    print(show.as_json(found) if args.json else compare.page(found, tables.width(args)))

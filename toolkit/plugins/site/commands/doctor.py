@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
-from toolkit.cli import arguments
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit doctor --site", "what the cluster allows, and the versions here; no job"),
@@ -21,6 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--site", action="store_true", help="read the site and write its profile; ask for no nodes")
     what.add_argument("--prove", action="store_true", help="try the site out by a short run, for a minute or more")
+    tables.add_wide(parser)
     arguments.add_json(parser)
 
 
@@ -48,7 +49,7 @@ def run(args: Namespace) -> int:
         "site_profile": about_profile,
         "versions": versions(),
     }
-    page, is_fine = _site_page(profile, about_profile), True
+    page, is_fine = _site_page(profile, about_profile, tables.width(args)), True
     if args.prove and profile is not None:
         is_fine = all(proof.is_proven is not False for proof in profile.proofs)
     elif not args.site:
@@ -56,17 +57,21 @@ def run(args: Namespace) -> int:
         answer |= doctor.as_dict(report)
         rows = doctor.rows(report)
         # The table is for several nodes; what is wrong follows in sentences.
-        page += ["", *([show.table(rows), ""] if len(rows) > 1 else []), *report.summary()]
+        page += ["", tables.Table(rows, tables.width(args)), ""] if len(rows) > 1 else [""]
+        page += report.summary()
         answer["doubtful_nodes"] = doubtful = node_history.doubtful(rundir.runs_root())
         page += [f"{host} {text}" for host, text in doubtful.items()]
         is_fine = report.is_fine
-    print(show.as_json(answer)) if args.json else terminal.say("\n".join(page))
+    if args.json:
+        print(show.as_json(answer))
+    else:
+        for part in page:
+            part.print() if isinstance(part, tables.Table) else terminal.say(part)
     return EXIT_DONE if is_fine else EXIT_FAILED
 
 
-def _site_page(profile: Any, about_profile: str) -> list[str]:
+def _site_page(profile: Any, about_profile: str, width: int | None) -> list[str | tables.Table]:
     """Return the lines about the site, and about this environment."""
-    from toolkit.cli import show
     from toolkit.plugins.site import site_page, site_profile
     from toolkit.plugins.site.versions import versions
 
@@ -76,7 +81,7 @@ def _site_page(profile: Any, about_profile: str) -> list[str]:
         return [about_profile, here]
     date = site_profile.date(profile.made)
     head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it on {date}"
-    table = show.table(site_page.partition_rows(profile))
+    table = tables.Table(site_page.partition_rows(profile), width, ("PREEMPTION",))
     proofs = [*site_page.proof_lines(profile)]
     if proofs and profile.proven:
         proofs = ["", f"proven by a job on {site_profile.date(profile.proven)}:", *proofs]

@@ -5,7 +5,7 @@ import socket
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from toolkit.cli.arguments import add_json
+from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit env", "which rank this process is, and by which variables"),
@@ -14,7 +14,8 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add_json(parser)
+    tables.add_wide(parser)
+    arguments.add_json(parser)
 
 
 def run(args: Namespace) -> None:
@@ -22,7 +23,9 @@ def run(args: Namespace) -> None:
 
     facts = _facts()
     notes = [f"note: {note}" for note in facts["notes"]]
-    print(show.as_json(facts) if args.json else "\n".join([show.table(_rows(facts)), *notes]))
+    print(
+        show.as_json(facts) if args.json else "\n".join([str(tables.Table(_rows(facts), tables.width(args))), *notes])
+    )
 
 
 def _facts() -> dict[str, Any]:
