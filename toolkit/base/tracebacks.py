@@ -57,6 +57,13 @@ def place(text: str, start: int = 0) -> str | None:
     return None if last is None else last.place
 
 
+def source(text: str) -> str:
+    """Return the line of the program at :func:`place`. Empty if the traceback does not show it."""
+    frames = [(frame, part[1:]) for frame, part in _parts(text.rstrip().split("\n")) if frame is not None]
+    own = [part for frame, part in frames if frame.library is None] or [part for _, part in frames]
+    return own[-1][0].strip() if own and own[-1] else ""
+
+
 #: What a traceback begins with. That of a syntax error in the program itself has no first line.
 _HEAD = re.compile(
     r"(?m)^(?P<indent>[ \t]*)(?:(?:Original )?Traceback \(most recent call last\):$"

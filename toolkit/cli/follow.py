@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from toolkit import registry
-from toolkit.base import terminal
+from toolkit.base import terminal, tracebacks
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.files.run_files import RunResult, RunState
+from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
 from toolkit.run.submission.handle import Run
@@ -101,16 +102,32 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             lines.append(f"  TensorBoard: `{_command()} tensorboard {run.id}`")
         _say(console, "\n".join(lines), "green", "completed")
         return EXIT_DONE
-    # Any other end: say why, where it can go on, and where the logs are.
+    # Any other end: say why, where it can go on, and where the logs are. `toolkit why` tells what a failed run used.
+    has_failed = result.state is RunState.FAILED
     lines = [f"{result.state}: {result.why or ''}"]
     if result.step:
         lines.append(f"  reached step {result.step}")
     if told := goodput.sentence(result.goodput):
         lines.append(f"  {told}")
-    lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
+    if not has_failed:
+        lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
     lines += [f"  logs: {_short(run.dir.logs)}", f"  next: {advice.of(run.dir)}"]
+    if has_failed:
+        lines += [*_line_of_the_user(run.dir), f"  `{_command()} why {run.id}` tells more"]
     _say(console, "\n".join(lines), "red", str(result.state))
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
+
+
+def _line_of_the_user(run: RunDir) -> list[str]:
+    """Return the line of code from which the first failing rank's exception came; nothing for another failure."""
+    from toolkit.cli import run_facts
+
+    failure = run_facts.first_failure_of(run, run.attempts([]), [])
+    if failure is None or not failure.get("where"):
+        return []
+    rank = "" if failure["rank"] is None else f", rank {failure['rank']}"
+    source = tracebacks.source(failure["traceback"])
+    return [f"  at {failure['where']}{rank}{':' * bool(source)}", *([f"      {source}"] if source else [])]
 
 
 def _say(console: Console, text: str, colour: str, word: str | None = None) -> None:

@@ -43,7 +43,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "why": (result and result.why) or row["why"] or over or status.why or (last and last.line) or waits_for,
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
-        "first_failure": _first_failure(run, attempts, damage),
+        "first_failure": first_failure_of(run, attempts, damage),
         "given": given_words(run),
         "is_script": situation.is_script,
         "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
@@ -76,7 +76,7 @@ def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int,
     return {number: known[number] for number in sorted({min(known), max(known)})} if known else {}
 
 
-def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
+def first_failure_of(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
     """Return the first failing rank of the last attempt that failed.
 
     With it come its error, and how many ranks failed after it.

@@ -47,6 +47,13 @@ def test_the_bar_shows_epoch_loss_rate_and_time_left(width: int) -> None:
     assert "━" in bar
 
 
+def test_the_bar_of_a_loop_without_epochs_counts_its_steps() -> None:
+    steps = {key: value for key, value in TRAINING["progress"].items() if key not in ("epoch", "epochs")}
+    assert " step 225/450, attempt 2 " in bar_of({**TRAINING, "attempt": 2, "progress": steps}, 130)
+    assert " step 225 " in bar_of({**TRAINING, "progress": {**steps, "total_steps": None}}, 130)
+    assert "step" not in bar_of({**TRAINING, "state": "stopping", "progress": steps}, 130)
+
+
 def test_a_restarted_attempt_is_counted_in_the_bar() -> None:
     assert "epoch 10/20, attempt 3" in bar_of({**TRAINING, "attempt": 3}, 130)
 

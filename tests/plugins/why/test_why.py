@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 import traceback
@@ -155,6 +156,14 @@ def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
     assert lines[1] == "  preempted, so requeue"
     assert "first failure: rank 1 on node1, attempt 1: killed by SIGKILL" in lines
     assert lines[-1].startswith("next: nothing to do; it goes on when Slurm starts the job again")
+
+
+def test_a_run_that_works_is_left_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    live = {"pid": os.getpid(), "host": os.uname().nodename, "updated": time.time()}
+    run.write_status(RunStatus.from_json({"state": "running", "attempt": 1, **live}))
+    assert page(run, capsys)[-1] == f"next: nothing to do; `toolkit logs {run.id} --follow` shows what it prints"
+    run.write_status(RunStatus.from_json({"state": "stopping", "attempt": 1, **live}))
+    assert page(run, capsys)[-1] == "next: nothing to do: it ends by itself"
 
 
 @pytest.mark.parametrize("status", [{}, {"state": "queued", "progress": {}}])

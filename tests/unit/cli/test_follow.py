@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.attempts import attempt
+from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
 from toolkit.cli import follow
 from toolkit.files import rundir
@@ -65,3 +69,40 @@ def test_a_job_without_a_result_is_one_line(
     monkeypatch.setattr(Run, "wait", gone)
     assert follow.to_the_end(ended(tmp_path, state="failed"), bar=False) == EXIT_FAILED
     assert capsys.readouterr().out == "the job [7] is over\n"
+
+
+def test_a_failure_ends_with_the_users_line_and_the_command_that_tells_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def lookup(batch):\n    return batch['labels']\n\n\nlookup({})\n")
+    raised = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False).stderr
+    followed = ended(tmp_path, state="failed", why="rank 3 on node2: KeyError: 'labels'")
+    failure = {"rank": 3, "host": "node2", "how": "KeyError: 'labels'", "where": "train.py:2 in lookup"}
+    followed.dir.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
+    fsio.make_dir(followed.dir.attempt_logs(1), parents=1)
+    for rank, text in ((2, "Traceback ...\nRuntimeError: a peer is gone\n"), (3, raised)):
+        report = {
+            "rank": rank,
+            "host": "node2",
+            "time": 1.0 + rank,
+            "type": "KeyError",
+            "message": "",
+            "traceback": text,
+        }
+        fsio.write_json(followed.dir.error_file(1, rank), report)
+    assert follow.to_the_end(followed, bar=False) == EXIT_FAILED
+    *_, place, line, more = capsys.readouterr().out.splitlines()
+    assert place == "  at train.py:2 in lookup, rank 3:"
+    assert line == "      return batch['labels']"
+    assert f"why {followed.id}` tells more" in more
+
+
+def test_a_failure_without_an_exception_has_no_line_of_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    followed = ended(tmp_path, state="failed", why="rank 0 on node1: killed by SIGKILL")
+    failure = {"rank": 0, "host": "node1", "how": "killed by SIGKILL"}
+    followed.dir.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
+    assert follow.to_the_end(followed, bar=False) == EXIT_FAILED
+    *_, advice, more = capsys.readouterr().out.splitlines()
+    assert advice.startswith("  next: ")
+    assert more.endswith("tells more")

@@ -539,6 +539,13 @@ def test_a_device_error_comes_before_the_others_exceptions_and_casts_suspicion()
     assert judge(Facts(1, (PEER, RAISED))).suspect is None
 
 
+def test_a_run_is_said_to_go_on_from_a_checkpoint_only_if_there_is_one() -> None:
+    preempted = Facts(143, slurm=JobFate.PREEMPTED, step_start=0, step_end=40)
+    assert judge(preempted).line == "preempted at step 40; no checkpoint was found on disk"
+    assert judge(replace(preempted, step_saved=30)).line == "preempted at step 40; goes on from the last checkpoint"
+    assert judge(replace(preempted, is_foreign=True)).line.endswith("; the script is started again")
+
+
 def test_a_move_says_which_node_was_left_and_why_and_costs_nothing() -> None:
     line = "moved off node2: drained: new fan by root; stopped at step 150, committed, nothing is lost"
     assert judge(MOVING).line == line

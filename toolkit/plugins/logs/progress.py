@@ -81,7 +81,7 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
     at = status.progress
     progress.update(
         task,
-        description=escape(describe(status)),
+        description=escape(_with_step(status)),
         total=at.total_steps,
         completed=at.step or 0,
         figures=figures(at),
@@ -103,6 +103,14 @@ def describe(status: RunStatus) -> str:
     if (status.attempt or 1) > 1:
         words.append(f"attempt {status.attempt}")
     return ", ".join(words)
+
+
+def _with_step(status: RunStatus) -> str:
+    """Describe a run for the bar: of a loop without epochs its step is told."""
+    at, words = status.progress, describe(status)
+    if status.state is not RunState.RUNNING or at.epoch is not None or at.step is None:
+        return words
+    return words.replace(RunState.RUNNING, f"step {at.step}" + (f"/{at.total_steps}" if at.total_steps else ""), 1)
 
 
 _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}

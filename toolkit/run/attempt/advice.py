@@ -57,6 +57,10 @@ def next_step(facts: Situation) -> str:
     if facts.state == RunState.REQUEUED:
         waits_for = f"what it waits for: `toolkit status {facts.run}`"
         return f"nothing to do; it goes on when Slurm starts the job again ({waits_for})"
+    if facts.state == RunState.STOPPING:
+        return "nothing to do: it ends by itself"
+    if facts.state in (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING):
+        return f"nothing to do; `toolkit logs {facts.run} --follow` shows what it prints"
     if facts.state != RunState.FAILED:
         return f"`toolkit status {facts.run}` says how it stands"
     if facts.mended_by:

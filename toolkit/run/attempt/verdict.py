@@ -245,7 +245,9 @@ def _kept(facts: Facts) -> str:
         return "by its exit code it has saved" if facts.stopped_cleanly else "the script is started again"
     if facts.stopped_cleanly and facts.step_end == 0:
         return "no step was made before that"
-    return "committed, nothing is lost" if facts.stopped_cleanly else "goes on from the last checkpoint"
+    if facts.stopped_cleanly:
+        return "committed, nothing is lost"
+    return "no checkpoint was found on disk" if facts.step_saved is None else "goes on from the last checkpoint"
 
 
 def _describe(failure: RankFailure) -> str:
