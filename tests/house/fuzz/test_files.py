@@ -33,7 +33,6 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import foreign
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, RankFailure, Verdict
 from toolkit.run.attempt.journal import Journal
@@ -58,7 +57,6 @@ NAMED_BY = {
     "checkpoints/step-00000020/manifest.json": "checkpoint list RUN",
     "checkpoints/step-00000020/rank-00000.safetensors": "checkpoint verify RUN",
     "tensorboard/metrics.jsonl": "a resumed rank 0",
-    "command.json": "a rank of a foreign script",
     "config.yaml": "resume RUN",
 }
 
@@ -115,7 +113,6 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     run.take_number(1)
     run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), int(GONE), 1.8e9))
     nodes.remember(run, "node9", "sick")
-    fsio.write_json(run.path / "command.json", ["python", "train.py"])  # of an earlier version's run
     (run.logs / "supervisor.log").write_text("a line\n")
     fsio.append_json_line(run.bad_samples, {"index": 5, "position": 7, "error": "OSError"})
     fsio.append_json_line(run.skipped_steps, {"step": 3, "why": "not finite", "positions": [0, 1], "samples": [4, 5]})
@@ -177,9 +174,7 @@ def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
         if "--json" in argv and answer.out:
             json.loads(answer.out, parse_constant=_refuse)
         said[" ".join(argv).replace(f" {run.id}", " RUN")] = answer.text
-    readers = {"a resumed rank 0": _resumed_sink, "a rank of a foreign script": foreign.read_command}
-    for who, read in readers.items():
-        said[who] = _said_by(read, run)
+    said["a resumed rank 0"] = _said_by(_resumed_sink, run)
     return said
 
 

@@ -170,13 +170,6 @@ def test_a_run_that_has_no_command_says_where_it_should_come_from(tmp_path: Path
         foreign.read_command(run)
 
 
-def test_a_run_of_an_earlier_version_has_its_command_beside_its_config(tmp_path: Path) -> None:
-    run = rundir.create("old", tmp_path)
-    run.config.write_text("job: toolkit.nodes.start.foreign\nargs: {epochs: 20}\n")
-    fsio.write_json(run.path / "command.json", ["python", "train.py", "--epochs", "3"])
-    assert foreign.read_command(run) == ["python", "train.py", "--epochs", "20"]
-
-
 def test_words_that_look_like_numbers_stay_words(tmp_path: Path) -> None:
     run = rundir.create("words", tmp_path)
     write_command(run, ["seq", "010", "ü", ""])

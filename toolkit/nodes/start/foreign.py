@@ -20,8 +20,7 @@ from toolkit import config as configs
 from toolkit.base import disks, fsio, secret_values
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.config import script_arguments
-from toolkit.files import error_file, records, rundir
-from toolkit.files.records import TEXT, ListOf
+from toolkit.files import error_file, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import zygote
 from toolkit.nodes.start import python_command
@@ -39,13 +38,11 @@ def gains_by_fork(run: RunDir) -> bool:
 
 
 def read_command(run: RunDir) -> list[str]:
-    """Return the command that the ranks become. Raises RequestError where none is recorded, or it is damaged."""
+    """Return the command that the ranks become. Raises RequestError where none is recorded."""
     config = configs.load_config(run.config, site=False)
-    # Earlier versions wrote the command beside the config.
-    words = config.argv or records.read(run.path / "command.json", ListOf(TEXT))
-    if not words:
+    if not config.argv:
         raise RequestError(f"{run.config}: argv: is missing: this run was not made by `toolkit exec`")
-    return script_arguments.with_options(words, config.args)
+    return script_arguments.with_options(config.argv, config.args)
 
 
 def restart_words(words: Sequence[str]) -> list[str]:
