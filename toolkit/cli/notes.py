@@ -18,7 +18,7 @@ _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 
 def of(row: Mapping[str, Any]) -> list[str]:
     """Return the notes on a row, the most important first."""
-    found = [f"damaged: {what}" for what in row["damage"]]
+    found = [f"damaged: {what.removeprefix(row['path'] + '/')}" for what in row["damage"]]
     if row["points"]:
         counts = ", ".join(f"{count} {state}" for state, count in row["points"].items())
         found.append(f"{counts}; `toolkit sweep status {row['run']}` lists them")

@@ -46,11 +46,11 @@ from toolkit.run.supervise.supervisor import Supervisor
 
 #: The command, or other reader, that names each file when it cannot pass for what was written.
 NAMED_BY = {
-    "status.json": "status",
-    "owner.json": "status",
-    "intent.json": "status",
-    "result.json": "status",
-    "submitit/submission.json": "status",
+    "status.json": "status --wide",
+    "owner.json": "status --wide",
+    "intent.json": "status --wide",
+    "result.json": "status --wide",
+    "submitit/submission.json": "status --wide",
     "attempts.jsonl": "why RUN",
     "nodes.json": "why RUN",
     "logs/attempt-001/error-1.json": "why RUN",
@@ -160,7 +160,8 @@ class Folder:
 
 def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
     """Return what each reader of the file says, by the reader's name."""
-    argvs = [["status"], ["status", run.id, "--json"], ["why", run.id], ["why", run.id, "--json"], ["logs", run.id]]
+    argvs = [["status"], ["status", "--wide"], ["status", run.id, "--json"], ["logs", run.id]]
+    argvs += [["why", run.id], ["why", run.id, "--json"]]
     argvs += [["report", run.id, "--to", str(run.path.parent.parent / "report.html")], ["report", run.id, "--json"]]
     if name.startswith("checkpoints"):
         argvs += [["checkpoint", "list", run.id], ["checkpoint", "verify", run.id], ["checkpoint", "diff", run.id]]

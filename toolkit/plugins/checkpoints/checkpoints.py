@@ -44,7 +44,8 @@ def _row(checkpoints: CheckpointFolder, path: Path) -> dict[str, Any]:
         manifest = checkpoints.manifest(path)
     except CheckpointError as error:
         # Without its manifest only the folder itself tells something.
-        return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
+        problem = str(error).removeprefix(f"{path}/")
+        return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": problem}
     size = sum(manifest.files.values())
     if not manifest.meta.get("finite", True):
         row["problem"] = "weights that are not finite (train.on_nan: warn)"
