@@ -78,7 +78,7 @@ def test_submit_waits_and_reports(site: Site) -> None:
     assert result.metrics["eval/accuracy"] >= 0.97
     assert json.loads((run.submitit / "submission.json").read_text())["executor"] == "slurm"
     assert "completed" in site.run("toolkit", "status")
-    assert "completed" in site.run("toolkit", "logs", run.id)
+    assert "completed" in site.run("toolkit", "logs", run.id, "--supervisor")
     assert "training from step 0" in site.run("toolkit", "logs", run.id, "--rank", "1")
 
 

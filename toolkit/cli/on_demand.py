@@ -57,7 +57,8 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
         refuse_unless_running(run)
         raise RequestError(
             f"run {run.id}: no answer within {wait_s:.0f} s, the request is withdrawn; "
-            f"`toolkit status {run.id}` says how the run stands, `toolkit logs {run.id}` what its supervisor does"
+            f"`toolkit status {run.id}` says how the run stands, "
+            f"`toolkit logs {run.id} --supervisor` what its supervisor does"
         )
     if answer.refused is not None:
         raise RequestError(answer.refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.logs import growing_log
 from toolkit.plugins.logs.command import LOOK_EVERY
 
 AT = 1_795_519_584.0
@@ -54,8 +56,47 @@ def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
         run.write_result(RunResult(RunState.COMPLETED))
 
     monkeypatch.setattr(time, "sleep", go_on)
-    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
+    assert cli.main(["logs", run.id, "--supervisor", "--follow"]) == EXIT_DONE
     assert capsys.readouterr().out == "café\nend \ufffd"
+
+
+def test_what_rank_0_prints_comes_first_and_the_supervisors_log_where_it_has_none(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsio.make_dir(run.logs)
+    (run.logs / "supervisor.log").write_text("the nodes were bad\n")
+    assert cli.main(["logs", run.id]) == EXIT_DONE
+    assert capsys.readouterr().out == "the nodes were bad\n"
+    for number in (1, 2):
+        fsio.make_dir(run.attempt_logs(number))
+        run.rank_log(number, 0).write_text(f"of attempt {number}\n")
+    assert cli.main(["logs", run.id]) == EXIT_DONE
+    assert cli.main(["logs", run.id, "--attempt", "1"]) == EXIT_DONE
+    assert cli.main(["logs", run.id, "--supervisor"]) == EXIT_DONE
+    assert capsys.readouterr().out == "of attempt 2\nof attempt 1\nthe nodes were bad\n"
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_the_last_lines_are_those_of_tail(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, piece: int
+) -> None:
+    monkeypatch.setattr(growing_log, "READ_BYTES", piece)
+    fsio.make_dir(run.attempt_logs(1))
+    log = run.rank_log(1, 0)
+    for text in ("", "x", "\n", "\n\n", "one\n\nthree is longer than a piece\nfour"):
+        log.write_text(text + end)
+        for count in range(6):
+            assert cli.main(["logs", run.id, "--tail", str(count)]) == EXIT_DONE
+            tail = subprocess.run(["tail", "-n", str(count), str(log)], capture_output=True, text=True, check=True)
+            assert capsys.readouterr().out == tail.stdout, (text, count)
+
+
+def test_the_last_lines_of_all_ranks_are_those_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt_with_logs(run)
+    assert cli.main(["logs", run.id, "--merged", "--tail", "2"]) == EXIT_DONE
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["last", "ends"]
+    assert cli.main(["logs", run.id, "--tail", "-1"]) == EXIT_REQUEST
 
 
 @pytest.mark.parametrize("prints", [True, False])
@@ -190,7 +231,7 @@ def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(
     [
         (["--merged", "--rank", "1"], "go only with --attempt"),
         (["--merged", "--attempt", "7"], "no log of a rank of attempt 7"),
-        (["--attempt", "1"], "--attempt goes with --rank, --merged or --errors"),
+        (["--attempt", "1", "--supervisor"], "--supervisor is one log for all attempts"),
         (["--rank=0", "--attempt=0"], "--attempt 0"),
         (["--rank", "7"], "no such log; there are: none yet"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -37,4 +38,25 @@ def test_tensorboard_says_how_to_reach_it_from_ones_own_machine(
     cli.main(["tensorboard", "--port", "7000"])
     assert "`ssh -N -L 7000:localhost:7000 ada@192.0.2.1`, then open http://localhost:7000" in said(capsys)
     cli.main(["tensorboard", "--host", "0.0.0.0"])
+    assert "`ssh -N -L 6006:localhost:6006 ada@192.0.2.1`" in said(capsys)
+    # In a job the login node is the one that its shell has come from.
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    cli.main(["tensorboard", "--host", "node7"])
+    assert "`ssh -N -L 6006:node7:6006 ada@192.0.2.1`" in said(capsys)
+    cli.main(["tensorboard"])
+    assert f"`ssh -N -L 6006:localhost:6006 -J ada@192.0.2.1 ada@{socket.gethostname()}`" in said(capsys)
+    cli.main(["tensorboard", "--host", "0.0.0.0"])
+    assert f"`ssh -N -L 6006:{socket.gethostname()}:6006 ada@192.0.2.1`" in said(capsys)
+    monkeypatch.delenv("SSH_CONNECTION")
+    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login2")
+    cli.main(["tensorboard", "--host", "node7"])
+    assert "`ssh -N -L 6006:node7:6006 ada@login2`" in said(capsys)
+
+
+def test_tensorboard_for_this_machine_says_nothing_about_others(
+    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda _, argv: None)
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    cli.main(["tensorboard"])
     assert capsys.readouterr().err == ""

@@ -1,8 +1,8 @@
-"""the log of a rank, of the supervisor, or of all by time
+"""what the ranks print, the supervisor's log, or all by time
 
-Without options it is the supervisor's log: starts, failures, verdicts; of a
-script under `toolkit exec` it is what its first rank prints. The newest
-attempt counts if no other is named.
+Without options it is what rank 0 prints. The supervisor's log has the starts,
+failures and verdicts; it is shown where rank 0 has no log. The newest attempt
+counts if no other is named.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import deque
 from typing import TYPE_CHECKING
 
 from toolkit.base.errors import RequestError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.plugins.logs.growing_log import GrowingLog
 
 EXAMPLES = (
-    ("toolkit logs gpt", "the supervisor's log of the newest run named gpt"),
+    ("toolkit logs gpt --tail 50", "the last lines that rank 0 of the newest run named gpt has printed"),
     ("toolkit logs gpt --rank 3 --follow", "what rank 3 prints, until the run has ended"),
     ("toolkit logs gpt --merged --attempt 2", "all ranks and the supervisor by time, each line with its writer"),
     ("toolkit logs gpt --errors", "what the failed ranks said, the first failing rank first"),
@@ -36,11 +37,12 @@ LOOK_EVERY = 100
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--rank", type=int, help="default: the supervisor's log; of a script: 0")
-    parser.add_argument("--supervisor", action="store_true", help="the supervisor's log, also of a script")
+    parser.add_argument("--rank", type=int, help="default: 0")
+    parser.add_argument("--supervisor", action="store_true", help="its log: starts, failures, verdicts")
     parser.add_argument("--attempt", type=int, help="default: the newest")
     parser.add_argument("--merged", action="store_true", help="all ranks and the supervisor, by time")
     parser.add_argument("--errors", action="store_true", help="what the failed ranks said, the first failure first")
+    parser.add_argument("--tail", type=int, metavar="N", help="the last N lines")
     parser.add_argument("--follow", action="store_true", help="print what is added until the run has ended")
 
 
@@ -48,17 +50,14 @@ def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
     from toolkit.files import rundir
     from toolkit.plugins.logs.growing_log import GrowingLog
-    from toolkit.run.records.run_config import is_script
 
     of_all = args.merged or args.errors
     if args.supervisor and (of_all or args.rank is not None or args.attempt is not None):
         raise RequestError("logs: --supervisor is one log for all attempts, and goes only with --follow")
     if of_all and (args.rank is not None or args.follow or (args.merged and args.errors)):
         raise RequestError("logs: --merged and --errors are about all ranks, and go only with --attempt")
-    if args.attempt is not None and args.rank is None and not of_all:
-        raise RequestError(
-            "logs: --attempt goes with --rank, --merged or --errors; the supervisor has one log for all attempts"
-        )
+    if args.tail is not None and args.tail < 0:
+        raise RequestError(f"logs: --tail {args.tail}: give a number of lines")
     if args.attempt is not None and args.attempt < 1:
         raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     of = rundir.find(args.run)
@@ -66,11 +65,11 @@ def run(args: Namespace) -> None:
         from toolkit.plugins.logs import merged as merged_logs
 
         attempt = args.attempt or max(of.attempts_with_logs(), default=1)
-        sys.stdout.writelines((merged_logs.merged if args.merged else merged_logs.errors)(of, attempt))
+        lines = (merged_logs.merged if args.merged else merged_logs.errors)(of, attempt)
+        sys.stdout.writelines(lines if args.tail is None else deque(lines, maxlen=args.tail))
         return
-    # Of a script the reader wants what it prints.
-    rank = 0 if args.rank is None and not args.supervisor and is_script(of) else args.rank
-    log = GrowingLog(of, rank, args.attempt)
+    log = GrowingLog(of, None if args.supervisor else args.rank or 0, args.attempt)
+    log.skip(args.tail)
     idle_reads = 0
     while True:
         # Look for the end before the read: nothing written since is missed.
@@ -92,11 +91,12 @@ def run(args: Namespace) -> None:
 
 
 def _other_log(of: RunDir, log: GrowingLog, args: Namespace) -> GrowingLog:
-    """Return the supervisor's log for a script that has printed nothing. Raises RequestError where there is no log."""
+    """Return the supervisor's log where no rank's was asked for. Raises RequestError where there is no log."""
     from toolkit.plugins.logs.growing_log import GrowingLog
 
-    if args.rank is None:
+    if args.rank is None and args.attempt is None:
         log = GrowingLog(of, None)
+        log.skip(args.tail)
     if not log.path.exists():
         there = sorted(str(p.relative_to(of.logs)) for p in of.logs.rglob("*.log"))
         raise RequestError(f"{log.path}: no such log; there are: {', '.join(there) or 'none yet'}")

@@ -34,10 +34,23 @@ class GrowingLog:
     def _newest(self) -> int:
         return max(self._run.attempts_with_logs(), default=1)
 
-    def skip(self) -> None:
-        """Go to the end of what is there."""
-        if self.path.exists():
-            self._begin(self.path.stat().st_size)
+    def skip(self, lines: int | None = 0) -> None:
+        """Go to the last ``lines`` of what is there; None stays at the beginning."""
+        if lines is None or not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            at = file.seek(0, io.SEEK_END)
+            # Search backwards, in pieces. The last byte only ends the last line.
+            limit = at - 1
+            while lines and limit > 0:
+                begin = max(0, limit - READ_BYTES)
+                file.seek(begin)
+                piece = file.read(limit - begin)
+                cut = len(piece)
+                while lines and (cut := piece.rfind(b"\n", 0, cut)) >= 0:
+                    lines -= 1
+                at, limit = begin + cut + 1, begin
+        self._begin(0 if lines else at)
 
     def read(self) -> str:
         """Return the next piece, and what the half character at the end of an attempt's log stands for.

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 #: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that.
 MOST_RUNS = 100
 
+#: Names of this machine that only itself can use.
+_HERE = ("localhost", "127.0.0.1", "::1")
+#: Addresses that stand for all networks of this machine.
+_EVERYWHERE = ("0.0.0.0", "::")
+
 EXAMPLES = (
     ("toolkit tensorboard", "the newest runs"),
     ("toolkit tensorboard gpt digits-ddp --port 6007", "two runs, at another port"),
-    ("toolkit tensorboard --host 0.0.0.0", "for browsers of other machines, too"),
+    ("toolkit tensorboard --host $(hostname)", "on a compute node: what to type on your own machine is printed"),
 )
 
 
@@ -45,20 +50,27 @@ def run(args: Namespace) -> None:
     if not args.run and len(runs) > MOST_RUNS:
         terminal.say(f"the newest {MOST_RUNS} of {len(runs)} runs; name others to see them", sys.stderr)
         runs = runs[-MOST_RUNS:]
-    if args.host == "localhost" and "SSH_CONNECTION" in os.environ:
-        terminal.say(f"from your own machine: {_tunnel(args.port)}", sys.stderr)
+    if args.host not in _HERE or "SSH_CONNECTION" in os.environ:
+        terminal.say(f"from your own machine: {_tunnel(args.host, args.port)}", sys.stderr)
     argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", os.fspath(_links(runs))]
     os.execv(argv[0], [*argv, "--port", str(args.port), "--host", args.host])
 
 
-def _tunnel(port: int) -> str:
-    """Return the command that makes this machine's port reachable from the machine that has logged in."""
-    # SSH_CONNECTION holds the addresses and ports of both ends, ssh(1): the third word is this machine's.
-    words = os.environ["SSH_CONNECTION"].split()
-    host = words[2] if len(words) == 4 else socket.gethostname()
-    user = os.environ.get("USER", "")
-    target = shlex.quote(f"{user}@{host}" if user else host)
-    return f"`ssh -N -L {port}:localhost:{port} {target}`, then open http://localhost:{port}"
+def _tunnel(host: str, port: int) -> str:
+    """Return the command that makes ``port`` of ``host`` reachable from the user's own machine, by its login node."""
+    # SSH_CONNECTION holds the addresses and ports of both ends, ssh(1): the third word is this machine's. In a job it
+    # is of the shell that has submitted it.
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    login = words[2] if len(words) == 4 else os.environ.get("SLURM_SUBMIT_HOST") or socket.gethostname()
+    user = f"{os.environ['USER']}@" if os.environ.get("USER") else ""
+    target, end = shlex.quote(f"{user}{login}"), host
+    if host in (*_HERE, *_EVERYWHERE):
+        end = "localhost"
+    if "SLURM_JOB_ID" in os.environ and host in _EVERYWHERE:
+        end = socket.gethostname()
+    elif "SLURM_JOB_ID" in os.environ and host in _HERE:  # only the node itself can reach it
+        target = f"-J {target} {shlex.quote(f'{user}{socket.gethostname()}')}"
+    return f"`ssh -N -L {port}:{end}:{port} {target}`, then open http://localhost:{port}"
 
 
 def _links(runs: Sequence[RunDir]) -> Path:
