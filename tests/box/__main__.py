@@ -31,7 +31,7 @@ def shell(options: argparse.Namespace) -> int:
     """Run a shell on the login side of a new box. The box ends with the shell."""
     with _box(options) as box:
         _say(f"{options.nodes} nodes of Slurm {options.slurm}; sinfo, srun, sbatch work here, exit takes it down")
-        _say("/tmp is this box's own: what is to be there afterwards belongs into another folder")
+        _say(f"of this machine's folders the box has {PROJECT} alone: what you want to keep belongs there")
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for what runs in the shell
         return subprocess.run(_shell_command(box.box_dir.name)).returncode
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from jobs.models import build_model
 from tests.dist.test_wheel import PARTS
-from tests.pages import PAGES, ROOT, blocks, console_lines
+from tests.pages import PAGES, ROOT, blocks, console_lines, story
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
 from toolkit.files import rundir
@@ -34,8 +34,8 @@ FITTED = [
     (r" cluster\.gpus_per_node=1(?= .*tasks_per_gpu)| cluster\.tasks_per_gpu=4", ""),  # with GPUs: test_gpus.py
     (r"cluster\.nodes=8", "cluster.nodes=2"),
     (r"cluster\.tasks_per_node=4", "cluster.tasks_per_node=1"),
-    (r"--ntasks-per-node=4", "--ntasks-per-node=2"),
-    (r" cluster\.gpus_per_node=4", ""),
+    (r"--(ntasks|nproc)-per-node=4", r"--\1-per-node=2"),
+    (r" cluster\.gpus_per_node=4|#SBATCH --gpus-per-node=4\n", ""),
     (r" cluster\.partition=gpu|\"cluster\.partition=gpu\", ", ""),
     (r"-p fast : -p slow", "-p main : -p cancel"),
     (r"partition: slow", "partition: cancel"),
@@ -102,21 +102,31 @@ def fill_home(home: Path) -> None:
     (home / "books/book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
 
 
+#: Pages whose blocks follow from each other.
+STORIES = ("tutorial.md", "coming-from.md")
 #: By page, what is typed: the commands of a console, and scripts for a login node.
 SHOWN = [
     *(
         pytest.param(page.name, "\n".join(lines), id=f"{page.stem}-{number}")
         for page in PAGES
+        if page.name not in STORIES
         for number, block in enumerate(blocks(page, "console"))
         if (lines := [line for line in console_lines(block) if not ELSEWHERE.search(line)])
     ),
     *(
         pytest.param(page.name, f"python - <<'END'\n{block}END", id=f"{page.stem}-script")
         for page in PAGES
+        if page.name not in STORIES
         for block in blocks(page, "python")
         if "submit(" in block
     ),
 ]
+
+
+def fitted(text: str) -> str:
+    for shown, fitting in FITTED:
+        text = re.sub(shown, fitting, text)
+    return text
 
 
 @pytest.mark.parametrize(("page", "typed"), SHOWN)
@@ -124,12 +134,43 @@ def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, typed: str) 
     project = project_of(site, page)
     fill_home(site.folder)
     site.give(site.folder)
-    text = "\n".join([*(command for name, command in RUNS.items() if name in typed), typed])
-    for shown, fitting in FITTED:
-        text = re.sub(shown, fitting, text)
+    text = fitted("\n".join([*(command for name, command in RUNS.items() if name in typed), typed]))
     env: dict[str, Any] = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}
     site.run("bash", "-euxc", text, cwd=project, timeout=3 * END_S, **env)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 2 * END_S, "the end of all jobs")
     results = [run.result() for run in rundir.all_runs(site.runs)]
     assert [result and result.state for result in results] == ["completed"] * len(results)
     assert results or not re.search(r"toolkit submit (?!.*(--help|--dry-run))|toolkit exec|sbatch|run configs", text)
+
+
+def test_the_tutorial_ends_as_it_says(site: Site) -> None:
+    """A preempted run ends with the loss of one that nothing has disturbed."""
+    project = project_of(site, "tutorial.md")
+    site.give(site.folder)
+    env: dict[str, Any] = {"HOME": str(site.folder)}
+    shown = site.run(
+        "bash", "-c", story((ROOT / "docs/tutorial.md").read_text()), cwd=project, timeout=3 * END_S, **env
+    )
+    assert re.search(r"0 to (\d+) +preempted +requeue\n.* \1 to 15360 +completed +finish", shown), shown
+    assert re.search(r"train/loss +(\S+) +\1 +15360 +\1 +\1 +0\n", shown), shown
+    assert "IDENTICAL" in shown
+    assert "best: args.lr=" in shown
+    assert (project / "tutorial/report.html").exists()
+
+
+def parts(page: str) -> list[Any]:
+    """Return the parts of a page that have something to type."""
+    found = re.split(r"(?m)^## ", (ROOT / "docs" / page).read_text())
+    return [pytest.param(part, id=part.partition("\n")[0]) for part in found if "```console" in part]
+
+
+@pytest.mark.parametrize("part", parts("coming-from.md"))
+def test_what_was_before_and_what_becomes_of_it_work(site: Site, part: str) -> None:
+    project = project_of(site, "coming-from.md")
+    site.give(site.folder)
+    env: dict[str, Any] = {"HOME": str(site.folder)}
+    site.run("bash", "-c", fitted(story(part)), cwd=project, timeout=3 * END_S, **env)
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 2 * END_S, "the end of all jobs")
+    results = [run.result() for run in rundir.all_runs(site.runs)]
+    assert results
+    assert [result and result.state for result in results] == ["completed"] * len(results)
