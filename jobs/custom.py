@@ -11,7 +11,7 @@ One process, no Slurm, and longer; and the proof that a killed one comes back bi
     toolkit run configs/gan.yaml train.epochs=200
     toolkit resume-check configs/gan.yaml
 
-``Gan.train_step`` is the whole step; what the toolkit does for it says docs/strategies.md, "a step of your own". To
+``Gan.train_step`` is the whole step; what the toolkit does for it says docs/own-step.md. To
 make it yours, replace the networks, what ``train_step`` does with them, and what is evaluated.
 """
 

@@ -107,7 +107,7 @@ def fragments() -> dict[str, tuple[str, str, str]]:
         "job of the README": (readme[1], "params: {width: 8}\n", "train/loss"),
         "figures over the whole set": (f"class Job(toolkit.Job):{TRAIN_SET}{LOSS}\n{scores}", "", "eval/auc"),
         "networks that train each other": (
-            blocks("docs/strategies.md", "python")[0] + TRAIN_SET,
+            blocks("docs/own-step.md", "python")[0] + TRAIN_SET,
             "strategy: {name: custom}\n",
             "train/loss",
         ),

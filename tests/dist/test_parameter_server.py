@@ -204,7 +204,7 @@ def async_alone(session: Session, optimizer: str, criterion: Any) -> dict[str, T
 
 @pytest.mark.parametrize(("optimizer", "criterion"), [("sgd", cross_entropy), ("adamw", token_loss)])
 def test_an_asynchronous_run_of_one_worker_takes_the_steps_of_one_process(optimizer: str, criterion: Any) -> None:
-    """So the steps have the length that docs/strategies.md promises, with a weighted loss as well."""
+    """So the steps have the length that docs/slow-links.md promises, with a weighted loss as well."""
     state = run_ranks(2, async_alone, optimizer, criterion)[0]
     for name, value in oracle(optimizer, criterion, 10)[1].items():
         torch.testing.assert_close(state[f"model/{name}"], value, atol=1e-6, rtol=0, msg=name)

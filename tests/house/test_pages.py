@@ -47,11 +47,22 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in PAGES} - {"README.md", "index.md"} <= listed
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return what a link to a heading of the page may say after the #, as GitHub and MkDocs make it."""
+    prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    headings = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"(?m)^#+ (.*)", prose))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose)
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", prose):
+        if "://" not in link:
+            target = page.parent / link if link else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
 #: Building it takes longer than all that it parses here.

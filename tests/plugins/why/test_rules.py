@@ -96,5 +96,5 @@ def test_no_pattern_takes_long_on_a_megabyte_of_hostile_text() -> None:
 
 
 def test_the_page_lists_every_rule() -> None:
-    page = (ROOT / "docs/why.md").read_text()
-    assert table() in page, "write what `python -m tests.bench.why --table` prints into docs/why.md"
+    page = (ROOT / "docs/why-causes.md").read_text()
+    assert table() in page, "write what `python -m tests.bench.why --table` prints into docs/why-causes.md"
