@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage box bench bench-record bench-compare gpu fuzz soak soak-local lock clean
+.PHONY: help train test check coverage box bench bench-record bench-compare gpu docs fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -34,6 +34,12 @@ help:  ## this list
 	test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
 	$(BIN)/uv pip install -q --python $(@D)/bin/python --require-hashes -r $<
 	$(BIN)/uv pip install -q --python $(@D)/bin/python --no-deps -e .
+	@touch $@
+
+# The site's builder has an environment of its own too: what it needs is no business of training.
+.venv-docs/ready: requirements-docs.lock .venv/ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
+	$(BIN)/uv pip install -q --python $(@D)/bin/python --require-hashes -r $<
 	@touch $@
 
 # --- what people do
@@ -65,6 +71,9 @@ MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
+
+docs: .venv-docs/ready  ## docs/ as a site that needs no server, build/site/index.html; fails at a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/mkdocs/mkdocs.yml
 
 NAMES ?=
 bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, images, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
@@ -99,7 +108,8 @@ lock: .venv/ready  ## resolve the lock files again
 	$(BIN)/uv pip compile pyproject.toml --extra images --universal $(LOCK) -o requirements.lock
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra images --extra mpi --extra integrations --extra shards --extra optuna --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
 	printf 'torch==2.6.*\ntorchvision\npytest\npytest-xdist\nhypothesis\n' | $(BIN)/uv pip compile pyproject.toml - --python-platform x86_64-manylinux_2_28 $(LOCK) -o requirements-torch-2.6.lock
+	echo "mkdocs-material" | $(BIN)/uv pip compile - --universal $(LOCK) -o requirements-docs.lock
 LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade
 
 clean:  ## everything that can be made again; runs/ and data/ stay
-	rm -rf .venv .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-torch-* .venv-docs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

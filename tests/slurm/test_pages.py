@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 #: What needs an index of packages, a run at work, a tracker or many minutes, names no run, or is what runs this test.
 #: Benches run at their smallest size in tests/dist/test_bench.py.
 ELSEWHERE = re.compile(
-    r"pip install|make (check|coverage|test|box|bench|gpu|soak)|tests\.(scale|bench)|\bRUN\b"
+    r"pip install|make (check|coverage|test|docs|box|bench|gpu|soak)|tests\.(scale|bench)|\bRUN\b"
     r"|toolkit (stacks|profile|set|watch|sync) "
 )
 #: A box has four nodes of two CPUs, no GPU, and no partition of that name.
