@@ -36,6 +36,7 @@ JOB = {
     "SLURM_NTASKS": "4",
     "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURMD_NODENAME": "node1",
 }
 
 
@@ -59,7 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(project)
     # the code under test changes os.environ itself, which monkeypatch would not undo
     before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "TOOLKIT_", "PYTHON"))]:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TOOLKIT_", "PYTHON"))]:
         del os.environ[name]
     os.environ.update({**JOB, "TOOLKIT_RUNS": str(tmp_path / "runs"), "TOOLKIT_SITE": str(tmp_path / "none.yaml")})
     (tmp_path / "none.yaml").write_text("{}")
@@ -168,6 +169,13 @@ def test_outside_an_allocation_it_says_what_is_missing() -> None:
     del os.environ["SLURM_JOB_ID"]
     with pytest.raises(RequestError, match="SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"):
         inside_allocation.supervise("mine.yaml", [])
+
+
+def test_on_the_login_node_of_an_allocation_it_says_how_to_come_to_a_node() -> None:
+    del os.environ["SLURMD_NODENAME"]
+    with pytest.raises(RequestError, match=r"is no node of job 41.*`srun --interactive --preserve-env --pty bash`"):
+        inside_allocation.supervise("mine.yaml", [])
+    assert rundir.all_runs() == []
 
 
 def test_a_wrong_config_leaves_no_run_behind() -> None:

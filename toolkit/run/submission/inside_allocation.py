@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import logs
+from toolkit.base.errors import RequestError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -46,6 +48,11 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     if run_dir is None:
         logs.setup("supervisor")
         allocation = Allocation.slurm(os.environ)
+        if "SLURMD_NODENAME" not in os.environ:  # slurmd sets it: a shell of salloc on a login node has none
+            raise RequestError(
+                f"{socket.gethostname()} is no node of job {allocation.job_id}, and the supervisor works on one; open "
+                "a shell there by `srun --interactive --preserve-env --pty bash`, and give the command again"
+            )
         # A job that Slurm has restarted goes on with its run.
         key = allocation.job_key if allocation.restart_count > 0 else None
         run = None if key is None else rundir.run_of_job(key)
