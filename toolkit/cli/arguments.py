@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.base.errors import RequestError
@@ -15,10 +16,11 @@ if TYPE_CHECKING:  # the commands import these when they run
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG and its overrides. `--help` behind a CONFIG shows the keys that it can set."""
+    """Add CONFIG and its overrides. `--help` behind a CONFIG shows the first keys, `--help-all` all that it can set."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a script; its arguments: `-- ARG ...`")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
-    parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG every key that it can set")
+    parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG the keys that one sets first")
+    parser.add_argument("--help-all", action=_Help, help="behind CONFIG: every key that it can set")
 
 
 class _Help(argparse.Action):
@@ -31,15 +33,15 @@ class _Help(argparse.Action):
         if getattr(namespace, "config", None) is None:
             parser.print_help()
             parser.exit()
-        namespace.run_command = _print_keys
+        namespace.run_command = partial(_print_keys, every=self.option_strings == ["--help-all"])
 
 
-def _print_keys(args: argparse.Namespace) -> None:
+def _print_keys(args: argparse.Namespace, *, every: bool) -> None:
     from toolkit.cli import keys
 
     # A sweep's arguments have many values for a key.
     is_sweep = args.command == "sweep"
-    print(keys.page(args.config, [] if is_sweep else args.overrides, sweep=is_sweep))
+    print(keys.page(args.config, [] if is_sweep else args.overrides, sweep=is_sweep, every=every))
 
 
 def add_wait(parser: argparse.ArgumentParser) -> None:

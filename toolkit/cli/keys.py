@@ -1,4 +1,4 @@
-"""`toolkit submit CONFIG --help`: every key that the config can set.
+"""`toolkit submit CONFIG --help`: the keys of a first week; ``--help-all``: every key that the config can set.
 
 The text about each key is the comment in its source.
 """
@@ -22,10 +22,22 @@ from toolkit.config.params import declared, defaults_of
 from toolkit.config.source import PythonSource, read_source
 from toolkit.limits import OneOf, hints_of, limits_of, text_of
 
-WIDTH = 120
+WIDTH = 80
 #: The column where the comments begin.
-_COMMENT = 58
+_COMMENT = 40
 _REQUIRED = "???"
+#: What one sets in a first week, by section. ``--help`` shows these, the job's own keys, and those that are set.
+FIRST = {
+    "": "name job args",
+    "cluster": "nodes tasks_per_node gpus_per_node cpus_per_task mem_gb time_min partition account setup",
+    "retry": "max_failures",
+    "strategy": "name",
+    "data": "name root global_batch_size workers",
+    "model": "name init_from",
+    "optim": "name lr weight_decay schedule warmup_steps",
+    "train": "epochs max_steps seed precision eval_every",
+    "checkpoint": "every_steps keep",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,15 @@ class Key:
     default: Any
     value: Any
     comment: str
+    origin: str | None = None  #: the layer that has set it; None: it has its default
+
+    @property
+    def is_first(self) -> bool:
+        """True if the short page shows the key."""
+        section, _, name = self.name.rpartition(".")
+        return (
+            self.origin is not None or section.partition(".")[0] == "params" or name in FIRST.get(section, "").split()
+        )
 
     @property
     def is_set(self) -> bool:
@@ -44,15 +65,18 @@ class Key:
         return bool(self.value != self.default)
 
 
-def page(config: str, overrides: Sequence[str], *, sweep: bool = False) -> str:
-    """Return a page of all keys with their types, values, defaults and comments; ``sweep``: the file may hold one.
+def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: bool = False) -> str:
+    """Return a page of keys with their types, values, defaults and comments; ``sweep``: the file may hold one.
 
-    A default is named where the value differs from it. The job's own keys come first. Raises ConfigError for a config
-    that cannot be read.
+    Without ``every`` these are the ones of a first week, and those that are set; of the others it has the names. Where
+    a value comes from is named, and the default where the value differs from it. The job's own keys come first. Raises
+    ConfigError for a config that cannot be read.
     """
-    values, own = merged_layers(config, overrides, sweep=sweep)
+    origins: dict[str, str] = {}
+    values, own = merged_layers(config, overrides, sweep=sweep, origins=origins)
     defaults = asdict(JobConfig())
-    lines = [f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."]
+    about = f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."
+    lines = wrap(about, WIDTH, break_on_hyphens=False)
     try:
         job = params_source(read_source(job_source(values["job"])), None)
     except ConfigError as error:
@@ -61,18 +85,26 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False) -> str:
         if own is None:
             lines += ["", f"params: {job.path} declares no keys of its own; how it can: docs/config.md"]
         else:
-            found = _keys(own, "params.", defaults_of(own, _REQUIRED), values["params"])
+            found = _keys(own, "params.", defaults_of(own, _REQUIRED), values["params"], origins)
             lines += ["", *_section(f"params of {values['job']}", _about(job, own), found)]
     top: list[Key] = []
     # Each dataclass in the config is a section; the other keys belong to the run itself.
-    sections: list[str] = []
+    sections: list[tuple[str, str, list[Key]]] = [("the run", "", top)]
     for name, hint in hints_of(JobConfig).items():
         if is_dataclass(hint):
-            found = _keys(hint, f"{name}.", defaults[name], values[name])
-            sections += ["", *_section(name, _about(_source_of(hint), hint), found)]
+            keys = [*_keys(hint, f"{name}.", defaults[name], values[name], origins)]
+            sections.append((name, about_of(hint), keys))
         elif name != "params":
-            top.append(Key(name, hint, defaults[name], values[name], _comments(JobConfig)[name]))
-    return "\n".join([*lines, "", *_section("the run", "", top), *sections])
+            top.append(Key(name, hint, defaults[name], values[name], comments_of(JobConfig)[name], origins.get(name)))
+    for name, text, keys in sections:
+        if shown := [key for key in keys if every or key.is_first]:
+            lines += ["", *_section(name, text, shown)]
+    if not every:
+        lines += ["", "More keys, by section; --help-all in place of --help shows what they are for:"]
+        for name, _, keys in sections:
+            rest = ", ".join(key.name.removeprefix(f"{name}.") for key in keys if not key.is_first)
+            lines += wrap(f"  {name}: {rest}", WIDTH, subsequent_indent="    ", break_on_hyphens=False) if rest else []
+    return "\n".join(lines)
 
 
 def words_by_key() -> dict[str, list[str]]:
@@ -81,13 +113,18 @@ def words_by_key() -> dict[str, list[str]]:
     A key without known words has an empty list.
     """
     defaults = asdict(JobConfig())
-    keys = _keys(JobConfig, "", defaults, defaults)
+    keys = _keys(JobConfig, "", defaults, defaults, {})
     return {key.name: ["true", "false"] if key.hint is bool else [*_words(key.name)] for key in keys}
 
 
 def _words(key: str) -> tuple[str, ...]:
     """Return the words that a key of every config takes. Empty where others are taken, too."""
     return next((limit.words for limit in limits_of(JobConfig).get(key, ()) if isinstance(limit, OneOf)), ())
+
+
+def about_of(section: Any) -> str:
+    """Return what a section of the config is about."""
+    return _about(_source_of(section), section)
 
 
 def _about(source: PythonSource, kind: Any) -> str:
@@ -100,24 +137,26 @@ def _source_of(kind: Any) -> PythonSource:
 
 
 @cache
-def _comments(kind: Any) -> dict[str, str]:
+def comments_of(kind: Any) -> dict[str, str]:
     """Return the comment of each field of a section, from the source of its class."""
     if any(f.metadata for f in fields(kind)):  # read from a job's file
         return {f.name: declared(f).comment for f in fields(kind)}
     return _source_of(kind).comments(kind.__name__)
 
 
-def _keys(kind: Any, prefix: str, defaults: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Key]:
+def _keys(
+    kind: Any, prefix: str, defaults: Mapping[str, Any], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> Iterator[Key]:
     for f in fields(kind):
-        name, hint = f.name, hints_of(kind)[f.name]
+        name, hint, full = f.name, hints_of(kind)[f.name], f"{prefix}{f.name}"
         if is_dataclass(hint):
-            yield from _keys(hint, f"{prefix}{name}.", defaults[name], values[name])
+            yield from _keys(hint, f"{full}.", defaults[name], values[name], origins)
         else:
-            yield Key(f"{prefix}{name}", hint, defaults[name], values[name], _comments(kind)[name])
+            yield Key(full, hint, defaults[name], values[name], comments_of(kind)[name], origins.get(full))
 
 
 def _section(name: str, about: str, keys: Sequence[Key] | Iterator[Key]) -> list[str]:
-    head = wrap(f"{name}: {about}" if about else f"{name}:", WIDTH, subsequent_indent="  ")
+    head = wrap(f"{name}: {about}" if about else f"{name}:", WIDTH, subsequent_indent="    ")
     return head + [line for key in keys for line in _lines(key)]
 
 
@@ -126,6 +165,8 @@ def _lines(key: Key) -> list[str]:
     left = f"{'*' if key.is_set else ' '} {key.name}: {text_of(key.hint).replace('None', 'null')} {value}"
     words = _words(key.name)
     notes = [f"one of {', '.join(words)}" if words else "", key.comment.replace("``", "`")]
+    if key.origin is not None:
+        notes.append(f"from {key.origin}")
     if key.is_set:
         notes.insert(0, "no default" if key.default == _REQUIRED else f"default {_written(key.default)}")
     # The comment stands beside the key if that is short enough, else below it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -95,21 +95,25 @@ def merged_layers(
     site: bool = True,
     project: Path | None = None,
     sweep: bool = False,
+    origins: dict[str, str] | None = None,
 ) -> tuple[dict[str, Any], type | None]:
     """Return the merged values of all layers, references unresolved, and the job's ``Params``.
 
-    See :func:`load_config`.
+    ``origins`` gets the layer that has set each key, by dotted key; a key that none has set is left out. See
+    :func:`load_config`.
     """
+    origins = {} if origins is None else origins
     is_script = path is not None and Path(path).suffix == ".py"
     layers = site_layers(site)
     merged: dict[str, Any] = asdict(JobConfig())
     if site:
         variables = {key: os.environ.get(name) for key, name in SBATCH_VARIABLES.items()}
         merged["cluster"] |= escaped({key: value for key, value in variables.items() if value})
+        origins |= {f"cluster.{key}": f"${SBATCH_VARIABLES[key]}" for key, value in variables.items() if value}
     if path is not None:
-        merged["name"] = Path(path).stem
+        merged["name"], origins["name"] = Path(path).stem, "the file's name"
     if is_script:
-        merged["job"] = str(path)
+        merged["job"], origins["job"] = str(path), "the command line"
     elif path is not None:
         layers += file_layers(Path(path), ())
     described = next((layer for layer in layers if layer.sweep is not None), None)
@@ -125,6 +129,7 @@ def merged_layers(
                 name: value for name, value in merged["args"].items() if name not in named(values["argv"])
             }
         _merge(merged, values)
+        origins |= dict.fromkeys(_keys_in(values), layer.name)
     # The params of a run were checked when it was submitted, and its job's file may have changed since.
     if not site and project is None:
         for layer, node in given:
@@ -135,7 +140,9 @@ def merged_layers(
     if own is not None:
         merged["params"] = escaped(defaults_of(own, MISSING))
         for layer, node in given:
-            _merge(merged["params"], read_section(layer, node, own, "params."))
+            values = read_section(layer, node, own, "params.")
+            _merge(merged["params"], values)
+            origins |= dict.fromkeys(_keys_in(values, "params."), layer.name)
     return merged, own
 
 
@@ -170,6 +177,14 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
 def dump_config(config: JobConfig) -> str:
     """Return the config as YAML that :func:`load_config` reads back to an equal one."""
     return yaml_core.dump(escaped(asdict(config)))
+
+
+def _keys_in(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values, and of the sections and mappings that hold them."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys_in(value, f"{prefix}{key}.")
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:

@@ -277,7 +277,7 @@ class JobConfig:
     params: Annotated[dict[str, Any], _OwnKeys()] = field(default_factory=dict)
     #: a script's command line: the words after `--`; docs/loop.md
     argv: Annotated[list[str], LINES] = field(default_factory=list)
-    #: its options by name: {epochs: 3} is --epochs 3
+    #: a script's options by name: {epochs: 3} is --epochs 3
     args: Annotated[dict[str, Argument], LINES] = field(default_factory=dict)
     #: of `toolkit exec`: more words, from the second attempt on
     on_restart: Annotated[list[str], LINES] = field(default_factory=list)

@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.base.errors import EXIT_REQUEST
 from toolkit.cli import main as cli
+from toolkit.config import merged_layers
 
 JOB = '''
 import torch_of_nobody
@@ -55,15 +56,44 @@ def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = lines(capsys, "submit", "c.yaml", "params.block.heads=2", "--help")
-    assert found[2:7] == [
+    assert found[3:11] == [
         "params of job.py: The network.",
         "  params.width: int must be given",
-        "* params.dropout: float | null = 0.1                      default null; what is left out, as a part of 1",
-        "* params.block.heads: int = 2                             default 8; of the attention",
+        "* params.dropout: float | null = 0.1    default null; what is left out, as a",
+        "                                        part of 1; from c.yaml",
+        "* params.block.heads: int = 2           default 8; of the attention; from",
+        "                                        argument 'params.block.heads=2'",
         "",
+        "the run:",
     ]
-    assert "* optim.lr: float = 2.0                                   default 0.05; the rate after the warm-up" in found
-    assert f"{'  train.precision: str = fp32':58}one of fp32, bf16, fp16; what the model computes in" in found
+    assert "* optim.lr: float = 2.0                 default 0.05; the rate after the warm-" in found
+    assert "  train.precision: str = fp32           one of fp32, bf16, fp16; what the model" in found
+
+
+def test_each_value_names_the_layer_that_it_comes_from(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "site.yaml").write_text("cluster: {account: lab, time_min: 60, mem_gb: 8}\n")
+    (folder / "base.yaml").write_text("job: job.py\ncluster: {time_min: 70}\noptim: {lr: 0.2, weight_decay: 0.0}\n")
+    (folder / "top.yaml").write_text("extends: base.yaml\nparams: {width: 1}\noptim: {lr: 0.3, momentum: 0.5}\n")
+    monkeypatch.setenv("TOOLKIT_SITE", str(folder / "site.yaml"))
+    monkeypatch.setenv("SBATCH_QOS", "short")
+    origins: dict[str, str] = {}
+    merged_layers("top.yaml", ["train.epochs=3", "optim.momentum=0.6"], origins=origins)
+    assert {key: origin for key, origin in origins.items() if "." in key or key == "name"} == {
+        "name": "the file's name",
+        "cluster.account": f"{folder}/site.yaml",
+        "cluster.mem_gb": f"{folder}/site.yaml",
+        "cluster.qos": "$SBATCH_QOS",
+        "cluster.time_min": "base.yaml",
+        "optim.weight_decay": "base.yaml",
+        "optim.lr": "top.yaml",
+        "optim.momentum": "argument 'optim.momentum=0.6'",
+        "params.width": "top.yaml",
+        "train.epochs": "argument 'train.epochs=3'",
+    }
+    found = lines(capsys, "submit", "top.yaml", "--help")
+    assert "* cluster.qos: str | null = short       default null; from $SBATCH_QOS" in found
 
 
 def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +116,7 @@ def test_a_job_without_own_keys_has_all_others(
     (folder / "plain.py").write_text("def main(config): ...")
     (folder / "c.yaml").write_text(text)
     found = lines(capsys, "submit", "c.yaml", "--help")
-    assert says in found[2]
+    assert says in found[3]
     assert any(line.startswith("  train.epochs: int = 10") for line in found)
 
 

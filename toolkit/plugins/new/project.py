@@ -115,7 +115,7 @@ def _files(name: str, example: Example) -> dict[str, str]:
         "size": f" {_SIZE}" if is_script else "",
         "override": _SIZE if is_script else "train.max_steps=20",
         "within": f'exec "$@" -- python {name}.py' if is_script else f'supervise {name}.yaml "$@"',
-        "more": "" if is_script else f" `toolkit submit {name}.yaml --help` lists every\nkey that can be set.",
+        "more": "" if is_script else f" `toolkit submit {name}.yaml --help-all` lists every\nkey that can be set.",
     }
     files = {"README.md": README.format(**words), f"{name}.sh": SBATCH.format(**words)}
     files[f"test_{name}.py"] = TEST.format(**words)
