@@ -58,6 +58,7 @@ BUILT_IN = (
     "pruning",
     "report",
     "second_place",
+    "shell",
     "site",
     "spares",
     "srun",

@@ -25,7 +25,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginErro
 
 #: The commands that come with the toolkit by what they are for, in the order of `toolkit --help`.
 GROUPS = {
-    "start runs": ("submit", "exec", "new", "sweep", "supervise", "run"),
+    "start runs": ("submit", "exec", "new", "sweep", "shell", "supervise", "run"),
     "look at runs": ("status", "watch", "logs", "why", "report", "compare", "tensorboard", "sync"),
     "while a run trains": ("stacks", "profile", "set"),
     "end runs, and go on": ("stop", "cancel", "resume", "rm", "gc"),
@@ -175,10 +175,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse the command line, with overrides in any place.
 
     argparse gives up on ``CONFIG --wait key=value``: what it leaves over counts as overrides if it looks like them.
-    The words after ``--`` are a command of the user's (exec), or the arguments of a script.
+    The words after ``--`` are a command of the user's (exec, shell), or the arguments of a script.
     """
     words = list(argv)
-    takes_words = words[:1] and words[0] in ("exec", *TAKE_ARGUMENTS)
+    takes_words = words[:1] and words[0] in ("exec", "shell", *TAKE_ARGUMENTS)
     cut = words.index("--") if takes_words and "--" in words else len(words)
     args, rest = parser.parse_known_args(_joined(words[:cut]))
     args.words = words[cut + 1 :]
