@@ -98,7 +98,7 @@ def new_path(argument: str, text: str) -> Path:
     return path
 
 
-def replaceable_path(text: str, begin: str) -> Path:
+def replaceable_path(argument: str, text: str, begin: str) -> Path:
     """Return the absolute path of a file to write.
 
     A file there that begins with ``begin`` may be replaced. Raises RequestError if another file is there, or the folder
@@ -108,14 +108,14 @@ def replaceable_path(text: str, begin: str) -> Path:
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():
-        raise RequestError(f"--to: {path.parent} is no folder")
+        raise RequestError(f"{argument}: {path.parent} is no folder")
     try:
         with path.open("rb") as file:
             is_ours = file.read(len(begin.encode())) == begin.encode()
     except FileNotFoundError:
         return path
     except OSError as error:
-        raise RequestError(f"--to: {path}: {error.strerror or error}") from None
+        raise RequestError(f"{argument}: {path}: {error.strerror or error}") from None
     if not is_ours:
-        raise RequestError(f"--to: {path} is there already, and not from this command; choose another name")
+        raise RequestError(f"{argument}: {path} is there already, and not from this command; choose another name")
     return path

@@ -75,7 +75,7 @@ def _lines(outcome: SyncOutcome) -> str:
 
 def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
     """Write all points of the runs as one table."""
-    target = arguments.replaceable_path(to, CSV_BEGIN) if to else None
+    target = arguments.replaceable_path("--to", to, CSV_BEGIN) if to else None
     damage: list[str] = []
     while True:
         # Look for the ends before the metrics are read: nothing written since is missed.

@@ -36,7 +36,7 @@ def run(args: Namespace) -> None:
     # Refuse a bad target first: reading the runs may take long.
     target = None
     if not args.json:
-        target = arguments.replaceable_path(args.to or f"report-{runs[0].id}.html", page.BEGIN)
+        target = arguments.replaceable_path("--to", args.to or f"report-{runs[0].id}.html", page.BEGIN)
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:

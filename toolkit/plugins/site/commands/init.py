@@ -1,4 +1,8 @@
-"""write the defaults of this site, from what Slurm says about it"""
+"""write the defaults of this site, from what Slurm says about it
+
+With --schema it writes a JSON schema of the config instead: with it an editor
+completes keys and words, shows what they are for, and marks mistakes.
+"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -7,6 +11,7 @@ from toolkit.base.errors import RequestError
 EXAMPLES = (
     ("toolkit init", "write the site's defaults, if there are none"),
     ("toolkit init --partition gpu --print", "show those for another partition"),
+    ("toolkit init --schema", "write toolkit.schema.json, and say how an editor uses it"),
 )
 
 
@@ -14,12 +19,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--partition", help="for jobs there; default: the cluster's default partition")
     parser.add_argument("--print", action="store_true", dest="only_print", help="show the file and write nothing")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    text = "write a JSON schema of the config for editors, and nothing else; default: toolkit.schema.json"
+    parser.add_argument("--schema", nargs="?", const="toolkit.schema.json", metavar="FILE", help=text)
 
 
 def run(args: Namespace) -> None:
     from toolkit.base import logs, terminal
     from toolkit.plugins.site import doctor, site_file
 
+    if args.schema is not None:
+        _write_schema(args.schema)
+        return
     logs.setup()
     profile, about_profile = doctor.read_site_here()
     if profile is None:
@@ -31,3 +41,14 @@ def run(args: Namespace) -> None:
     path = site_file.write(text, force=args.force)
     print(text, end="")
     terminal.say(f"\n{path}: written; every command takes it as defaults\n{about_profile}")
+
+
+def _write_schema(file: str) -> None:
+    from toolkit.base import fsio, terminal
+    from toolkit.cli.arguments import replaceable_path
+    from toolkit.plugins.site import config_schema
+
+    path = replaceable_path("--schema", file, config_schema.BEGIN)
+    fsio.write_atomic(path, config_schema.text())
+    terminal.say(f"{path}: written. An editor uses it for a config that begins with this line:")
+    print(config_schema.modeline(path))
