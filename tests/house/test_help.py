@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import re
 import shlex
 import subprocess
 import sys
@@ -51,3 +54,51 @@ def test_an_unknown_data_set_is_refused_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [str(EXIT_REQUEST), "False"]
     assert "no data set 'nosuch'" in done.stderr
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with contextlib.suppress(SystemExit):
+        cli.main(words)
+    said = capsys.readouterr()
+    return said.out + said.err
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_list_of_commands_fits_80_columns(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    page = printed(words, capsys)
+    assert page.startswith("usage: toolkit")
+    assert [line for line in page.splitlines() if len(line) > 80] == []
+
+
+def verbs() -> list[tuple[str, str]]:
+    """Return each command with words to choose from as its first argument, and each of these words."""
+    found = []
+    for name in cli.commands():
+        parser = cli.build_parser((name,))
+        (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        first = next((each for each in action.choices[name]._actions if not each.option_strings), None)
+        found += [(name, str(word)) for word in (first and first.choices) or ()]
+    return found + [("sweep", word) for word in ("status", "retry", "stop", "best", "export")]
+
+
+WRONG = [(name, word, [name, word[0] + word, "x"]) for name, word in verbs()]
+WRONG += [("", name, [name[0] + name]) for name in cli.commands()]
+
+
+@pytest.mark.parametrize(("command", "right", "words"), WRONG, ids=lambda each: str(each))
+def test_a_mistyped_word_is_answered_with_the_nearest(
+    command: str, right: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"did you mean '{right}'?" in printed(words, capsys)
+
+
+@pytest.mark.parametrize("name", cli.commands())
+def test_a_mistyped_option_is_answered_with_the_nearest_and_the_commands_own_usage(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {*re.findall(r"^  (--[a-z-]{5,})", printed([name, "--help"], capsys), re.MULTILINE)}
+    for option in sorted(options)[:1]:
+        said = printed([name, "status", "x", "y", f"{option}x"], capsys)
+        assert said.startswith(f"usage: toolkit {name}")
+        # A word before it may be wrong as well, and is told first.
+        assert f"did you mean '{option}'?" in said or "unrecognized" not in said

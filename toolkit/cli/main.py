@@ -11,13 +11,14 @@ import contextlib
 import errno
 import io
 import os
+import re
 import select
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from toolkit import __version__, registry
 from toolkit.base import logs, terminal
@@ -149,9 +150,26 @@ def _about(name: str) -> str:
         return f"cannot be loaded: {error}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest valid word for a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        line, newline, advice = message.partition("\n")
+        choices = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", line)
+        option = re.search(r"unrecognized arguments: (--[^\s=]+)", line)
+        close = ""
+        if choices is not None:
+            close = nearest(choices[1], re.findall(r"[\w.-]+", choices[2]))
+        elif option is not None:
+            close = nearest(option[1], re.findall(r"(?m)^  (?:-h, )?(--[a-z-]+)", self.format_help()))
+        said = f"{self.prog}: error: {line}{'; ' * bool(close)}{close.rstrip()}{newline}{advice}"
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_REQUEST, f"{terminal.fitted(said, sys.stderr)}\n")
+
+
 def build_parser(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of these commands, or of all."""
-    parser = argparse.ArgumentParser(prog="toolkit", usage=USAGE.partition(": ")[2])
+    parser = _Parser(prog="toolkit", usage=USAGE.partition(": ")[2])
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
     subparsers = parser.add_subparsers(prog="toolkit", metavar="COMMAND", required=True, dest="command")
     for name in commands() if names is None else names:
@@ -167,7 +185,7 @@ def build_parser(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
             conflict_handler="resolve",  # a command may replace --help
         )
         module.add_arguments(command)
-        command.set_defaults(run_command=module.run)
+        command.set_defaults(run_command=module.run, refuse=command.error)
     return parser
 
 
@@ -185,7 +203,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         unknown = " ".join(text for text in rest if text.startswith("-")) or rest[0]
-        parser.error(f"unrecognized arguments: {unknown}{_after_dashes(args, words[:cut], rest)}")
+        args.refuse(f"unrecognized arguments: {unknown}{_after_dashes(args, words[:cut], rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     if args.words and words[0] in TAKE_ARGUMENTS:

@@ -211,7 +211,7 @@ def test_the_command_alone_shows_what_one_needs_first(capsys: pytest.CaptureFixt
 def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["submit", "c.yaml", "--wat", "optim.lr=1"])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --wat")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --wat; did you mean '--wait'?")
 
 
 def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:

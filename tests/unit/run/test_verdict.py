@@ -544,6 +544,7 @@ def test_a_run_is_said_to_go_on_from_a_checkpoint_only_if_there_is_one() -> None
     assert judge(preempted).line == "preempted at step 40; no checkpoint was found on disk"
     assert judge(replace(preempted, step_saved=30)).line == "preempted at step 40; goes on from the last checkpoint"
     assert judge(replace(preempted, is_foreign=True)).line.endswith("; the script is started again")
+    assert judge(replace(preempted, is_foreign=True, stop=Stop.USER)).line == "stopped as asked at step 40"
 
 
 def test_a_move_says_which_node_was_left_and_why_and_costs_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
+from toolkit.base.errors import RequestError, nearest
 from toolkit.cli import arguments, tables
 
 EXAMPLES = (
@@ -41,9 +42,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int | None:
+    from pathlib import Path
+
     from toolkit.plugins.sweep import verbs as sweeps
 
     if args.config in VERBS:
         return sweeps.look_after(args)
+    close = nearest(args.config, VERBS)
+    if close and "." not in args.config and not Path(args.config).exists():
+        raise RequestError(
+            f"toolkit sweep: {args.config!r} is no config file and no verb; {close}verbs: {', '.join(VERBS)}"
+        )
     sweeps.submit(args)
     return None

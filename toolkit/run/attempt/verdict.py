@@ -60,7 +60,9 @@ def judge(facts: Facts) -> Verdict:
     if facts.stop is Stop.CANCEL or facts.slurm is JobFate.CANCELLED:
         return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
-        return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
+        # Nothing starts a script again that was stopped.
+        kept = "" if facts.is_foreign and not facts.stopped_cleanly else f"; {_kept(facts)}"
+        return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}{kept}")
     if facts.stop is Stop.HALVING and facts.stopped_cleanly:
         return Verdict(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
     # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
