@@ -5,6 +5,7 @@ These are the usual ones, any metric, and any key of a run's config.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from toolkit.base.durations import as_clock, in_units
 from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import notes, run_rows
 from toolkit.cli.tables import Table, short
-from toolkit.files.run_files import state_word
+from toolkit.files.run_files import RunState, state_word
 
 Row = dict[str, Any]
 
@@ -119,12 +120,12 @@ def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]
 def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = None) -> Table:
     """Return the rows as a table, with the usual columns if no ``names`` are given.
 
-    Among several rows within a ``width`` runs have short ids, and ``queued (PENDING, Priority)`` is ``queued``: the
-    note says the reason. A single run has no note.
+    Among several rows within a ``width`` runs have short ids, ``queued (PENDING, Priority)`` is ``queued``, since the
+    note says the reason, and an error stands without its rank. A single run has no note.
     """
     shown = names or (USUAL if len(rows) > 1 else USUAL[:-1])
     if width is not None and len(rows) > 1:
-        rows = [{**row, "run": short(row["run"]), "state": _short_state(row)} for row in rows]
+        rows = [{**row, "run": short(row["run"]), "state": _short_state(row), "why": _short_why(row)} for row in rows]
     texts: list[list[str]] = []
     for name in shown:
         if name in _COLUMNS:
@@ -138,6 +139,10 @@ def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = No
 
 def _short_state(row: Row) -> str:
     return state_word(str(row["state"])) if row["slurm"] == "PENDING" else str(row["state"])
+
+
+def _short_why(row: Row) -> str | None:
+    return None if row["state"] == RunState.STOPPED else re.sub(r"^rank \d+ on [\w.-]+: ", "", row["why"] or "")
 
 
 def is_over(row: Row) -> bool:
