@@ -60,7 +60,7 @@ CASES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("wandb", lambda _: build_tracker("wandb", ANY_RUN), "pip install wandb"),
 ]
 #: Imported where a test of their own leaves them out, or brought by a package that is a dependency.
-ELSEWHERE = {"accelerate", "lightning", "transformers", "jobs", "markupsafe"}
+ELSEWHERE = {"accelerate", "lightning", "transformers", "pandas", "jobs", "markupsafe"}
 
 
 @pytest.mark.parametrize(("package", "call", "message"), CASES)

@@ -31,10 +31,11 @@ def path_of(run: RunDir) -> Path:
     return run.tensorboard / "metrics.jsonl"
 
 
-def read(path: Path, damage: list[str], start: int = 0) -> Iterator[MetricsLine]:
+def read(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterator[MetricsLine]:
     """Yield the lines of ``path`` from byte ``start`` on. A missing file has none.
 
-    Damaged lines are left out and named in ``damage``. A last line that is still being written is left out silently.
+    Damaged lines are left out and named in ``damage``, or in the log where that is None. A last line that is still
+    being written is left out silently.
     """
     try:
         file = path.open("rb")

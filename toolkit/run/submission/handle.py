@@ -10,20 +10,24 @@ import contextlib
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import registry
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
 from toolkit.base.process_identity import Life
+from toolkit.checkpoint.folder import committed, step_of
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.metrics import lines as metric_lines
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
@@ -50,6 +54,8 @@ class Run(SubmittedRun):
     >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=1"], executor="local")
     >>> run.wait()["state"], run.status()["attempt"]
     ('completed', 1)
+    >>> len(run.metrics()) > 0, [*run.checkpoints()] == [run.result()["step"]], "eval/accuracy" in run.logs()
+    (True, True, True)
     """
 
     def status(self) -> dict[str, Any]:
@@ -153,6 +159,37 @@ class Run(SubmittedRun):
         from toolkit.run.submission.resume import resume  # uses this module
 
         return resume(self.dir, overrides, code=code)
+
+    def logs(self, rank: int | None = 0, *, attempt: int | None = None, tail: int | None = None) -> str:
+        """Return what a rank has printed in an attempt, the newest one unless its number is given.
+
+        ``rank=None``: the supervisor's log, which is one for all attempts. ``tail``: so many lines of its end. Raises
+        RequestError where there is no such log.
+        """
+        number = attempt or max(self.dir.attempts_with_logs(), default=1)
+        path = self.dir.logs / "supervisor.log" if rank is None else self.dir.rank_log(number, rank)
+        try:
+            with path.open(errors="replace") as file:
+                return file.read() if tail is None else "".join(deque(file, maxlen=tail))
+        except FileNotFoundError:
+            raise RequestError(f"run {self.id}: there is no log {path}") from None
+
+    def metrics(self) -> Any:
+        """Return what the run has logged: a row for each step, with its ``step``, ``time`` and values by tag.
+
+        A ``pandas.DataFrame`` where pandas is installed, else a list of dicts. ``time`` is in seconds since the epoch.
+        """
+        logged = metric_lines.read(metric_lines.path_of(self.dir))
+        rows = [{"step": line.step, "time": line.wall_time, **line.values} for line in logged]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the folders of the committed checkpoints by their steps, the newest last."""
+        return {step_of(path): path for path in reversed(committed(self.dir.checkpoints))}
 
     def stop(self) -> None:
         """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.

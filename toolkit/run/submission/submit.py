@@ -5,12 +5,14 @@ Also starts a foreign, torchrun-style script as the ranks, and shows what would 
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from toolkit import config as configs
 from toolkit import registry
@@ -29,9 +31,12 @@ from toolkit.run.submission.handle import Run
 from toolkit.run.submission.sbatch import sbatch_script
 from toolkit.slurm.commands import Slurm
 
+#: What is submitted: a file, the values of a config, or a job that a file of the project defines.
+Submittable: TypeAlias = str | Path | Mapping[str, Any] | Callable[..., object]
+
 
 def submit(
-    config: str | Path,
+    config: Submittable,
     overrides: configs.Overrides = (),
     *,
     args: Sequence[object] = (),
@@ -41,6 +46,8 @@ def submit(
 ) -> Run:
     """Submit ``config``, or a script (``train.py``); return at once.
 
+    ``config`` is a file, or the values of a config as a mapping, which may have ``extends``. In its place a job itself
+    may stand: a function ``main(config)`` or a class derived from ``toolkit.Job``, in a file of the project.
     ``overrides`` are ``key=value``, or a mapping of dotted keys to values.
 
     ``args`` are the script's own arguments, such as ``["--epochs", 3]``: what its ``sys.argv`` is to hold.
@@ -60,7 +67,7 @@ def submit(
 
 
 def dry_run(
-    config: str | Path, overrides: configs.Overrides = (), *, executor: str = "auto", after: str | Sequence[str] = ()
+    config: Submittable, overrides: configs.Overrides = (), *, executor: str = "auto", after: str | Sequence[str] = ()
 ) -> str:
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen = choose_executor(executor)
@@ -86,12 +93,33 @@ def _with_arguments(overrides: configs.Overrides, args: Sequence[object]) -> lis
 
 
 def _checked(
-    config: str | Path, overrides: configs.Overrides, folder: Path, executor: str, waits_for: AfterRecord | None
+    config: Submittable, overrides: configs.Overrides, folder: Path, executor: str, waits_for: AfterRecord | None
 ) -> JobConfig:
     """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
-    loaded = load(config, overrides, folder)
+    config = _values_of(config) if callable(config) else config
+    if isinstance(config, Mapping):
+        base: str | Path | None = config.get("extends")
+        values = {key: value for key, value in config.items() if key != "extends"}
+        overrides = [*configs.override_texts(values), *configs.override_texts(overrides)]
+    else:
+        base = config
+    loaded = load(base, overrides, folder)
     check_submittable(loaded, executor, folder, goes_on=begins_with(loaded, waits_for))
     return loaded
+
+
+def _values_of(job: Callable[..., object]) -> dict[str, str]:
+    """Return the config of a job's class or function: the file that defines it. Raises RequestError without one."""
+    name, path = getattr(job, "__qualname__", repr(job)), None
+    if isinstance(job, type) or name == "main":
+        with suppress(TypeError, OSError):  # of a builtin, or in no file
+            path = inspect.getsourcefile(job)
+    if path is None or not Path(path).is_file():
+        raise RequestError(
+            f"{name}: ranks are other processes and import a job from its file: give a class derived from toolkit.Job "
+            "or a function main(config) in a file of the project (in a notebook, %%writefile train.py writes a cell)"
+        )
+    return {"name": Path(path).stem, "job": path}
 
 
 def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | None = None) -> AfterRecord | None:
