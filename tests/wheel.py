@@ -26,7 +26,7 @@ def install_wheel(folder: Path) -> Installed:
     The packages of the running environment are on the path, but the checkout is not. The running environment has the
     checkout by a .pth file, and Python reads those only in the environment's own folder.
     """
-    wheel = build_wheel(folder / "dist")
+    wheel = build("wheel", ROOT, folder / "dist")
     made(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
     python = str(folder / "venv/bin/python")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -38,11 +38,11 @@ def install_wheel(folder: Path) -> Installed:
     return Installed(wheel, folder / "venv/bin/toolkit", environ)
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout in ``folder``, and return it."""
-    made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder), cwd=ROOT)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def build(kind: str, project: Path, folder: Path) -> Path:
+    """Build the ``wheel`` or ``sdist`` of a project in ``folder``, and return it."""
+    made(sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder), cwd=project)
+    (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return built
 
 
 def made(*argv: str, cwd: Path | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tarfile
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.pages import ROOT, blocks
 from tests.waiting import PATIENCE, processes_with, wait_for
-from tests.wheel import Installed, install_wheel
+from tests.wheel import Installed, build, install_wheel
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
@@ -77,6 +78,14 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(installed: I
     assert held - examples == there
     assert {"toolkit/examples/jobs/classify.py", "toolkit/examples/configs/digits_ddp.yaml"} <= examples
     assert {"toolkit/py.typed", "toolkit/config/sbatch_flags.txt", "toolkit/data/files/digits.csv.gz"} <= held
+
+
+def test_a_wheel_made_from_the_source_archive_has_the_same_bytes(installed: Installed, tmp_path: Path) -> None:
+    """So the archive holds all that the wheel needs, and whoever builds it again can compare."""
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert build("wheel", folder, tmp_path).read_bytes() == installed.wheel.read_bytes()
 
 
 def test_a_script_of_ones_own_trains_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel import build_wheel, made
+from tests.pages import ROOT
+from tests.wheel import build, made
 
 UV = Path(sys.executable).with_name("uv")
 #: Each torchvision wants one torch. The newest of both is what an index has first.
@@ -35,7 +36,7 @@ def empty_wheel(folder: Path, name: str, version: str, needs: Sequence[str] = ()
 def links(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the toolkit's wheel, and with what an index would have."""
     folder = tmp_path_factory.mktemp("links")
-    build_wheel(folder)
+    build("wheel", ROOT, folder)
     for torch, torchvision in PUBLISHED.items():
         empty_wheel(folder, "torch", torch)
         empty_wheel(folder, "torchvision", torchvision, [f"torch=={torch.partition('+')[0]}"])

@@ -107,7 +107,7 @@ def quoted(page: Path, pattern: str) -> list[tuple[str, ...]]:
 
 @cache
 def files_by_name() -> Mapping[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[Path]] = {path.name: [path] for path in ROOT.glob("*.*")}
     for part in ("toolkit", "tests", "jobs", "configs", "sbatch", "docs"):
         for path in (ROOT / part).rglob("*.*"):
             found.setdefault(path.name, []).append(path)
