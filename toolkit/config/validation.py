@@ -200,6 +200,8 @@ def check_places(config: JobConfig) -> None:
         raise ConfigError(
             f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
         )
+    if config.trackers:
+        registry.ask("beside_run.refuse_missing", config)
     if config.checkpoint.copy_to is not None:
         copy_to = fsio.expand(config.checkpoint.copy_to)
         there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
@@ -239,6 +241,7 @@ _HOOKS = {
     "model.init_from": "initial_weights",
     "notify": "run_ended",
     "optim.name: muon": "muon",
+    "trackers": "beside_run",
 }
 
 

@@ -1,4 +1,4 @@
-"""`toolkit sync`: copies of runs' metrics in trackers of experiments; and TensorBoard."""
+"""`toolkit sync` and `trackers:`, copies of runs' metrics in trackers of experiments; and TensorBoard."""
 
 from toolkit.registry import Plugin
 
@@ -8,6 +8,7 @@ PLUGIN = Plugin(
         "sync": "toolkit.plugins.trackers.command",
         "tensorboard": "toolkit.plugins.trackers.tensorboard_command",
     },
+    hooks={"beside_run": "toolkit.plugins.trackers.beside_run:Senders"},
     trackers={
         "mlflow": "toolkit.plugins.trackers.mlflow:Mlflow",
         "trackio": "toolkit.plugins.trackers.trackio:Trackio",

@@ -90,11 +90,14 @@ class Supervisor:
         if has_ended(self._context, earlier_death):
             return EXIT_DONE
         take_run(self._context)
+        beside = registry.Guarded("beside_run", self._run, self._config) if self._config.trackers else None
         try:
             verdict = self._start(earlier_death)
         finally:
             if self._agents is not None:
                 self._agents.close()
+            if beside is not None:
+                beside.ask("close")
         # A user ended the run before it started again.
         if verdict is None:
             return end_before_start(self._context)

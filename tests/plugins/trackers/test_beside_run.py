@@ -1,0 +1,109 @@
+"""``trackers:`` in a config, and the programs that carry it out. The whole of it: tests/dist/test_sync.py."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import wait_for
+from toolkit.base.errors import ConfigError
+from toolkit.config import JobConfig
+from toolkit.config.validation import check_places
+from toolkit.files import rundir
+from toolkit.files.run_files import RunResult
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.trackers import beside_run
+from toolkit.plugins.trackers.beside_run import Senders
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = rundir.create("gpt", tmp_path)
+    run.config.write_text("job: jobs.classify\n")
+    return run
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for Python: note the words of each start, and end with the code in a file, or wait for one."""
+    program, codes = tmp_path / "python", tmp_path / "codes"
+    program.write_text(
+        f"""#!/bin/sh
+        case "$1" in -m) ;; *) exec {sys.executable} "$@" ;; esac
+        echo "$@" >> {tmp_path}/starts
+        while ! test -s {codes}; do sleep 0.02; done
+        exit $(cat {codes})
+        """
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(beside_run, "PAUSE_S", 0.01)
+    return tmp_path
+
+
+def starts(folder: Path) -> list[str]:
+    path = folder / "starts"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("mlfow", "trackers: there is no 'mlfow'; did you mean 'mlflow'? known are mlflow, trackio, wandb"),
+        ("wandb:mine", "trackers: wandb is not installed here: pip install wandb"),
+    ],
+)
+def test_what_cannot_be_sent_to_is_refused_before_the_queue(
+    entry: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside_run, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as refused:
+        check_places(JobConfig(trackers=[entry]))
+    assert str(refused.value) == why
+
+
+def test_each_tracker_has_a_program_that_ends_with_a_run_that_goes_on_elsewhere(run: RunDir, python: Path) -> None:
+    senders = Senders(run, JobConfig(trackers=["mlflow", "wandb:lab"]))
+    wait_for(lambda: len(starts(python)) == 2, 10, "two programs")
+    assert sorted(starts(python)) == [
+        f"-m toolkit sync {run.path} mlflow --follow",
+        f"-m toolkit sync {run.path} wandb --project lab --follow",
+    ]
+    processes = [sender._process for sender in senders._senders]
+    senders.close()  # without a result: it is requeued
+    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_one_that_fails_is_started_again_and_one_that_is_refused_is_not(
+    run: RunDir, python: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (python / "codes").write_text("1")
+    senders = Senders(run, JobConfig(trackers=["mlflow"]))
+    wait_for(lambda: len(starts(python)) >= 3, 10, "more starts")
+    (python / "codes").write_text("2")
+    wait_for(lambda: not senders._senders[0]._thread.is_alive(), 10, "its end")
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "trackers: mlflow ended with 1",
+        "trackers: mlflow ended with 2",
+    ]
+    senders.close()
+
+
+def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
+    run: RunDir, python: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.write_result(RunResult.from_json({"state": "completed"}))
+    senders = Senders(run, JobConfig(trackers=["mlflow"]))
+    wait_for(lambda: starts(python), 10, "its start")
+    (python / "codes").write_text("0")
+    senders.close()
+    assert not caplog.records
+    (python / "codes").write_text("")
+    monkeypatch.setattr(beside_run, "LIMIT_S", 0.2)
+    Senders(run, JobConfig(trackers=["mlflow:lab"])).close()
+    (record,) = caplog.records
+    advice = f"`toolkit sync {run.id} mlflow --project lab` sends the rest"
+    assert record.message == f"trackers: mlflow has not got everything within 0.2 s: {advice}"

@@ -1,0 +1,115 @@
+"""Sends the curves of a run while it goes on: one ``toolkit sync RUN TRACKER --follow`` for each of ``trackers:``.
+
+The supervisor starts them on the batch host, and no rank waits for them. They may be killed at any time, as `sync` may.
+One that has failed is started again; the output of all is in ``logs/tracker-NAME.log``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from toolkit import registry
+from toolkit.base import logs
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, nearest
+from toolkit.config import JobConfig
+from toolkit.files.rundir import RunDir
+from toolkit.nodes.start.children import open_log, start_child
+from toolkit.nodes.start.foreign import without_snapshot
+
+#: For the last points of a run that has ended. The job holds its nodes meanwhile, and one that is being cancelled has
+#: only KillWait, 30 s by default.
+LIMIT_S = 20.0
+#: From a failure to the next start: while the run goes on, and once it has ended.
+PAUSE_S, LAST_PAUSE_S = 10.0, 1.0
+
+log = logs.get(__name__)
+
+
+class Senders:
+    """The programs that send the curves of one run."""
+
+    def __init__(self, run: RunDir, config: JobConfig) -> None:
+        self._run = run
+        environ = without_snapshot(dict(os.environ), run.code)
+        self._senders = [_Sender(run, entry, environ) for entry in config.trackers]
+
+    @staticmethod
+    def refuse_missing(config: JobConfig) -> None:
+        """Refuse a tracker that is unknown, or whose package is not installed. Raises ConfigError."""
+        known = registry.names("trackers")
+        for name in [entry.partition(":")[0] for entry in config.trackers]:
+            if name not in known:
+                raise ConfigError(f"trackers: there is no {name!r}; {nearest(name, known)}known are {', '.join(known)}")
+            if known[name].startswith("toolkit.") and find_spec(name) is None:
+                raise ConfigError(f"trackers: {name} is not installed here: pip install {name}")
+
+    def close(self) -> None:
+        """Wait until all points of a run that has ended are sent, but not for long. End the programs of any other."""
+        deadline = time.monotonic() + (LIMIT_S if self._run.result([]) is not None else 0.0)
+        for sender in self._senders:
+            sender.close(deadline)
+
+
+class _Sender:
+    def __init__(self, run: RunDir, entry: str, environ: Mapping[str, str]) -> None:
+        self._run, self._environ = run, environ
+        self._name, _, project = entry.partition(":")
+        self._words = [str(run.path), self._name, *(["--project", project] if project else [])]
+        self._is_closing = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._keep_sending, name=f"tracker-{self._name}", daemon=True)
+        self._thread.start()
+
+    def _keep_sending(self) -> None:
+        is_told = False
+        while (code := self._sent()) not in (EXIT_DONE, None) and not self._is_closing.is_set():
+            if code == EXIT_REQUEST or not is_told:
+                again = "" if code == EXIT_REQUEST else "; it is started again"
+                path = self._run.logs / f"tracker-{self._name}.log"
+                log.warning("trackers: %s ended with %d%s; its output: %s", self._name, code, again, path)
+            is_told = True
+            is_over = self._run.result([]) is not None
+            if code == EXIT_REQUEST or self._is_closing.wait(LAST_PAUSE_S if is_over else PAUSE_S):
+                return
+
+    def _sent(self) -> int | None:
+        """Run the program to its end, and return its exit code; None where it must not start any more."""
+        command = [sys.executable, "-m", "toolkit", "sync", *self._words, "--follow"]
+        with self._lock:
+            if self._is_closing.is_set():
+                return None
+            with open_log(self._run.logs / f"tracker-{self._name}.log") as output:
+                # Slurm's signals for the whole job are not for it: the last points come after them.
+                self._process = start_child(
+                    command,
+                    self._environ,
+                    end_by=signal.SIGKILL,
+                    ignore_signals=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+        return self._process.wait()
+
+    def close(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._is_closing.set()
+        with self._lock:
+            process = self._process
+        if process is None or process.poll() is not None:
+            return
+        if self._run.result([]) is not None:
+            advice = "toolkit sync " + " ".join([self._run.id, *self._words[1:]])
+            log.warning(
+                "trackers: %s has not got everything within %g s: `%s` sends the rest", self._name, LIMIT_S, advice
+            )
+        os.killpg(process.pid, signal.SIGKILL)
+        self._thread.join()
