@@ -216,6 +216,9 @@ def test_every_config_of_a_page_is_valid(
     (tmp_path / ".hf_token").write_text("hf_123")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "123")
+    for name in ("mlflow.py", "wandb.py"):  # trackers, which `trackers:` wants installed
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
     declared = blocks(f"docs/{page}.md", "python") if "job:" in config else []
     (tmp_path / "train.py").write_text("".join(declared[:1]) + "\n\ndef main(config): ...\n")
     (tmp_path / "shown.yaml").write_text(re.sub(r"/(scratch|images)/", rf"{tmp_path}/\1/", config))
