@@ -234,7 +234,7 @@ def _table(found: Sequence[PointStanding], metric: str, width: int | None) -> ta
         value = _value(each, metric)
         figure = "" if value is None else f"{value:.4g}"
         values = [_shown(each.point.values.get(key, "")) for key in keys]
-        job = each.job_id if each.row.get("executor", "slurm") == "slurm" else each.row["executor"]
+        job = each.job_id if each.row.get("executor", "slurm") == "slurm" else ""
         run = each.run.id if width is None else tables.short(each.run.id)
         rows.append([run, *values, each.state, job or "", steps, figure])
     return tables.Table([head, *rows], width, ("JOB",))
