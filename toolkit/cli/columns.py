@@ -96,14 +96,6 @@ def value(row: Row, name: str) -> Any:
     return row["metrics"].get(name, row.get("config", {}).get(name))
 
 
-def text(row: Row, name: str) -> str:
-    """Return what a column shows."""
-    if name in _COLUMNS:
-        get, show = _COLUMNS[name]
-        return show(get(row), row)
-    return _number(value(row, name))
-
-
 def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]:
     """Return the rows sorted by a column. Rows without a value come last."""
     known = [row for row in rows if value(row, name) is not None]
@@ -132,7 +124,7 @@ def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = No
             get, show = _COLUMNS[name]  # once a column: there may be 10,000 rows
             texts.append([show(get(row), row) for row in rows])
         else:
-            texts.append([text(row, name) for row in rows])
+            texts.append([_number(value(row, name)) for row in rows])
     drop = () if names else [name.upper() for name in _DISPENSABLE]
     return Table([[name.upper() for name in shown], *zip(*texts, strict=True)], width, drop)
 

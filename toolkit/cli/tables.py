@@ -41,15 +41,18 @@ class Table:
 
     def __init__(self, rows: Sequence[Sequence[str]], width: int | None = None, drop: Sequence[str] = ()) -> None:
         columns = [[_one_line(text) for text in column] for column in zip(*rows, strict=True)]
+        wants = [max(map(len, column)) if "".join(column).isascii() else max(map(_width, column)) for column in columns]
+        kept = [*range(len(columns))]
         if width is not None:
-            columns = _that_fit(columns, width, drop)
-        widths = [max(map(_width, column)) for column in columns]
-        if width is not None:
-            widths = _shares(widths, width)
+            kept = [number for number in kept if any(columns[number][1:]) or len(rows) == 1] or kept
+            for name in drop:
+                if sum(min(_READABLE, wants[number]) + len(_GAP) for number in kept) <= width + len(_GAP):
+                    break
+                kept = [number for number in kept if columns[number][0] != name]
+        columns, wants = [columns[number] for number in kept], [wants[number] for number in kept]
+        widths = wants if width is None else _shares(wants, width)
         #: True if something is left out or cut.
-        self.is_cut = len(columns) < len(rows[0]) or any(
-            _width(text) > most for column, most in zip(columns, widths, strict=True) for text in column
-        )
+        self.is_cut = len(kept) < len(rows[0]) or widths != wants
         cells = [[_padded(text, most) for text in column] for column, most in zip(columns, widths, strict=True)]
         #: The head and the rows, as plain text.
         self.lines = [_GAP.join(row).rstrip() for row in zip(*cells, strict=True)]
@@ -88,15 +91,6 @@ def _one_line(text: str) -> str:
     return text if text.isprintable() and "  " not in text else terminal.visible(" ".join(text.split()))
 
 
-def _that_fit(columns: list[list[str]], width: int, drop: Sequence[str]) -> list[list[str]]:
-    kept = [column for column in columns if any(column[1:]) or len(column) == 1] or columns
-    for name in drop:
-        if sum(min(_READABLE, max(map(_width, column))) + len(_GAP) for column in kept) <= width + len(_GAP):
-            break
-        kept = [column for column in kept if column[0] != name]
-    return kept
-
-
 def _shares(widths: Sequence[int], width: int) -> list[int]:
     """Return how wide the columns may be. The widest gives way first."""
     left, most = width - len(_GAP) * (len(widths) - 1), max(widths)
@@ -110,6 +104,8 @@ def _width(text: str) -> int:
 
 
 def _padded(text: str, width: int) -> str:
+    if len(text) <= width and text.isascii():  # as most are
+        return text.ljust(width)
     if (has := _width(text)) > width:
         while _width(text) > width - 3:
             text = text[:-1]
