@@ -410,7 +410,7 @@ def test_status_says_what_a_run_waits_for(capsys: pytest.CaptureFixture[str], mo
     start_job(run, slurm)
     monkeypatch.setattr(show, "ask_slurm", lambda ids: {i: job for i, job in slurm.show_jobs(ids).items() if job})
     assert cli.main(["status", run.id]) == 0
-    assert f"{run.id}: waits until run first/{first.id} has completed" in capsys.readouterr().out
+    assert f"\nwaits until run first/{first.id} has completed\n" in capsys.readouterr().out
     assert cli.main(["status", run.id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["after"] == [f"run first/{first.id}"]
     assert cli.main(["why", run.id]) == 0
