@@ -72,7 +72,7 @@ def test_each_tracker_has_a_program_that_ends_with_a_run_that_goes_on_elsewhere(
         f"-m toolkit sync {run.path} mlflow --follow",
         f"-m toolkit sync {run.path} wandb --project lab --follow",
     ]
-    processes = [sender._process for sender in senders._senders]
+    processes = [program._process for program in senders._programs]
     senders.close()  # without a result: it is requeued
     assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
 
@@ -84,7 +84,7 @@ def test_one_that_fails_is_started_again_and_one_that_is_refused_is_not(
     senders = Senders(run, JobConfig(trackers=["mlflow"]))
     wait_for(lambda: len(starts(python)) >= 3, 10, "more starts")
     (python / "codes").write_text("2")
-    wait_for(lambda: not senders._senders[0]._thread.is_alive(), 10, "its end")
+    wait_for(lambda: not senders._programs[0]._thread.is_alive(), 10, "its end")
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "trackers: mlflow ended with 1",
         "trackers: mlflow ended with 2",
@@ -103,7 +103,7 @@ def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
     assert not caplog.records
     (python / "codes").write_text("")
     monkeypatch.setattr(beside_run, "LIMIT_S", 0.2)
-    Senders(run, JobConfig(trackers=["mlflow:lab"])).close()
+    Senders(run, JobConfig(trackers=["mlflow:our lab"])).close()
     (record,) = caplog.records
-    advice = f"`toolkit sync {run.id} mlflow --project lab` sends the rest"
+    advice = f"`toolkit sync {run.id} mlflow --project 'our lab'` sends the rest"
     assert record.message == f"trackers: mlflow has not got everything within 0.2 s: {advice}"

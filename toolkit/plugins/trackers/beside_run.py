@@ -7,6 +7,7 @@ One that has failed is started again; the output of all is in ``logs/tracker-NAM
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ class Senders:
     def __init__(self, run: RunDir, config: JobConfig) -> None:
         self._run = run
         environ = without_snapshot(dict(os.environ), run.code)
-        self._senders = [_Sender(run, entry, environ) for entry in config.trackers]
+        self._programs = [_Program(run, entry, environ) for entry in config.trackers]
 
     @staticmethod
     def refuse_missing(config: JobConfig) -> None:
@@ -53,11 +54,11 @@ class Senders:
     def close(self) -> None:
         """Wait until all points of a run that has ended are sent, but not for long. End the programs of any other."""
         deadline = time.monotonic() + (LIMIT_S if self._run.result([]) is not None else 0.0)
-        for sender in self._senders:
-            sender.close(deadline)
+        for program in self._programs:
+            program.close(deadline)
 
 
-class _Sender:
+class _Program:
     def __init__(self, run: RunDir, entry: str, environ: Mapping[str, str]) -> None:
         self._run, self._environ = run, environ
         self._name, _, project = entry.partition(":")
@@ -107,7 +108,7 @@ class _Sender:
         if process is None or process.poll() is not None:
             return
         if self._run.result([]) is not None:
-            advice = "toolkit sync " + " ".join([self._run.id, *self._words[1:]])
+            advice = shlex.join(["toolkit", "sync", self._run.id, *self._words[1:]])
             log.warning(
                 "trackers: %s has not got everything within %g s: `%s` sends the rest", self._name, LIMIT_S, advice
             )
