@@ -30,7 +30,8 @@ CASES = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site, name: str) -> None:
-    site.submit(*CASES[name])
+    # A node whose core or memory the checks find slow, as on a busy machine, would be the last.
+    site.submit(*CASES[name], "cluster.preflight=false")
     run = site.only_run()
     reached(run, 20)
     site.preempt()

@@ -44,6 +44,12 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def answer(folder: Path, code: str) -> None:
+    """Have the programs end with ``code``. They read the file at any moment."""
+    (folder / "new").write_text(code)
+    (folder / "new").replace(folder / "codes")
+
+
 def starts(folder: Path) -> list[str]:
     path = folder / "starts"
     return path.read_text().splitlines() if path.exists() else []
@@ -80,10 +86,10 @@ def test_each_tracker_has_a_program_that_ends_with_a_run_that_goes_on_elsewhere(
 def test_one_that_fails_is_started_again_and_one_that_is_refused_is_not(
     run: RunDir, python: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (python / "codes").write_text("1")
+    answer(python, "1")
     senders = Senders(run, JobConfig(trackers=["mlflow"]))
     wait_for(lambda: len(starts(python)) >= 3, 10, "more starts")
-    (python / "codes").write_text("2")
+    answer(python, "2")
     wait_for(lambda: not senders._programs[0]._thread.is_alive(), 10, "its end")
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "trackers: mlflow ended with 1",
@@ -98,10 +104,10 @@ def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
     run.write_result(RunResult.from_json({"state": "completed"}))
     senders = Senders(run, JobConfig(trackers=["mlflow"]))
     wait_for(lambda: starts(python), 10, "its start")
-    (python / "codes").write_text("0")
+    answer(python, "0")
     senders.close()
     assert not caplog.records
-    (python / "codes").write_text("")
+    answer(python, "")
     monkeypatch.setattr(beside_run, "LIMIT_S", 0.2)
     Senders(run, JobConfig(trackers=["mlflow:our lab"])).close()
     (record,) = caplog.records
