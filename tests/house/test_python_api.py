@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -90,6 +91,16 @@ def test_values_are_a_config_and_may_extend_a_file(project: Path) -> None:
     assert "name: mine" in dry_run({"job": "api_main.py", "name": "mine"}, executor="local")
     with pytest.raises(toolkit.ConfigError, match=r"unknown key 'optim.lrr'; did you mean 'optim.lr'"):
         dry_run({"job": "api_main.py", "optim": {"lrr": 1}}, executor="local")
+    with pytest.raises(toolkit.ConfigError, match=r"extends: takes the name of one file, not \['base.yaml'\]"):
+        dry_run({"extends": ["base.yaml"]}, executor="local")
+    with pytest.raises(toolkit.ConfigError, match=r"unknown key 'base'; .* extends: FILE"):
+        dry_run({"base": "base.yaml"}, executor="local")
+
+
+@pytest.mark.parametrize("what", [None, 3, ["base.yaml"]])
+def test_what_is_no_config_is_refused_by_name(project: Path, what: Any) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"{what!r} cannot be submitted: give the path of a config")):
+        dry_run(what, executor="local")
 
 
 def test_a_job_is_submitted_by_its_function_or_its_class(project: Path) -> None:

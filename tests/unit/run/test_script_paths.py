@@ -26,7 +26,7 @@ def test_a_folder_for_runs_that_slurm_or_python_would_misread_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / name))
-    for enter in (lambda: new_run(JobConfig(), None), lambda: submit.dry_run(None, executor="slurm")):
+    for enter in (lambda: new_run(JobConfig(), None), lambda: submit.dry_run({}, executor="slurm")):
         with pytest.raises(RequestError, match=r"the folder for runs: .* set TOOLKIT_RUNS"):
             enter()
     with pytest.raises(RequestError, match="the folder for runs"):

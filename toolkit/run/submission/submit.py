@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias
 
 from toolkit import config as configs
 from toolkit import registry
 from toolkit.base import fsio
-from toolkit.base.errors import RequestError, SlurmError, nearest
+from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, waits_until
@@ -98,11 +99,18 @@ def _checked(
     """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
     config = _values_of(config) if callable(config) else config
     if isinstance(config, Mapping):
-        base: str | Path | None = config.get("extends")
+        base: Any = config.get("extends")
         values = {key: value for key, value in config.items() if key != "extends"}
         overrides = [*configs.override_texts(values), *configs.override_texts(overrides)]
-    else:
+        if not isinstance(base, (str, Path, NoneType)):
+            raise ConfigError(f"extends: takes the name of one file, not {base!r}")
+    elif isinstance(config, (str, Path)):
         base = config
+    else:
+        raise RequestError(
+            f"{config!r} cannot be submitted: give the path of a config or a script, a mapping of keys to values, "
+            "or a job's class or its function main"
+        )
     loaded = load(base, overrides, folder)
     check_submittable(loaded, executor, folder, goes_on=begins_with(loaded, waits_for))
     return loaded
