@@ -75,7 +75,8 @@ def is_refused(asked: TrainConfig, strategy: str) -> bool:
 
 def test_the_page_on_steps_says_what_each_strategy_refuses() -> None:
     page = (ROOT / "docs/steps.md").read_text()
-    table = page.partition("what works with which `strategy.name`")[2].partition("|\n\n")[0].splitlines()[2:]
+    text = page.partition("what works with which `strategy.name`")[2].partition("|\n\n")[0]
+    table = [line for line in text.splitlines() if line.startswith("|")]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")[1:]] for line in table)
     columns = [re.findall(r"`(\w+)`", cell) for cell in names]
     assert sorted([*chain(*columns), "auto", "custom"]) == sorted(registry.names("strategies"))
