@@ -98,8 +98,9 @@ def test_one_that_fails_is_started_again_and_one_that_is_refused_is_not(
     senders.close()
 
 
+@pytest.mark.parametrize("code", ["", "1"], ids=["it sends", "it is away, and nothing runs between two tries"])
 def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
-    run: RunDir, python: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: str, run: RunDir, python: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.write_result(RunResult.from_json({"state": "completed"}))
     senders = Senders(run, JobConfig(trackers=["mlflow"]))
@@ -107,9 +108,12 @@ def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
     answer(python, "0")
     senders.close()
     assert not caplog.records
-    answer(python, "")
+    answer(python, code)
     monkeypatch.setattr(beside_run, "LIMIT_S", 0.2)
-    Senders(run, JobConfig(trackers=["mlflow:our lab"])).close()
-    (record,) = caplog.records
+    monkeypatch.setattr(beside_run, "LAST_PAUSE_S", 60.0)
+    senders = Senders(run, JobConfig(trackers=["mlflow:our lab"]))
+    if code:
+        wait_for(lambda: caplog.records, 10, "its first end")
+    senders.close()
     advice = f"`toolkit sync {run.id} mlflow --project 'our lab'` sends the rest"
-    assert record.message == f"trackers: mlflow has not got everything within 0.2 s: {advice}"
+    assert caplog.records[-1].message == f"trackers: mlflow has not got everything within 0.2 s: {advice}"

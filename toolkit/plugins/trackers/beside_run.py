@@ -102,15 +102,16 @@ class _Program:
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._is_closing.set()
-        with self._lock:
-            process = self._process
-        if process is None or process.poll() is not None:
+        if not self._thread.is_alive():  # all is sent, or why not is told
             return
+        self._is_closing.set()
         if self._run.result([]) is not None:
             advice = shlex.join(["toolkit", "sync", self._run.id, *self._words[1:]])
             log.warning(
                 "trackers: %s has not got everything within %g s: `%s` sends the rest", self._name, LIMIT_S, advice
             )
-        os.killpg(process.pid, signal.SIGKILL)
+        with self._lock:
+            process = self._process
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         self._thread.join()
