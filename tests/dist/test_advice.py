@@ -131,13 +131,13 @@ def test_a_run_that_failed_goes_on_by_what_its_advice_says(site: Site) -> None:
     assert "would fail again unchanged" in done.stdout
     # The surroundings are wrong: the same code goes on once they are mended.
     (site.folder / "data").touch()
-    anew = "`toolkit resume [^`]*` begins anew: there is no checkpoint"
+    anew = "`toolkit resume [^`]*` starts over, as there is no checkpoint"
     site.follow_advice(rf"mend what the error names .*, then {anew}", "--wait")
     assert len(site.run.attempts()) == 3, "one more start, and the same error once again"
     # The code is wrong, before and after the first checkpoint.
     loop(site, bad=9)
     site.follow_advice(
-        r"mend train.py:\d+ in <module>, then `toolkit resume \S+ --code` begins anew: there is no checkpoint, with .*",
+        r"mend train.py:\d+ in <module>, then `toolkit resume \S+ --code` starts over, as there is no checkpoint, .*",
         "--wait",
     )
     assert site.run.attempts()[-1].step_end == 9
@@ -165,9 +165,9 @@ def test_a_run_that_was_ended_comes_back_by_what_its_advice_says(site: Site) -> 
     # Cancelled: nothing is saved, and nothing is said to be.
     told = site.type("cancel", site.run.id).stdout
     assert "cancelled; `toolkit resume" in told
-    assert "begins anew: there is no checkpoint" in told
+    assert "starts over, as there is no checkpoint" in told
     wait_for(site.run.result, END_S, "a result")
-    site.follow_advice("`toolkit resume [^`]*` begins anew: there is no checkpoint")
+    site.follow_advice("`toolkit resume [^`]*` starts over, as there is no checkpoint")
     reached(6, 2)
     told = site.type("stop", site.run.id).stdout
     assert f"when it has ended, `toolkit resume {site.run.id}` goes on from there" in told
@@ -235,7 +235,7 @@ def test_a_run_without_enough_memory_of_a_gpu_trains_in_parts(site: Site) -> Non
     (site.folder / "big.yaml").write_text("name: big\njob: big\ndata: {global_batch_size: 8}\ntrain: {epochs: 1}\n")
     site.type("submit", "big.yaml", *LOCAL)
     assert [attempt.cause for attempt in site.run.attempts()] == ["out_of_memory"]
-    site.follow_advice(r"`toolkit resume \S+ train.accumulate=2` begins anew: there is no checkpoint", "--wait")
+    site.follow_advice(r"`toolkit resume \S+ train.accumulate=2` starts over, as there is no checkpoint", "--wait")
     assert site.state() == "completed"
 
 

@@ -171,7 +171,7 @@ class UserState:
 
         if changed := self._unsaved.changed():
             log.warning(
-                "%s changed in the first step, and no state_dict() has it: after a resume it begins anew. If later "
+                "%s changed in the first step, and no state_dict() has it: after a resume it starts over. If later "
                 "steps depend on it, make it a persistent buffer (register_buffer), or hand it over to run.resumable",
                 listing(changed, 5),
             )

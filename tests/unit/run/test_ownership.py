@@ -249,7 +249,7 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     told = run_facts.facts(run)
     assert (
         told["next"]
-        == f"nothing brings it back by itself; `toolkit resume {run.id}` begins anew: there is no checkpoint"
+        == f"nothing brings it back by itself; `toolkit resume {run.id}` starts over, as there is no checkpoint"
     )
     assert told["why"].startswith("job 3 is over (CANCELLED)")
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):

@@ -79,7 +79,7 @@ def _resume(facts: Situation, words: str = "") -> str:
     command = " ".join(filter(None, ["toolkit resume", facts.run, words]))
     if facts.is_script:
         return f"`{command}` starts the script again, which goes on from its own checkpoints if it looks for them"
-    does = "begins anew: there is no checkpoint" if facts.saved is None else "goes on from the last checkpoint"
+    does = "starts over, as there is no checkpoint" if facts.saved is None else "goes on from the last checkpoint"
     return f"`{command}` {does}{', with the code that the project has then' if words == '--code' else ''}"
 
 
@@ -123,7 +123,7 @@ def of_restarts(run: RunDir, attempt: int) -> str:
     if is_told or any(line.step_end is not None for line in run.attempts([])):
         return ""
     return (
-        "a script that is started again goes on only if it looks for its own checkpoint; else it begins anew, and ends "
+        "a script that is started again goes on only if it looks for its own checkpoint; else it starts over, and ends "
         "as completed, too. One that has to be told: `toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- CMD`"
     )
 
