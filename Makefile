@@ -64,6 +64,7 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --level error
 
 coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
 	$(PYTEST) $(ABREAST) -m "not soak and not dist and not slurm" tests/unit tests/plugins tests/house $(MEASURE)

@@ -1,4 +1,4 @@
-"""Runs from Python: what is submitted, and what a handle tells. mypy holds the types, as it reads this file."""
+"""Runs from Python: what is submitted, and what a handle tells. Its types are checked by mypy and pyright."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_job_of_a_notebooks_cell_is_refused_with_what_to_do(project: Path, cel
 
 
 def typed(run: toolkit.Run) -> None:
-    """What a user's own type checker is told of the public names. mypy reads it; it is never called."""
+    """What a user's own type checker is told of the public names. mypy and pyright read it; it is never called."""
     assert_type(toolkit.submit("a.yaml", {"optim.lr": 0.1}), toolkit.Run)
     assert_type(toolkit.submit({"job": "train.py"}, ["optim.lr=0.1"], after=["gpt"]), toolkit.Run)
     assert_type(toolkit.submit(typed, args=["--epochs", 3]), toolkit.Run)
