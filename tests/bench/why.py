@@ -11,16 +11,40 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import groupby
 
 from tests import gold
 from tests.bench import record
 from toolkit.plugins.why.rules import all_rules
 
+#: The headings of the page, by the first part of a rule's name.
+SUBJECTS = {
+    "ckpt": "Checkpoints",
+    "cuda": "CUDA",
+    "fs": "File systems",
+    "gpu": "GPUs and drivers",
+    "hf": "Hugging Face",
+    "host": "Machines",
+    "mpi": "MPI",
+    "nccl": "NCCL",
+    "net": "Network",
+    "numeric": "Numbers",
+    "peer": "Other ranks",
+    "py": "Python and torch",
+    "run": "The run",
+    "signal": "Signals",
+    "slurm": "Slurm",
+}
+
 
 def table() -> str:
-    """Return all rules as the table of the page that lists them."""
-    rows = [f"| `{rule.id}` | {rule.cause} | {rule.next} |" for rule in all_rules()]
-    return "\n".join(["| rule | what it means | what to do |", "|---|---|---|", *rows])
+    """Return all rules as the tables of the page that lists them, one for each subject."""
+    parts = []
+    for subject, rules in groupby(all_rules(), lambda rule: rule.id.partition(".")[0]):
+        rows = [f"| `{rule.id}` | {rule.cause} | {rule.next} |" for rule in rules]
+        head = ["| rule | what it means | what to do |", "|---|---|---|"]
+        parts.append("\n".join([f"## {SUBJECTS[subject]}", "", *head, *rows]))
+    return "\n\n".join(parts)
 
 
 def main() -> None:
