@@ -59,7 +59,7 @@ def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     assert cli.main(["why", run.id]) == EXIT_DONE
     out = capsys.readouterr().out
     assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out
-    assert f"next: `toolkit resume {run.id}` begins anew: there is no checkpoint" in out
+    assert f"next: `toolkit resume {run.id}` starts over, as there is no checkpoint" in out
 
 
 @pytest.mark.parametrize("process", UNSEEN)

@@ -230,7 +230,7 @@ def _after_dashes(args: argparse.Namespace, words: Sequence[str], rest: Sequence
     if args.command not in TAKE_ARGUMENTS:
         return ""
     # Before CONFIG an option's value was taken for it.
-    texts = [getattr(args, "config", None) or args.run, *args.overrides]
+    texts = [args.run if args.command == "resume" else args.config or "", *args.overrides]
     script = next((text for text in texts if args.command == "resume" or text.endswith(".py")), None)
     if script is None:
         return ""

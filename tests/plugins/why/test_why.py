@@ -287,7 +287,7 @@ def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, capsys: py
     crashed(run)
     assert page(run, capsys)[-1].startswith("next: mend the cause, then")
     fsio.remove_tree(run.checkpoints)
-    assert page(run, capsys)[-1].endswith(" begins anew: there is no checkpoint")
+    assert page(run, capsys)[-1].endswith(" starts over, as there is no checkpoint")
 
 
 def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
