@@ -115,6 +115,18 @@ def test_a_script_is_stopped_resumed_as_its_components_and_cancelled(site: Site)
     assert site.box.wait_job(job)["JobState"] == "CANCELLED"
 
 
+def test_the_only_node_of_the_first_component_lives_but_is_set_down(site: Site) -> None:
+    """Slurm requeues that component alone, and would never start it: the batch script's end ends the others."""
+    project = slow_project(site, 0.04)
+    run = start(site, project)
+    node = ["scontrol", "update", f"nodename={run.status().nodes[0]}"]
+    site.box.run([*node, "state=down", "reason=fan"])
+    (first,) = attempts_of(run, 1)
+    assert (first.cause, first.decision) == ("node_failure", "requeue")
+    site.box.run([*node, "state=resume"], check=False)  # it may have come back by itself
+    ends_like_one_component(site, project, run)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [FEWER, NEITHER], ids=["fewer", "neither"])
 def test_the_only_node_of_the_first_component_dies(site: Site, how: tuple[str, ...]) -> None:

@@ -67,6 +67,15 @@ class JobRow:
         )
 
     @property
+    def is_half_requeued(self) -> bool:
+        """True if the first component is in the queue again, and others run: Slurm will never start it.
+
+        Slurm (22.05) requeues it alone when it takes its only node for lost. If the node lives, the batch script ends,
+        and with it the other components.
+        """
+        return self.state != "RUNNING" and any(other.state == "RUNNING" for other in self.others)
+
+    @property
     def requeue_id(self) -> str:
         """Return the id to requeue: ``ARRAY_TASK`` for an array element. The bare id would requeue the whole array."""
         is_element = self.array_job_id is not None and (self.array_task_id or "").isdigit()

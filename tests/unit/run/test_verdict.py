@@ -62,6 +62,11 @@ RECORDED = {
         JobFate.TIMEOUT,
     ),
     "node lost": (row(state="COMPLETING", start_time=40.7, restarts=1, node_list="node1"), JobFate.REQUEUED),
+    "first component requeued alone": (
+        row(state="PENDING", restarts=1, others=(row(state="RUNNING"),)),
+        JobFate.NODE_FAILED,
+    ),
+    "all components requeued": (row(state="PENDING", restarts=1, others=(row(state="PENDING"),)), JobFate.REQUEUED),
     "over: PREEMPTED": (row(state="PREEMPTED", preempt_time=1.0, end_time=1.0), JobFate.PREEMPTED),
     "over: TIMEOUT": (row(state="TIMEOUT"), JobFate.TIMEOUT),
     "over: NODE_FAIL": (row(state="NODE_FAIL"), JobFate.NODE_FAILED),

@@ -55,13 +55,14 @@ def fate_of_row(row: JobRow | None, restart_count: int) -> JobFate:
     ``restart_count`` is the one that this job was started with. A preempted job stays RUNNING through its grace time
     with PreemptTime set. At the end Slurm requeues it, and the row already describes the next start: one restart more
     and no PreemptTime. A preemption that cancels leaves PreemptTime and EndTime equal; an ``scancel`` during the grace
-    time leaves a later EndTime. COMPLETING for none of these reasons, and not out of time, is a cancellation.
+    time leaves a later EndTime. COMPLETING for none of these reasons, and not out of time, is a cancellation. A job
+    of several components is requeued if all of them are.
     """
     if row is None:
         return JobFate.UNKNOWN
     # The order matters: the row of a next start, then plain states, then COMPLETING by its times.
     if row.restarts > restart_count:
-        return JobFate.REQUEUED
+        return JobFate.NODE_FAILED if row.is_half_requeued else JobFate.REQUEUED
     if row.state in RUNNING_STATES:
         return JobFate.RUNNING if row.preempt_time is None else JobFate.PREEMPTED
     if row.state in _BY_STATE:
