@@ -197,8 +197,10 @@ def test_a_first_component_that_was_started_alone_is_given_back_with_all_others(
     class Het(FakeSlurm):
         def show_job(self, job_id: str) -> JobRow | None:
             row = super().show_job(job_id)
-            other = JobRow("2", "RUNNING", restarts=restarts, start_time=started)
-            return row and replace(row, start_time=2000.5, others=(other,))
+            if row is None:
+                return None
+            other = JobRow("2", row.state, restarts=restarts, start_time=started)  # Slurm requeues both at one moment
+            return replace(row, start_time=2000.5, others=(other,))
 
     slurm = Het()
     job = slurm.sbatch(["job.sh"])
