@@ -114,8 +114,7 @@ def test_kills_and_a_tracker_that_is_away_neither_lose_nor_double_a_point(env: d
         wait_for(lambda: copy.exists() and copy.stat().st_size, END_S, "points, while the run goes on")
         assert run.result() is None
         os.kill(wait_for(partial(_sender, env), END_S, "what sends"), signal.SIGKILL)
-        while not nobody_left(env):
-            (server / "away").unlink(missing_ok=True)  # it comes back
+        wait_for(partial(_comes_back_until_the_end, server, env), END_S, "the end of all processes")
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     attempts = run.attempts()
@@ -128,6 +127,11 @@ def test_kills_and_a_tracker_that_is_away_neither_lose_nor_double_a_point(env: d
     assert points(copy) == points(lines.path_of(run))
     assert (server / "state").read_text() == "completed"
     assert "trackers: lab ended with -9; it is started again" in log
+
+
+def _comes_back_until_the_end(server: Path, env: dict[str, str]) -> bool:
+    (server / "away").unlink(missing_ok=True)
+    return nobody_left(env)
 
 
 def _sender(env: dict[str, str]) -> int | None:
