@@ -65,7 +65,7 @@ USUAL = (
     *("run", "name", "state", "job", "attempt", "step", "loss", "accuracy", "rate", "left", "goodput", "submitted"),
     "note",
 )
-_DISPENSABLE = ("accuracy", "attempt", "goodput", "rate", "submitted", "job", "loss", "left", "name", "note", "step")
+_DISPENSABLE = ("accuracy", "attempt", "goodput", "rate", "submitted", "job", "loss", "left", "step", "note", "name")
 
 
 def check(names: Sequence[str], rows: Sequence[Row]) -> None:

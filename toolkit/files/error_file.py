@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_FAILED
@@ -36,6 +37,7 @@ def write(error: BaseException, rank: int) -> None:
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
         "comes_again": getattr(error, "comes_again", False),
         "traceback": masked("".join(traceback.format_exception(error))),
+        **_of_argparse(error),
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
     path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)
@@ -45,5 +47,17 @@ def write(error: BaseException, rank: int) -> None:
         setattr(error, _WRITTEN, True)
 
 
+def _of_argparse(error: BaseException) -> dict[str, Any]:
+    """Return what argparse says of the script's arguments where it ends the script. It would say the same again."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, SystemExit) else []
+    for frame in frames:
+        if frame.f_code.co_name == "error" and frame.f_globals.get("__name__") == "argparse":
+            said = str(frame.f_locals.get("message"))
+            return {"type": ARGUMENT_ERROR, "message": masked(said), "comes_again": True}
+    return {}
+
+
+#: The type of an error file by which a script refuses its arguments.
+ARGUMENT_ERROR = "ArgumentError"
 #: Set on an exception whose file is written: a second one would have a later time, and the first failure is wanted.
 _WRITTEN = "_toolkit_error_file"

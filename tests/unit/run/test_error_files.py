@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,25 @@ def test_a_refusal_of_the_jobs_code_or_config_would_come_again(
     assert failure.comes_again is comes_again
     assert failure.where is not None
     assert failure.where.startswith("test_error_files.py:")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--lr", "3"], "unrecognized arguments: --lr 3"),
+        (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
+    ],
+)
+def test_arguments_that_a_script_refuses_would_be_refused_again(run: rundir.RunDir, argv: list[str], says: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(argv)
+    error_file.write(ended.value, 0)
+    failure = read_error_file(run.error_file(1, 0))
+    assert failure.how == f"ArgumentError: {says}"
+    assert failure.comes_again
+
+
+def test_another_exit_with_the_same_code_is_no_refusal(run: rundir.RunDir) -> None:
+    assert not reported(run, SystemExit(2)).comes_again

@@ -16,6 +16,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
 from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY
+from toolkit.files.error_file import ARGUMENT_ERROR
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir
 from toolkit.run.attempt.facts import THEN_PRINTED
@@ -41,6 +42,7 @@ class Situation:
     has_curves: bool = True
     mended_by: str = ""  #: overrides without which a resume would end in the same way
     refusal: bool = False  #: its last attempt found its config or its surroundings wrong
+    bad_arguments: bool = False  #: its script refused its arguments
     where: str | None = None  #: the line from which the exception of its last attempt comes
 
 
@@ -65,6 +67,8 @@ def next_step(facts: Situation) -> str:
         return f"`toolkit status {facts.run}` says how it stands"
     if facts.mended_by:
         return _resume(facts, facts.mended_by)
+    if facts.bad_arguments:
+        return "submit a new run, with arguments that the script accepts"
     if facts.refusal:
         return f"mend what the error names (a key: KEY=VALUE behind the command), then {_resume(facts)}"
     if facts.where is None:
@@ -106,6 +110,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
         has_curves=run.tensorboard.is_dir() and any(run.tensorboard.iterdir()),
         mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
         refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
+        bad_arguments=failure is not None and failure.how.startswith(f"{ARGUMENT_ERROR}: "),
         where=failure.where if failure is not None and is_clear else None,
     )
 
