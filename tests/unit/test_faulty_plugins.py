@@ -35,7 +35,7 @@ NEEDED = {
         "after",
         "wait_for_other_runs",
         "sweep_rows",
-        "refuse_points",
+        "named_runs",
     ),
     "on_request",
 }
@@ -75,7 +75,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module = tmp_path / "lab_broken.py"
     module.write_text("import nosuchlib\n")
     monkeypatch.syspath_prepend(tmp_path)
-    hooks = dict.fromkeys(("run_ended", "pace", "muon", "refuse_points", "tokenize", "check_site"), "lab_broken:Hook")
+    hooks = dict.fromkeys(("run_ended", "pace", "muon", "named_runs", "tokenize", "check_site"), "lab_broken:Hook")
     lab = registry.Plugin("lab", hooks=hooks, commands={"lab": "lab_broken"})
     monkeypatch.setattr(registry, "plugins", cache(lambda: (*registry.built_in(), lab)))
     return module
@@ -120,7 +120,7 @@ def test_runs_are_found_beside_sweeps_that_nothing_can_read(tmp_path: Path, capl
     (tmp_path / rundir.SWEEPS / "lr").mkdir(parents=True)
     (tmp_path / rundir.SWEEPS / "lr/sweep.json").write_text("{}")
     assert rundir.find("digits", tmp_path).id == run.id
-    assert "refuse_points has failed" in caplog.text
+    assert "named_runs has failed" in caplog.text
     with pytest.raises(PluginError, match="the sweep 'lr'"):
         rundir.find("lr", tmp_path)
 
@@ -131,7 +131,7 @@ def test_what_a_hook_says_to_the_user_passes(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(registry, "find", lambda kind, name: refuse)
     with pytest.raises(RunNotFoundError, match="no run"):
-        registry.ask("refuse_points", RunNotFoundError("no run"))
+        registry.ask("named_runs", RunNotFoundError("no run"))
     assert registry.call("run_ended", RequestError("no place")) is None
     assert registry.ask("check_site", OSError("away")) is None
     assert len(caplog.records) == 2

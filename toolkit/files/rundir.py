@@ -387,8 +387,7 @@ def find(text: str, root: Path | None = None) -> RunDir:
     """Return the run that ``text`` names.
 
     That is a path, a run id, a unique prefix of one or its last eight digits, ``name/id``, or a config's name (its
-    newest run). Raises RunNotFoundError that says what there is; also for a name whose newest runs are the points of a
-    sweep, which have all been submitted at the same time.
+    newest run). Raises RunNotFoundError that says what there is; also for a name that means all points of a sweep.
     """
     if not text:
         raise RunNotFoundError("the name of a run is empty; is a variable of your shell unset?")
@@ -404,10 +403,11 @@ def find(text: str, root: Path | None = None) -> RunDir:
     by_name = [run for run in runs if run.name == text]
     root = root or runs_root()
     if (root / SWEEPS).is_dir():
-        knows_points = registry.ask("refuse_points", text, by_name, root)
-        if not knows_points and (root / SWEEPS / text / "sweep.json").exists():
-            registry.needed("refuse_points", f"the sweep {text!r}")
+        meant = registry.ask("named_runs", text, by_name, root)
+        if meant is None and (root / SWEEPS / text / "sweep.json").exists():
+            registry.needed("named_runs", f"the sweep {text!r}")
             raise RunNotFoundError(f"{text!r} is a sweep, and what knows its points has failed; name a run by its id")
+        by_name = by_name if meant is None else meant
     if by_name:
         return by_name[-1]
     if not runs:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RunNotFoundError
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.files import rundir
@@ -457,6 +457,16 @@ def test_a_name_that_a_sweep_made_ambiguous_is_refused_until_a_newer_run_has_it(
     newer.path.mkdir(parents=True)
     newer.config.write_text("")
     assert rundir.find("mine") == newer
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_sweep_with_a_name_of_its_own_leaves_the_configs_name_to_an_earlier_run() -> None:
+    earlier = rundir.RunDir(rundir.runs_root() / "mine" / "20260101-000000-00000000")
+    earlier.path.mkdir(parents=True)
+    earlier.config.write_text("")
+    assert rundir.find("mine") == earlier
+    with pytest.raises(RunNotFoundError, match="'seeds' names the points of sweep seeds"):
+        rundir.find("seeds")
 
 
 def test_a_sweep_of_which_nothing_has_started_is_found_by_its_name(

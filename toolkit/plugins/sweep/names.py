@@ -11,11 +11,16 @@ from toolkit.base.errors import RunNotFoundError
 from toolkit.files.rundir import SWEEPS, RunDir
 
 
-def refuse_points(text: str, by_name: Sequence[RunDir], root: Path) -> bool:
-    """Return True. Raise RunNotFoundError if ``text`` means all points of a sweep, or one that has not started.
+def named_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[RunDir]:
+    """Return those of ``by_name``, the runs of the name ``text``, that it means.
 
-    ``by_name`` are the runs of this name.
+    A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
+    if ``text`` means all points of a sweep, or one that has not started.
     """
+    point = by_name[-1].point([]) if by_name else None
+    if point is not None and point.sweep != text:
+        alone = next((run for run in reversed(by_name) if run.point([]) is None), None)
+        by_name = by_name if alone is None else [alone]
     if (sweep := _sweep_of(text, by_name, root)) is not None:
         raise RunNotFoundError(
             f"{text!r} names the points of sweep {sweep}: `toolkit sweep status {sweep}` lists their runs, and "
@@ -28,7 +33,7 @@ def refuse_points(text: str, by_name: Sequence[RunDir], root: Path) -> bool:
             f"run {run_id} is a point of sweep {sweep} that has not started; `toolkit sweep status {sweep}` says what "
             "it waits for"
         )
-    return True
+    return by_name
 
 
 def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:

@@ -7,7 +7,7 @@ PLUGIN = Plugin(
     commands={"sweep": "toolkit.plugins.sweep.command"},
     hooks={
         "sweep_rows": "toolkit.plugins.sweep.rows",
-        "refuse_points": "toolkit.plugins.sweep.names:refuse_points",
+        "named_runs": "toolkit.plugins.sweep.names:named_runs",
         "unfinished_points": "toolkit.plugins.sweep.states:unfinished_points",
         "withdraw_retry": "toolkit.plugins.sweep.again:withdraw_retry",
         "may_start_again": "toolkit.plugins.sweep.states:may_start_again",
