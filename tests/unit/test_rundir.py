@@ -278,3 +278,11 @@ def test_a_run_folder_that_is_away_is_not_made_anew(
         write(run)
     assert not run.path.exists()
     assert (tmp_path / "mounted").exists() == is_mount_point
+
+
+def test_an_id_tells_when_its_run_was_submitted(tmp_path: Path) -> None:
+    before = int(time.time())
+    moment = rundir.time_of_id(rundir.create("digits", tmp_path).id)
+    assert moment is not None
+    assert before <= moment <= time.time()
+    assert rundir.time_of_id("of another form") is None

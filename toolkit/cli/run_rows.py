@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.base import fsio
 from toolkit.base.user_cache import cache_dir
 from toolkit.cli import slow
+from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
@@ -108,7 +109,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "pid": status.pid,
         "host": status.host,
         "birth": status.birth,
-        "submitted": status.submitted,
+        "submitted": rundir.time_of_id(run.id),  # a requeued or resumed run has a job of a later submit time
         "updated": status.updated,
         "ended": status.ended if result is not None else None,
         "why": result and result.why,
@@ -125,7 +126,6 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         row["cluster"] = jobs.cluster or status.cluster
         row["asked"] = asked and asked.value
         row["executor"] = row["executor"] if sent is None else sent.executor
-        row["submitted"] = row["submitted"] or (sent.time if sent is not None else None)
     return row
 
 

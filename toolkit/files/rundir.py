@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from toolkit import registry
@@ -329,6 +330,14 @@ def create(name: str, root: Path | None = None) -> RunDir:
 def id_time(moment: float) -> str:
     """Return a time as run ids begin with it, in UTC. Local time goes back in autumn, and may differ between nodes."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(moment))
+
+
+def time_of_id(run_id: str) -> float | None:
+    """Return the time that :func:`id_time` put into a run's id: that of its first submission."""
+    try:
+        return datetime.fromisoformat(f"{run_id[:8]}T{run_id[9:15]}+00:00").timestamp()
+    except ValueError:
+        return None
 
 
 def code_in(folder: Path) -> Path:

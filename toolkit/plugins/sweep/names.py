@@ -17,8 +17,8 @@ def named_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[Run
     A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
     if ``text`` means all points of a sweep, or one that has not started.
     """
-    point = by_name[-1].point([]) if by_name else None
-    if point is not None and point.sweep != text:
+    newest = by_name[-1].point([]) if by_name else None
+    if newest is not None and newest.sweep != text:
         alone = next((run for run in reversed(by_name) if run.point([]) is None), None)
         by_name = by_name if alone is None else [alone]
     if (sweep := _sweep_of(text, by_name, root)) is not None:
