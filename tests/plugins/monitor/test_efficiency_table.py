@@ -90,6 +90,13 @@ def test_an_unfinished_run_keeps_its_limit_and_loses_gpus_that_none_used() -> No
     assert "gpus-per-node" not in used
 
 
+def test_no_time_is_enough_for_a_run_that_met_its_limit() -> None:
+    attempts = [attempt(1, "timeout", "requeue", step_end=9)]
+    told = efficiency.of_run(RunUsage(jobs=(JOB, JOB)), attempts, has_completed=True)
+    assert told is not None
+    assert "time" not in options(told.sbatch or "")
+
+
 def test_the_peak_of_a_node_that_mostly_started_is_not_below_its_average() -> None:
     job = JOB.replace(nodes=1, cpus=2, cpu_held_s=40.0, cpu_s=20.0, most_cpus=0.1)
     (row,) = [row for row in efficiency.rows(job) if row[0] == "CPUs"]

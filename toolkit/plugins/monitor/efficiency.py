@@ -5,7 +5,8 @@ run needed at most on any node, with a margin, and never more than was asked, ex
 
 * CPUs of a task: the busiest seconds of a node, and a tenth more, shared out to its tasks.
 * memory of a node: the most that was held, and a quarter more.
-* time: the longest job, and a quarter and two minutes more, if the run has completed.
+* time: the longest job, and a quarter and two minutes more, if the run has completed; none if a job was too short for
+  the run.
 * GPUs of a node: those that were ever busy.
 """
 
@@ -46,6 +47,8 @@ def of_run(
         return None
     total = together(run.jobs)
     longest_s = max(job.wall_s for job in run.jobs) if has_completed else None
+    if any(line.cause == "timeout" for line in attempts):
+        longest_s = math.inf
     is_training = at is not None and (at.step or 0) > (at.step_start or 0)
     tells = has_completed or is_training or has_trained(attempts)
     sbatch = None
@@ -79,7 +82,10 @@ def together(jobs: Sequence[JobUsage]) -> JobUsage:
 
 
 def sbatch_line(used: JobUsage, longest_s: float | None) -> str:
-    """Return how to ask for as much as was used. ``longest_s``: the longest job of a run that has completed."""
+    """Return how to ask for as much as was used.
+
+    ``longest_s``: the longest job of a run that has completed; inf where a job ended before the run did.
+    """
     tasks = max(1, used.tasks_per_node)
     cpus = min(used.cpus_per_task, max(1, math.ceil(round(CPU_MARGIN * used.most_cpus / tasks, 2))))
     options = {"nodes": str(used.nodes), "ntasks-per-node": str(tasks), "cpus-per-task": str(cpus)}
@@ -89,7 +95,9 @@ def sbatch_line(used: JobUsage, longest_s: float | None) -> str:
     memory_bytes = max(1, math.ceil(used.most_bytes * MEMORY_MARGIN / step)) * step
     options["mem"] = f"{memory_bytes >> 30}G" if memory_bytes % STEP_BYTES == 0 else f"{memory_bytes >> 20}M"
     asked_min = None if used.time_limit_s is None else round(used.time_limit_s / 60)
-    if longest_s is not None:
+    if longest_s == math.inf:
+        asked_min = None
+    elif longest_s is not None:
         steps = math.ceil((longest_s * TIME_MARGIN + TIME_MORE_S) / 60 / TIME_STEP_MIN)
         asked_min = min(steps * TIME_STEP_MIN, asked_min or 1 << 30)
     if asked_min is not None:
